@@ -1,1 +1,1 @@
-"""Conversations as clients see them: text in, text out, a history that is kept exactly."""
+"""Conversations and their turns: the service side, between the doors (gRPC, HTTP) and the engine."""

@@ -1,29 +1,36 @@
-"""Decide whether a turn may begin now, before anything of it is read or written. Belongs to the event loop.
+"""Decide whether a turn may begin now, before it is stored or tokenized. Belongs to the event loop.
 
-A turn is refused for one of these reasons, in this order: the daemon is shutting down, there is no engine,
-too many turns are in flight, the tenant has used up its limits, or the present queue would miss the request's
-deadline or the objective for the first token (`--ttft`). If there are several tenants, each may have as many
-turns as ROOM_SHARE times the places left, so a tenant that floods leaves a ninth of the places to others.
+A turn is refused for one of these reasons, in this order:
 
-**The wait** until a turn's own prompt is computed is the longest of
+* the daemon is shutting down;
+* there is no engine;
+* too many turns are in flight;
+* the tenant has used up its limits;
+* the queue is too long for the request's deadline or for the first-token objective (`--ttft`).
+
+With several tenants, each may have ROOM_SHARE times as many turns as there are places left, so a tenant that
+floods leaves a ninth of the places to others.
+
+**The wait** until the engine starts on a turn's prompt is the longest of
 
 * the predicted seconds of the prompts ahead, times the pace;
 * the average time between two admissions of the engine while turns waited, times the turns ahead that wait
   for room;
-* if any of them waits for room, the time since the engine admitted the last turn.
+* if any turn ahead waits for room, the time since the engine admitted the last turn.
 
-With nothing ahead there is no wait, so an idle engine refuses nobody. The turn's own prompt does not count:
-it would take as long later. A refusal says when the wait will be within the objective if no more turns come.
+With nothing ahead there is no wait, so an idle engine refuses nobody. The turn's own prompt does not count,
+because it would take as long later. A refusal says when the wait will be within the objective if no more
+turns come.
 
-**Ahead** of a turn are the turns without a token that the engine would serve first. Of the same tenant, these
-are the turns that have begun and those of no lower priority. Of another tenant, they are the turns that fair
-queueing (core/fair_queue.py) serves meanwhile, by the tenants' weights. Turns that are about to begin count
-too, or a burst would find nothing ahead; their tokens are estimated from their characters. The part of a
-begun prompt that was computed meanwhile is subtracted.
+**Ahead** of a turn are the turns without a token that the engine would serve first. Within the same tenant,
+these are the turns that have begun and the turns of no lower priority. Of another tenant, they are the turns
+that fair queueing (core/fair_queue.py) serves in the meantime, by the tenants' weights. Turns that are about
+to begin count too, or a burst would find nothing ahead. Their tokens are estimated from their characters. The
+part of a prompt that is already computed is subtracted.
 
 **The pace** is the time in which any prompt was being computed, divided by the predicted seconds of the
-prompts that were completed. The latest prompt counts an eighth. While the pace is unknown, nothing is
-predicted and no turn is refused.
+prompts that were completed. It is a moving average in which the latest prompt counts an eighth. While the
+pace is unknown, nothing is predicted and no turn is refused for its wait.
 """
 
 from __future__ import annotations
@@ -41,14 +48,12 @@ from pensieve.guard.limits import Allowances, Limits
 RETRY_SECONDS_MIN = 0.1
 ROOM_SHARE = 8
 CHARACTERS_MAX = 32 << 20  # of a tenant's turns that are about to begin
-
-
-LATEST_SHARE = 1 / 8
+LATEST_SHARE = 1 / 8  # of the latest value in a moving average
 
 
 class WorkAhead(NamedTuple):
-    num_turns: float = 0.0  # that wait for room
-    seconds: float = 0.0  # of prompts, as predicted
+    num_turns: float = 0.0  # turns that wait for room
+    seconds: float = 0.0  # predicted for their prompts
 
 
 NOTHING = WorkAhead()
@@ -56,40 +61,38 @@ NOTHING = WorkAhead()
 
 @dataclass(frozen=True)
 class DaemonLoad:
-    """What the daemon is carrying when somebody wants another turn."""
+    """The daemon's load at the moment when a client asks for another turn."""
 
     is_draining: bool
     engine_serves: bool
-    num_turns: int  # begun or about to, and not ended; with warms
-    num_turns_of_tenant: int  # with its warms
-    ahead: Callable[[], WorkAhead] = lambda: NOTHING  # of this turn
-    waiting_since: float | None = None  # the first turn for which the engine has no room yet
-    num_characters_of_tenant: int = 0  # of its turns that are about to begin
+    num_turns: int  # in flight or about to begin, warms included
+    num_turns_of_tenant: int  # warms included
+    ahead: Callable[[], WorkAhead] = lambda: NOTHING  # the work ahead of this turn
+    waiting_since: float | None = None  # when the first turn without room in the engine began
+    num_characters_of_tenant: int = 0  # in the tenant's turns that are about to begin
 
 
 class Admission:
     def __init__(
         self, turns_max: int, limits: Mapping[str, Limits], now: float, ttft_seconds: float = 0.0
     ) -> None:
-        """`ttft_seconds`: what no turn may wait for longer; 0: without limit."""
+        """`ttft_seconds`: the longest that a turn may wait; 0: without limit."""
         self.ttft_seconds = ttft_seconds
         self.prompts = PromptTimes()
         self.num_refused_for_ttft = 0
         self._seconds_per_admission = 0.0
-        self._admitted_at = now  # the latest
+        self._admitted_at = now  # the latest admission by the engine
         self._turns_max = turns_max
         self.allowances = Allowances(limits, now)
 
     def refusal(
         self, tenant: str, load: DaemonLoad, seconds_left: float | None, now: float
     ) -> PensieveError | None:
-        """Why a turn of this tenant may not begin; None if it may."""
+        """Return why a turn of this tenant may not begin now; None if it may."""
         if load.is_draining:
             return Unavailable("the daemon is shutting down")
         if not load.engine_serves:
-            return Loading(
-                "the engine is starting again and loads the model; try again in a moment"
-            )
+            return Loading("the engine is restarting and loads the model; retry in a few seconds")
         if (exceeded := self.exceeded(tenant, load, now)) is not None:
             return exceeded
         if seconds_left is None and not self.ttft_seconds:
@@ -99,13 +102,13 @@ class Admission:
         if seconds_left is not None and wait > seconds_left:
             allowed = seconds_left
             refusal = DeadlineExceeded(
-                f"turns wait {wait:.1f} s at present; the deadline is in {seconds_left:.1f} s"
+                f"turns wait {wait:.1f} s now, and the request's deadline is in {seconds_left:.1f} s"
             )
         elif self.ttft_seconds and wait > self.ttft_seconds:
             allowed = self.ttft_seconds
             refusal = QueueFull(
-                f"turns wait {wait:.1f} s for their first token at present, and the objective is "
-                f"{allowed:g} s; try again later"
+                f"turns wait {wait:.1f} s for their first token now, and the objective (--ttft) is "
+                f"{allowed:g} s; retry later"
             )
             self.num_refused_for_ttft += 1
         if refusal is not None:
@@ -113,28 +116,28 @@ class Admission:
         return refusal
 
     def exceeded(self, tenant: str, load: DaemonLoad, now: float) -> QueueFull | None:
-        """Which limit another turn or warm of this tenant would exceed; None if it would not."""
+        """Return the limit that another turn or warm of this tenant would exceed; None if it fits."""
         if load.num_turns >= self._turns_max:
-            return QueueFull(f"{load.num_turns} turns are waiting or running; try again later")
+            return QueueFull(f"{load.num_turns} turns are waiting or running; retry later")
         num_left = self._turns_max - load.num_turns
         if len(self.allowances) > 1 and load.num_turns_of_tenant > ROOM_SHARE * num_left:
             return QueueFull(
-                f"{load.num_turns_of_tenant} turns of yours are waiting or running, and others need "
-                "room, too; try again later"
+                f"{load.num_turns_of_tenant} of your turns are waiting or running, and other clients "
+                "need room; retry later"
             )
         if load.num_characters_of_tenant > CHARACTERS_MAX:
-            return QueueFull("messages of yours wait to be tokenized; try again later")
+            return QueueFull("too many of your messages wait to be tokenized; retry later")
         allowance = self.allowances.of(tenant, now)
         return allowance.exceeded(load.num_turns_of_tenant, now) or allowance.calls_exceeded()
 
     def wait_seconds(self, load: DaemonLoad, now: float) -> float:
-        """How long a turn that came now would wait until its own prompt is computed."""
+        """Return how long a turn that came now would wait until the engine starts on its prompt."""
         ahead = load.ahead()
         wait = self.prompts.wait_seconds(ahead)
         if load.waiting_since is not None and ahead.num_turns:
-            nobody_since = max(self._admitted_at, load.waiting_since)
+            none_admitted_since = max(self._admitted_at, load.waiting_since)
             for_room = ahead.num_turns * self._seconds_per_admission
-            wait = max(wait, for_room, now - nobody_since)
+            wait = max(wait, for_room, now - none_admitted_since)
         return wait
 
     def ahead(
@@ -145,7 +148,7 @@ class Admission:
         priority: int,
         now: float,
     ) -> WorkAhead:
-        """Of a new turn of this tenant; `turns` are those without a token, as they came."""
+        """Return the work ahead of a new turn; `turns` have no token yet, in order of arrival."""
         known = [waiting(live) for live in turns]
         known += [
             self.prompts.arriving(request, self._weight_of(request.tenant)) for request in arriving
@@ -158,11 +161,11 @@ class Admission:
         return allowance.limits.weight if allowance is not None else 1.0
 
     def weight_of(self, tenant: str, now: float) -> float:
-        """Of its share of the engine."""
+        """Return the tenant's weight in fair queueing."""
         return self.allowances.of(tenant, now).limits.weight
 
     def turn_admitted(self, begun_at: float, now: float) -> None:
-        """The engine had room for a turn that began then."""
+        """Record that the engine has room for a turn that began at `begun_at`."""
         between = now - max(self._admitted_at, begun_at)
         self._seconds_per_admission += (between - self._seconds_per_admission) * LATEST_SHARE
         self._admitted_at = now
@@ -171,17 +174,17 @@ class Admission:
         self.allowances.of(tenant, now).spend(num_tokens, now)
 
     def engine_started(self, cost: IterationCost | None) -> None:
-        """`cost`: what its iterations take; None if that is not known."""
+        """`cost`: the engine's prediction of its iteration times; None if it has none."""
         self.prompts.cost = cost
 
     def engine_lost(self) -> None:
-        """The next one may be faster."""
+        """Forget the measured times: the next engine may be faster."""
         self._seconds_per_admission = 0.0
         self.prompts.engine_lost()
 
 
 class WaitingTurn(NamedTuple):
-    """What is asked of a turn without a token."""
+    """A turn without a token, as far as `ahead_of` needs it."""
 
     tenant: str
     weight: float
@@ -205,9 +208,9 @@ def ahead_of(
     priority: int,
     seconds_served: float = 0.0,
 ) -> WorkAhead:
-    """What is ahead of a new turn; `turns` are those without a token, in the order in which they came.
+    """Return the work ahead of a new turn; `turns` have no token yet, in order of arrival.
 
-    `seconds_served`: of prompts that have begun and not ended, predicted seconds that were computed already.
+    `seconds_served`: the predicted seconds of begun prompts that are already computed.
     """
     shares: dict[str, _Share] = {}
     for turn in turns:
@@ -236,47 +239,47 @@ def ahead_of(
 
 
 def waiting(live: LiveTurn) -> WaitingTurn:
-    """A turn that has begun, and has no token yet."""
+    """Describe a live turn that has no token yet."""
     return WaitingTurn(live.tenant, live.weight, live.priority, live.prompt_seconds, live.admitted)
 
 
 class PromptPace:
-    """Seconds that predicted seconds of prompts take."""
+    """Measure how many seconds a predicted second of prompt takes."""
 
     def __init__(self) -> None:
         self._busy = self._predicted = 0.0
-        self._since: float | None = None  # prompts are computed, and none has come to its end
+        self._since: float | None = None  # prompts are being computed and none was completed
 
     @property
     def ratio(self) -> float | None:
-        """None: nothing is known."""
+        """Seconds per predicted second; None while no prompt was measured."""
         return self._busy / self._predicted if self._predicted else None
 
     def begun(self, now: float, is_only: bool) -> None:
-        """A prompt has begun; whether no other is being computed."""
+        """Record that a prompt has begun; `is_only`: no other prompt is being computed."""
         if is_only or self._since is None:
             self._since = now
 
     def ended(self, predicted: float, now: float) -> None:
-        """A prompt was computed that was predicted to take so long."""
+        """Record that a prompt of so many predicted seconds was completed."""
         since, self._since = self._since, now
         if since is not None and predicted > 0.0:
             self._busy += (now - since - self._busy) * LATEST_SHARE
             self._predicted += (predicted - self._predicted) * LATEST_SHARE
 
     def served_since(self, now: float) -> float:
-        """Predicted seconds that were computed since a prompt came to its end, or the first one began."""
+        """Return the predicted seconds computed since the latest prompt ended or the first began."""
         ratio = self.ratio
         return (now - self._since) / ratio if self._since is not None and ratio else 0.0
 
 
 class PromptTimes:
-    """Predicts what the prompts of live turns take, and learns what they took."""
+    """Predict how long the prompts of live turns take, and learn how long they took."""
 
     def __init__(self) -> None:
-        self.cost: IterationCost | None = None  # of the present engine
+        self.cost: IterationCost | None = None  # of the current engine
         self.pace = PromptPace()
-        self._characters = self._tokens = 0.0  # of the latest prompts
+        self._characters = self._tokens = 0.0  # averages over the latest prompts
 
     def submitted(self, live: LiveTurn) -> None:
         live.prompt_seconds = self._seconds(live, live.prompt_tokens)
@@ -285,7 +288,7 @@ class PromptTimes:
             self._tokens += (live.prompt_tokens - self._tokens) * LATEST_SHARE
 
     def arriving(self, request: TurnRequest, weight: float) -> WaitingTurn:
-        """A turn that is about to begin; 0 seconds while nothing is known of the tokens."""
+        """Describe a turn that is about to begin; 0 seconds while no prompt was tokenized."""
         seconds = 0.0
         if self.cost is not None and self._characters:
             num_tokens = round(request.num_characters * self._tokens / self._characters)
@@ -293,24 +296,24 @@ class PromptTimes:
         return WaitingTurn(request.tenant, weight, request.options.priority, seconds)
 
     def admitted(self, live: LiveTurn, missing_tokens: int, now: float, is_only: bool) -> None:
-        """The engine begins with it, and has so many tokens to compute."""
+        """Record that the engine begins with a prompt and has `missing_tokens` to compute."""
         live.prompt_seconds = self._seconds(live, missing_tokens)
         self.pace.begun(now, is_only)
 
     def ended(self, live: LiveTurn, now: float) -> None:
-        """Its first token is there."""
+        """Record the first token of a turn."""
         self.pace.ended(live.prompt_seconds, now)
 
     def wait_seconds(self, ahead: WorkAhead) -> float:
-        """What these prompts take, by what others took; 0 while nothing is known."""
+        """Return the seconds that these prompts take at the measured pace; 0 while it is unknown."""
         return ahead.seconds * (self.pace.ratio or 0.0)
 
     def engine_lost(self) -> None:
-        """The next one may be faster."""
+        """Forget the pace: the next engine may be faster."""
         self.cost, self.pace = None, PromptPace()
 
     def _seconds(self, live: LiveTurn, num_tokens: int) -> float:
-        """Of an iteration with the last tokens of a turn's context, as the engine predicts it."""
+        """Predict the time of an iteration with the last `num_tokens` of a turn's context."""
         if self.cost is None:
             return 0.0
         context = live.history_tokens + live.prompt_tokens

@@ -1,12 +1,12 @@
-"""Writes the backup of `--backup` every minute while the daemon serves.
+"""Write the backup of `--backup` every minute while the daemon serves.
 
-Of several daemons that share the file of a history, the one that cleans up does it (store/housekeeper.py).
-All of them have the same folder, and none keeps it locked between two moments. So another one goes on at its
-next look when the first is gone or stands still.
+If several daemons share a history file, the daemon that does the housekeeping writes the backup
+(store/housekeeper.py). All daemons use one folder, and no daemon keeps it locked between two writes. So
+another daemon takes over within a minute if the first is gone or hangs.
 
-The folder may be slow or hang, so it is written to in a thread for which nobody waits: no turn, no deletion,
-and the end of the daemon only for STOP_SECONDS. A problem is logged when it begins and when it is over,
-and it is in the figures as long as it lasts.
+The folder may be slow or hang, so a separate thread writes to it. No turn and no deletion waits for that
+thread, and the daemon's shutdown waits only STOP_SECONDS. A problem is logged when it begins and when it
+ends, and the figures show it as long as it lasts.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from pensieve.store.backup import Backup
 
 log = logging.getLogger("pensieve")
 SECONDS = 60.0
-PAUSE_SHARE = 9.0  # a pause is at least so many times as long as the writing before it
-SLOW_SECONDS = 300.0  # after which a moment that is still being written is worth a warning
+PAUSE_SHARE = 9.0  # a pause is at least so many times as long as the write before it
+SLOW_SECONDS = 300.0  # a write that takes longer is logged as a problem
 STOP_SECONDS = 10.0
 
 
-class BackingUp:
-    """Belongs to the loop."""
+class BackupWriter:
+    """Belongs to the event loop."""
 
     def __init__(
         self, store: ConversationStore, database: Path, config: BackupConfig, threads: Threads
     ) -> None:
         """`database`: the file of the store's history."""
-        self.problem = ""  # why the folder lacks what it should have
+        self.problem = ""  # why the backup is incomplete; "": it is complete
         self._store = store
         self._backup = Backup(config.folder, database)
         self._keep_seconds = config.keep_seconds
         self._threads = threads
-        self._whole_at = threads.loop.time()  # when all that was committed was in the folder
+        self._whole_at = threads.loop.time()  # when the folder last had every commit
 
     def start(self) -> None:
         self._threads.spawn(self._work())
 
     def figures(self) -> dict[str, float]:
-        """For the operator; nothing while another daemon writes the backup."""
+        """Return figures for the operator; none while another daemon writes the backup."""
         if not self._store.keeps_house:
             return {}
         return {
@@ -55,13 +55,13 @@ class BackingUp:
         }
 
     async def close(self) -> None:
-        """After the background tasks have ended, and before the store closes: write the last moment."""
+        """Write the last changes. Call it after the background tasks ended and before the store closes."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 if self._store.keeps_house:
                     await self._write()
                 await aside(self._backup.close)
-        except Exception as error:  # whatever the folder holds, the daemon ends
+        except Exception as error:  # a broken folder must not keep the daemon from ending
             problem = str(error) or "its folder does not answer"
             log.warning("the backup lacks the last changes: %s", problem)
 
@@ -74,17 +74,17 @@ class BackingUp:
                     await self._write()
             except PensieveError as error:
                 self._has_problem(str(error))
-            except Exception as error:  # whatever the folder holds, turns go on
+            except Exception as error:  # a broken folder must not stop the turns
                 log.error("the backup failed unexpectedly", exc_info=error)
                 self._has_problem(whole_line(error))
             else:
                 if self.problem and self._store.keeps_house:
-                    log.warning("the backup is whole again")
+                    log.warning("the backup is complete again")
                 self.problem, self._whole_at = "", began
             await asyncio.sleep(max(SECONDS, PAUSE_SHARE * (now() - began)))
 
     async def _write(self) -> None:
-        """Write a moment, behind one that is being written. It goes on if this is cancelled."""
+        """Write the changes, after a write in progress. The write goes on if this call is cancelled."""
         job = self._threads.loop.create_task(aside(self._moment))
         job.add_done_callback(lambda job: job.cancelled() or job.exception())
         while not (await asyncio.wait({job}, timeout=SLOW_SECONDS))[0]:
@@ -100,5 +100,5 @@ class BackingUp:
 
     def _has_problem(self, problem: str) -> None:
         if problem != self.problem:
-            log.warning("the backup is not whole: %s", problem)
+            log.warning("the backup is incomplete: %s", problem)
         self.problem = problem

@@ -1,13 +1,13 @@
 """End a turn for its client, and tell the client how the turn ended.
 
-    keep_tokens      what is kept of the reply
-    not given        all that the readers were sent until now
-    n > 0            the first n tokens: those that the client has received
+    keep_tokens      part of the reply that is kept
+    not given        everything that the readers were sent until now
+    n > 0            the first n tokens, which the client has received
     0                nothing; the same request_id would begin the turn again
 
-The answer comes when the store has the end of the turn. If the end was already on its way to the store, the
-turn ends as planned, and the answer says how. A client may name the request instead of the turn; a request
-that is about to begin its turn is waited for. Repeating a cancel is harmless: the store knows how a turn
+The answer comes when the store has the end of the turn. If the turn was already ending by itself, it ends
+that way, and the answer says how. A client may name the request instead of the turn. If that request is about
+to begin its turn, the cancel waits for it. Repeating a cancel is harmless, because the store knows how a turn
 ended.
 """
 
@@ -25,19 +25,19 @@ from pensieve.store.history_reader import HistoryReader
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """Which turn to end: by its id, by its request's, or (neither given) the one that runs."""
+    """The turn to end: by turn_id, by request_id, or (neither given) the running turn."""
 
     conversation_id: str
     turn_id: str = ""
     request_id: str = ""
     keep_tokens: int | None = None
-    attempt: int = 0  # that keep_tokens counts in; 0 is any
+    attempt: int = 0  # to which keep_tokens refers; 0: any
     tenant: str = ""
 
 
 class CancelResult(NamedTuple):
     was_running: bool
-    finish_reason: str  # of the reply that is in the history; empty: nothing of the turn is
+    finish_reason: str  # of the reply in the history; empty: the history has no reply
 
 
 async def cancel_turn(
@@ -46,9 +46,9 @@ async def cancel_turn(
     threads: Threads,
     cancel: CancelRequest,
 ) -> CancelResult:
-    """End a turn; returns when it has ended.  NotFound if there is no such conversation.
+    """End a turn and return when it has ended. NotFound if there is no such conversation.
 
-    `conversations` is None while no turn may run yet.
+    `conversations` is None while the model is loading.
     """
     if conversations is None:
         return CancelResult(False, await _stored_finish(reader, threads, cancel))
@@ -63,7 +63,7 @@ async def cancel_turn(
     conversations.ends.stop(live, keep)
     await conversations.followers.until_ended(live)
     if isinstance(live.failure, StoreError | StoreUnavailable):
-        raise live.failure  # whether it is in the history is not known
+        raise live.failure  # it is unknown whether the history has the reply
     kept = live.finish is not None and live.failure is None
     return CancelResult(True, live.finish.value if kept and live.finish else "")
 
@@ -79,7 +79,7 @@ def _live(conversations: Conversations, cancel: CancelRequest) -> LiveTurn | Non
 
 
 async def _stored_finish(reader: HistoryReader, threads: Threads, cancel: CancelRequest) -> str:
-    """Why the reply of a turn that does not run ended, if it is in the history."""
+    """Return the finish reason of a turn that does not run; empty if the history has no reply."""
     tenant, conversation_id = cancel.tenant, cancel.conversation_id
     await threads.in_reader(tenant, reader.get_conversation, conversation_id, tenant=tenant)
     if not cancel.turn_id and not cancel.request_id:

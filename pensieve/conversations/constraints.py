@@ -1,8 +1,8 @@
-"""Compile a constraint before its turn begins, so that a request that cannot work is refused. Thread-safe.
+"""Compile a constraint before its turn begins, to refuse a request that cannot work. Thread-safe.
 
 The engine process compiles the constraint again before the turn starts (engine/held_turns.py). Checks run in
 the text pool and take a bounded time: core/constraint.py bounds the text, and text/grammars.py bounds the
-work of compiling it. `knows` tells which constraints were checked before.
+work of compiling it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class ConstraintChecker:
         self._lock = threading.Lock()
 
     def knows(self, options: TurnOptions) -> bool:
-        """Whether `check` has nothing to do that takes time."""
+        """Whether `check` returns at once: there is no constraint, or it was checked before."""
         constraint = options.constraint
         return constraint is None or (constraint.kind.value, constraint.digest) in self._known
 
     def check(self, options: TurnOptions) -> None:
-        """Raises InvalidArgument for a constraint that cannot be held to, or not beside the other options."""
+        """Raise InvalidArgument if the constraint cannot be enforced together with the other options."""
         constraint = options.constraint
         if constraint is None:
             return
         if options.sampling.ignore_eos:
             raise InvalidArgument(
-                "sampling.ignore_eos", "a reply with a constraint ends where it is met"
+                "sampling.ignore_eos", "a reply with a constraint ends where the constraint is met"
             )
         if self.knows(options):
             return

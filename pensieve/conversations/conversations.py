@@ -1,20 +1,20 @@
-"""Run conversations' operations, step by step between the event loop and the store thread.
+"""Run the operations on conversations, step by step between the event loop and the store threads.
 
-A coroutine here sends a job to the store thread (history.py) and acts on the result before it waits for
+A coroutine here sends a job to a store thread (history.py) and acts on the result before it waits for
 anything else. So the loop acts in the order of the store's jobs (threads.py). This order matters:
 
 * **A turn begins** in the store. Then it is live, and its SubmitTurn goes to the engine. If the engine does
-  not take it, the turn is given up. A retry with the same request_id finds the turn `running` and live. If
-  the turn is no longer live, it ended meanwhile, and the request is drafted again.
+  not take the message, the turn is given up. A retry with the same request_id finds the turn `running` and
+  live. If the turn is no longer live, it ended in the meantime, and the request is drafted again.
 * **A turn ends** in the store. Then `finish` is set and its followers wake (turn_ends.py).
 * **A deletion** interrupts the running turn and deletes, in one job. Then the live turn is given up, and
   DeleteConversation goes to the engine before the SubmitTurn of any later turn with the same conversation id.
-  If the end of the turn is on its way to the store, its job finds the turn gone. The engine's client never
-  refuses a DeleteConversation.
+  If the end of the turn is on its way to the store, the job that writes it finds the turn gone. The engine's
+  client never refuses a DeleteConversation.
 * **A fork or a rewind** goes to the engine after its job, and before the SubmitTurn of any turn that begins
-  after it. If the message is lost, nothing breaks: a turn says how long its log is, and the engine asks for
-  the tokens that it lacks.
-* **Events** whose number is not live are ignored: they are of warms, or of attempts that were given up.
+  after it. A lost message does no harm: a turn says how long its log is, and the engine asks for missing
+  tokens.
+* **Engine events** without a live turn are ignored. They belong to warms or to attempts that were given up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from pensieve.conversations.admission import Admission
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
-from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warming
+from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warmer
 from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.followers import FollowerLimits, TurnFollowers
@@ -36,8 +36,8 @@ from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
-    KnownTurn,
     LiveTurn,
+    RetriedTurn,
     StartedTurn,
     TurnPhase,
     cache_key,
@@ -46,7 +46,7 @@ from pensieve.conversations.live_turn import (
 )
 from pensieve.conversations.meter import Latencies
 from pensieve.conversations.threads import Threads
-from pensieve.conversations.tokenizing import Tokenizing
+from pensieve.conversations.tokenizing import TextPoolTokenizer
 from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import Turns
@@ -74,27 +74,27 @@ from pensieve.store import records
 from pensieve.store.declared_prefixes import stored_id
 
 log = logging.getLogger("pensieve")
-LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
-DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
+LOOKUPS_MAX = 16  # of refused requests at once, for each tenant
+DRAFTS_MAX = 3  # of a request whose turn is `running` in the store but not live
 
 
 class _FirstToken(Exception):
-    """It has come; no more is to be read."""
+    """Raised to stop reading once the first token has come."""
 
 
 class ArrivingTurns:
-    """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
+    """Turns that are about to begin: being drafted or tokenized, or waiting for the store thread.
 
-    They count towards the limits of the daemon and of their tenant, and so do their characters.  Of requests
-    with the same request_id, one begins after the other.
+    They and their characters count towards the limits of the daemon and of their tenant. Requests with the
+    same request_id begin one after the other.
     """
 
     def __init__(self) -> None:
         self.num_turns = 0
         self._of_tenant = Counts[str]()
-        self.num_characters = Counts[str]()  # that wait to be tokenized or stored, by tenant
-        self._requests: dict[int, TurnRequest] = {}  # as they came, by their identity
-        # By tenant, conversation (empty: any) and request_id: until the request has begun its turn.
+        self.num_characters = Counts[str]()  # waiting to be tokenized or stored, by tenant
+        self._requests: dict[int, TurnRequest] = {}  # by identity, in order of arrival
+        # Set when the request has begun its turn; by tenant, conversation (empty: any) and request_id.
         self._beginning: dict[tuple[str, str, str], asyncio.Event] = {}
 
     def add(self, request: TurnRequest) -> None:
@@ -112,13 +112,13 @@ class ArrivingTurns:
         self._leave(request.tenant, request.conversation_id, request.request_id)
 
     async def until_begun(self, tenant: str, conversation_id: str, request_id: str) -> None:
-        """Wait until no other call of this request is about to begin its turn."""
+        """Wait until no other call with this request_id is about to begin its turn."""
         while (other := self._beginning.get((tenant, conversation_id, request_id))) is not None:
             await other.wait()
 
     @contextlib.asynccontextmanager
     async def one_at_a_time(self, tenant: str, request_id: str) -> AsyncIterator[None]:
-        """Let no other call of this request look for its turn meanwhile, in any conversation."""
+        """Hold off other calls with this request_id, in whichever conversation."""
         await self.until_begun(tenant, "", request_id)
         self._enter(tenant, "", request_id)
         try:
@@ -127,7 +127,7 @@ class ArrivingTurns:
             self._leave(tenant, "", request_id)
 
     def requests(self) -> Collection[TurnRequest]:
-        """In the order in which they came."""
+        """Return the requests in order of arrival."""
         return self._requests.values()
 
     def num_of_tenant(self, tenant: str) -> int:
@@ -174,8 +174,8 @@ class Conversations:
         self.unstored = UnstoredTurns(
             self.turns, self.followers, threads.loop, engine, admission, events
         )
-        self.tokenizing = Tokenizing(history, threads, admission)
-        self.warming = Warming(history, self.turns, threads, engine, admission, self.tokenizing)
+        self.tokenizing = TextPoolTokenizer(history, threads, admission)
+        self.warming = Warmer(history, self.turns, threads, engine, admission, self.tokenizing)
         self.prefixes = DeclaredPrefixes(
             history, threads, self.warming, self.tokenizing, admission, sources.wall_clock
         )
@@ -219,7 +219,7 @@ class Conversations:
                 at_revision,
                 metadata=metadata,
                 tenant=tenant,
-                lane=source_id,  # the engine hears of it in the order of what changes the source
+                lane=source_id,  # so the engine gets the fork in the order of the source's changes
             )
             source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
             self._engine.tell(ForkConversation(source, fork.num_tokens, target))
@@ -235,7 +235,7 @@ class Conversations:
         *,
         tenant: str = "",
     ) -> records.StoredConversation:
-        """StaleRevision unless it is at the expected revision; None accepts any."""
+        """Cut a conversation back; StaleRevision unless it is at the expected revision (None: any)."""
 
         async def sequence() -> records.StoredConversation:
             rewound = await self._threads.in_store(
@@ -255,9 +255,10 @@ class Conversations:
     async def delete_last(
         self, seen: records.StoredConversation, pending: Sequence[records.NewMessage]
     ) -> records.StoredConversation:
-        """Delete the last message of a conversation; StaleRevision if it is no longer as it was seen.
+        """Delete the last message of a conversation and return when its text is erased from the files.
 
-        `pending` are the pending messages that were seen.  Returns when what was deleted is erased.
+        `seen` and `pending` are the conversation and its pending messages as the client saw them.
+        StaleRevision if they have changed.
         """
 
         async def sequence() -> records.StoredConversation:
@@ -276,7 +277,7 @@ class Conversations:
         return await self._threads.whole(sequence())
 
     async def delete_prefix(self, prefix_id: str, tenant: str = "") -> None:
-        """Conversations under it stay whole, and keep the KV that they share."""
+        """Delete a declared prefix. Conversations under it stay whole and keep the KV that they share."""
         try:
             await self.delete(stored_id(prefix_id), tenant)
         except NotFound:
@@ -285,6 +286,8 @@ class Conversations:
     async def delete(
         self, conversation_id: str, tenant: str = "", unused_since: int | None = None
     ) -> None:
+        """Delete a conversation; see `History.delete`."""
+
         async def sequence() -> None:
             deleted = await self._threads.in_store(
                 *(tenant, self._history.delete, conversation_id, tenant, unused_since),
@@ -308,90 +311,85 @@ class Conversations:
     # -- a turn begins --
 
     async def begin(self, request: TurnRequest) -> LiveTurn:
-        """A turn of a conversation, begun now or known by its request_id."""
+        """Begin a turn, or return the turn that this request retries."""
         self.arriving.add(request)
         return await self._threads.whole(self._begin(request, self._threads.loop.time()))
 
     def attach(self, request: TurnRequest) -> LiveTurn | None:
-        """The live turn of this very request; it has a reader in a moment."""
+        """Return the live turn that this request retries, without asking the store."""
         live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
             self.followers.start_grace(live)
         return live
 
-    async def known(self, request: TurnRequest) -> LiveTurn | None:
-        """The turn of a request that came before, if it runs or has its reply."""
+    async def find_retried(self, request: TurnRequest) -> LiveTurn | None:
+        """Return the turn that this request retries. Never begins a turn."""
         if not request.request_id or self._num_lookups[request.tenant] == LOOKUPS_MAX:
             return None
         self._num_lookups[request.tenant] += 1
         try:
-            known = await self._threads.in_store(
-                request.tenant, self._history.known, request, lane=request.conversation_id
+            retried = await self._threads.in_store(
+                request.tenant, self._history.find_retried, request, lane=request.conversation_id
             )
         except NotFound:
             return None
         finally:
             self._num_lookups[request.tenant] -= 1
-        if known is None:
-            return None
-        return (
-            replayed(known.turn, known.reply) if known.reply is not None else self.attach(request)
-        )
+        return None if retried is None else self._attach_or_replay(retried)
 
     async def _begin(self, request: TurnRequest, accepted_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(request, accepted_at)
+            for _ in range(DRAFTS_MAX):
+                found = await self._begin_in_store(request)
+                if isinstance(found, StartedTurn):
+                    live = self.turns.of_turn(found.turn.turn_id)
+                    if live is None or live.attempt != found.turn.attempts:
+                        return await self._submit(found, accepted_at)
+                    # An earlier call has submitted this attempt, but the store's answer was lost.
+                    found = RetriedTurn(found.turn, None)
+                if (live := self._attach_or_replay(found)) is not None:
+                    return live
+            raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
         finally:
             self.arriving.remove(request)
-        self.followers.start_grace(live)  # until its first reader comes
-        return live
 
-    async def _begun_or_known(self, request: TurnRequest, accepted_at: float) -> LiveTurn:
-        num_drafts = 0
+    async def _begin_in_store(self, request: TurnRequest) -> StartedTurn | RetriedTurn:
+        """Tokenize the new messages and commit the turn, or find the turn that this request retries."""
+        tenant, lane = request.tenant, request.conversation_id
+        history, threads = self._history, self._threads
         while True:
             try:
-                found = await self._in_store(request)
+                found = await threads.in_store(
+                    tenant, history.begin_if_short, request, self._short_characters, lane=lane
+                )
+                if isinstance(found, OutdatedTokens):
+                    await self.tokenizing.renew(found)
+                    continue
+                if not isinstance(found, Draft):
+                    return found
+                prompt = await self.tokenizing.run(tenant, found.prompt)
+                try:
+                    return await threads.in_store(tenant, history.begin, found, prompt, lane=lane)
+                except ContextFull:
+                    self.tokenizing.charge(tenant, sum(map(len, prompt)))
+                    raise
             except StaleRevision:
                 if request.expected_revision is not None:
                     raise
-                continue  # another turn or rewind came between; look again
-            live = self.turns.of_turn(found.turn.turn_id)
-            if isinstance(found, StartedTurn):
-                if (
-                    live is None or live.attempt != found.turn.attempts
-                ):  # else known; its answer was lost
-                    return await self._submit(found, accepted_at)
-            elif found.reply is not None:
-                return replayed(found.turn, found.reply)
-            if live is not None and live.phase is not TurnPhase.GIVING_UP:
-                return live
-            num_drafts += 1
-            if num_drafts == DRAFTS_MAX:
-                raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
+                # Another turn or a rewind came after the draft: draft again.
 
-    async def _in_store(self, request: TurnRequest) -> StartedTurn | KnownTurn:
-        """One hop where there is little to tokenize; else that is done between two."""
-        history, threads = self._history, self._threads
-        while True:
-            found = await threads.in_store(
-                *(request.tenant, history.start, request, self._short_characters),
-                lane=request.conversation_id,
-            )
-            if not isinstance(found, OutdatedTokens):
-                break
-            await self.tokenizing.renew(found)
-        if not isinstance(found, Draft):
-            return found
-        prompt = await self.tokenizing.run(request.tenant, found.prompt)
-        try:
-            return await threads.in_store(
-                request.tenant, history.begin, found, prompt, lane=request.conversation_id
-            )
-        except ContextFull:
-            self.tokenizing.charge(request.tenant, sum(map(len, prompt)))
-            raise
+    def _attach_or_replay(self, retried: RetriedTurn) -> LiveTurn | None:
+        """Return a retried turn for another reader; None if it has just been given up."""
+        if retried.reply is not None:
+            return replayed(retried.turn, retried.reply)
+        live = self.turns.of_turn(retried.turn.turn_id)
+        if live is None or live.phase is TurnPhase.GIVING_UP:
+            return None
+        self.followers.start_grace(live)
+        return live
 
     async def _submit(self, begun: StartedTurn, accepted_at: float) -> LiveTurn:
+        """Make a begun turn live and give it to the engine."""
         now = self._threads.loop.time()
         weight = self._admission.weight_of(begun.turn.tenant, now)
         live, submit = self.turns.begin(begun, now, weight)
@@ -409,12 +407,13 @@ class Conversations:
             await self.followers.until_ended(live)
             raise
         self.ends.submitted(live)
+        self.followers.start_grace(live)  # until its first reader comes
         return live
 
     async def prompt_computed(self, live: LiveTurn) -> None:
-        """Read a turn until it has its first token or has ended; if it has failed, its error.
+        """Wait until a turn has its first token or has ended. Raises the error of a failed turn.
 
-        Other choices of the same prompt begin behind that, since the engine then has the prompt's KV.
+        Other choices of the same prompt begin after that, because the engine then has the prompt's KV.
         """
 
         async def write(start: int, stop: int) -> None:
@@ -426,7 +425,7 @@ class Conversations:
     # -- the engine's events --
 
     def take(self, events: list[SampledToken | TurnAdmitted | TurnEnded | LogNeeded]) -> None:
-        """What the engine says of turns, in its order."""
+        """Handle the engine's events about turns, in order."""
         longer: dict[int, LiveTurn] = {}
         for event in events:
             if isinstance(event, SampledToken):
@@ -447,7 +446,7 @@ class Conversations:
             self.followers.wake(number)
 
     async def _provide_log(self, needed: LogNeeded) -> None:
-        """A turn that cannot have its log cannot run, and would wait for it without end."""
+        """Send the engine the log that a turn needs. Give the turn up on failure: it would wait for ever."""
         try:
             tenant, conversation_id = names_of(needed.conversation_id)
             self._engine.put(
@@ -456,8 +455,8 @@ class Conversations:
                 )
             )
         except Exception as error:
-            if not isinstance(error, PensieveError):  # a fault of ours
-                log.exception("a log could not be provided")
+            if not isinstance(error, PensieveError):  # a bug
+                log.exception("the engine could not be sent a conversation's log")
                 error = TurnFailed("INTERNAL", f"the log could not be read: {error}")
             live = self.turns.of_number(needed.turn_id)
             if live is not None:

@@ -1,14 +1,14 @@
-"""The service process between its sockets and the engine process: how it starts, serves and ends.
+"""The daemon: everything in the service process between its sockets and the engine process.
 
     start    the engine process loads the model; then turns may begin
     serve    clients' calls go to `Conversations`, operators' queries to the engine
     down     the engine died: its turns fail, and another process starts. A turn that kills one engine after
              another is not retried for ever (`turns.Suspects`)
     drain    no new turns; running turns end or are interrupted
-    close    the engine, then sequences that calls began, then the backup, then the history
+    close    end the engine, then sequences that calls began, then the backup, then the history
 
-Admission is decided before anything of a turn is read or written (admission.py). Other parts of the process
-subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs elsewhere.
+Admission is decided before a turn is stored or tokenized (admission.py). Other parts of the process subscribe
+to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pensieve import gc_pause
 from pensieve.conversations.admission import Admission, DaemonLoad
-from pensieve.conversations.backing_up import BackingUp
+from pensieve.conversations.backing_up import BackupWriter
 from pensieve.conversations.cancelling import CancelRequest, CancelResult, cancel_turn
 from pensieve.conversations.conversations import ArrivingTurns, Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
@@ -30,9 +30,9 @@ from pensieve.conversations.followers import ids_of
 from pensieve.conversations.history import History, Texts
 from pensieve.conversations.housekeeping import (
     Damage,
-    Erasing,
+    Eraser,
     FullDisk,
-    Scrubbing,
+    Scrubber,
     start_forgetting,
 )
 from pensieve.conversations.live_turn import LiveTurn
@@ -50,15 +50,13 @@ from pensieve.sampling import Sampling
 from pensieve.store.conversation_store import ConversationStore
 
 log = logging.getLogger("pensieve")
-turn_log = logging.getLogger(
-    "pensieve.turns"
-)  # a name of its own, so that it can be silenced alone
+turn_log = logging.getLogger("pensieve.turns")  # separate, so that it can be silenced alone
 LOG_TOKENS = ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens")
 LOG_SECONDS = ("queue_seconds", "first_token_seconds", "total_seconds")
 SWEEP_SECONDS = 1.0
-LATE_SECONDS = 1.0  # of the loop, that are worth a warning
-CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
-LOADING = "the model is loading; try again in a moment"
+LATE_SECONDS = 1.0  # a longer stall of the event loop is logged
+CALL_TOKENS = 1  # charged for each call that changes the history, where tokens are limited
+LOADING = "the model is loading; retry in a few seconds"
 
 
 class Daemon:
@@ -73,7 +71,7 @@ class Daemon:
     ) -> None:
         self.config = config or DaemonConfig()
         self.store = store
-        self._loop = asyncio.get_running_loop()  # also the clock, but for what is recorded
+        self._loop = asyncio.get_running_loop()  # also the clock; records have the wall clock
         self.started_at = self._loop.time()
         self.draining = False
         self.refusals = Counter[str]()  # calls that ended with an error, by its reason
@@ -96,26 +94,27 @@ class Daemon:
             answer_seconds=self.config.answer_seconds,
         )
         self.threads = Threads(self._loop, self.config.text_threads, events.failed, store.num_lanes)
-        # None of a daemon that shares its history with no other one.
+        # None if no other daemon shares the history.
         self.claims = Claims(store, self.threads) if store.is_shared else None
         self.damage = Damage(store, self.threads, self._tell_serving)
         self.full_disk = FullDisk(store, self.threads, self._tell_serving)
-        self.reader = store.reader()  # of the read thread, also while the model is loading
-        self._erasing = Erasing(store.erasure, self.threads)
-        self.backing_up: BackingUp | None = None
+        self.reader = store.reader()  # for the read thread, also while the model is loading
+        self._erasing = Eraser(store.erasure, self.threads)
+        self.backing_up: BackupWriter | None = None
         if self.config.backup is not None and store.database_path is not None:
-            self.backing_up = BackingUp(
+            self.backing_up = BackupWriter(
                 store, store.database_path, self.config.backup, self.threads
             )
-        self.scrubbing = Scrubbing(
+        self.scrubbing = Scrubber(
             store.scrub(),
             self.threads,
             self.config.scrub_seconds,
             lambda: store.erasure.pending or not store.keeps_house,
             self.damage.found,
         )
-        of = self.config
-        self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
+        self.admission = Admission(
+            self.config.turns_max, self.config.limits, self.started_at, self.config.ttft_seconds
+        )
         self.arriving = ArrivingTurns()  # also while the model is loading
         self.texts = texts
         self._report = report
@@ -127,7 +126,7 @@ class Daemon:
     # -- the start --
 
     async def start(self) -> None:
-        """Until the first engine is ready; then turns may come."""
+        """Start the engine and return when turns may begin."""
         ready, store = await self.engine.start(), self.store
         history = self._history = History(
             self.store,
@@ -138,7 +137,7 @@ class Daemon:
             report=self._report,
         )
         history.limit_storage(self.admission.allowances.storage)
-        of = self._conversations = Conversations(
+        conversations = self._conversations = Conversations(
             history,
             self.threads,
             self.engine,
@@ -149,13 +148,13 @@ class Daemon:
             self._sources,
         )
         if store.is_shared:
-            StaleConversations(store, history, of, self.threads, self.engine)
+            StaleConversations(store, history, conversations, self.threads, self.engine)
         if self.config.keep_warm_seconds:
-            of.prefixes.keep_warm(
+            conversations.prefixes.keep_warm(
                 self.config.keep_warm_seconds, lambda: self.draining or bool(self.damage.problems)
             )
         gc_pause.freeze()
-        self.threads.spawn(self._sweep(of))
+        self.threads.spawn(self._sweep(conversations))
         if self.backing_up is not None:
             self.backing_up.start()
         self.scrubbing.start()
@@ -176,13 +175,16 @@ class Daemon:
 
     @property
     def writable(self) -> Conversations:
-        """For whatever changes the history: a damaged one is read, and not written to."""
+        """Return the conversations for a change of the history; StoreCorrupt if the history is damaged."""
         if self.damage.problems and (damage := self.damage.refusal) is not None:
             raise damage
         return self.conversations
 
     def writable_by(self, tenant: str) -> Conversations:
-        """The same, for what its tenant pays for."""
+        """Return the conversations for a change that this tenant pays for, and charge for the call.
+
+        Raises as `writable`, and if the disk is full or the tenant has used up its tokens.
+        """
         conversations = self.writable
         if self.full_disk.is_full and (full := self.full_disk.refusal) is not None:
             raise full
@@ -199,14 +201,14 @@ class Daemon:
 
     @property
     def defaults(self) -> Sampling:
-        """What the model's authors recommend, where a request does not say."""
+        """The sampling parameters that apply where a request gives none."""
         if self._conversations is None:
             raise Loading(LOADING)
         return self.texts.defaults
 
     @property
     def loading(self) -> bool:
-        """Whether there was no engine yet that could take turns."""
+        """Whether no engine was ready yet since the daemon's start."""
         return self._conversations is None
 
     @property
@@ -216,14 +218,14 @@ class Daemon:
 
     @property
     def store_refusal(self) -> PensieveError | None:
-        """Why the history takes no turns, None if it does."""
+        """Why the history takes no turns; None if it does."""
         if not self.damage.problems and not self.full_disk.is_full:
             return None
         return self.damage.refusal or self.full_disk.refusal
 
     @property
     def num_turns(self) -> int:
-        """Begun or about to, and not ended."""
+        """Turns in flight, or about to begin."""
         if self._conversations is None:
             return 0
         return self._conversations.turns.num_live + self._conversations.arriving.num_turns
@@ -231,7 +233,7 @@ class Daemon:
     # -- turns --
 
     async def begin(self, request: TurnRequest, seconds_left: float | None = None) -> LiveTurn:
-        """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
+        """Begin a turn if admission allows it. A retry gets the first request's turn in any case."""
         conversations = self.conversations
         await conversations.arriving.until_begun(
             request.tenant, request.conversation_id, request.request_id
@@ -242,7 +244,7 @@ class Daemon:
         refusal = self.refusal(*named, seconds_left)
         if refusal is None:
             return await conversations.begin(request)
-        if (live := await conversations.known(request)) is not None:
+        if (live := await conversations.find_retried(request)) is not None:
             return live
         self.events.refused(refusal)
         raise refusal
@@ -253,25 +255,25 @@ class Daemon:
         options: TurnOptions,
         tenant: str = "",
     ) -> LiveTurn:
-        """A turn of a prompt that leaves nothing on disk, if it may begin now (unstored.py)."""
+        """Begin a turn that leaves nothing on disk, if admission allows it (unstored.py)."""
         unstored, ready = self.conversations.unstored, self.engine.ready
         load, now = self._load(tenant, priority=options.priority), self._loop.time()
         if (refusal := self.admission.refusal(tenant, load, None, now)) is not None:
             raise refusal
-        assert ready is not None  # there was an engine, or there were no conversations
+        assert ready is not None  # `self.conversations` has checked that
         tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
         return unstored.begin(tokens, options, tenant, self._sources.random_bits(63) + 1)
 
     def refusal(
         self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
     ) -> PensieveError | None:
-        """Why a turn of this tenant may not begin now; None if it may."""
+        """Return why a turn of this tenant may not begin now; None if it may."""
         load, now = self._load(tenant, conversation_id, priority), self._loop.time()
         return self.store_refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
-        if (damage := self.damage.refusal) is not None:  # its tokens may have to be written anew
+        if (damage := self.damage.refusal) is not None:  # a warm may have to rewrite the tokens
             raise damage
         load, now = self._load(tenant, conversation_id), self._loop.time()
         if (exceeded := self.admission.exceeded(tenant, load, now)) is not None:
@@ -282,7 +284,7 @@ class Daemon:
 
     @property
     def wait_seconds(self) -> float:
-        """How long a turn that came now would wait until the engine has room for it."""
+        """How long a turn that came now would wait until the engine starts on its prompt."""
         return self.admission.wait_seconds(self._load(), self._loop.time())
 
     def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> DaemonLoad:
@@ -300,7 +302,7 @@ class Daemon:
         )
 
     async def cancel_turn(self, cancel: CancelRequest) -> CancelResult:
-        """End a turn because its client wants that; what became of it."""
+        """End a turn because its client asks for that, and return how it ended."""
         return await cancel_turn(self._conversations, self.reader, self.threads, cancel)
 
     def _on_admitted(self, live: LiveTurn, missing_tokens: int) -> None:
@@ -317,11 +319,11 @@ class Daemon:
         return self.admission.allowances.of(tenant, self._loop.time())
 
     def num_turns_of(self, tenant: str) -> int:
-        """Its turns, begun or about to, and its warms."""
+        """Return the number of the tenant's turns (in flight or about to begin) and warms."""
         return self._load(tenant).num_turns_of_tenant if self._conversations is not None else 0
 
     def use_limits(self, limits: Mapping[str, Limits]) -> None:
-        """Other limits of the tenants are in force from now on."""
+        """Replace the limits of the tenants."""
         self.admission.allowances.change(limits, self._loop.time())
         self.threads.spawn(self._limit_storage())
 
@@ -361,18 +363,18 @@ class Daemon:
         return await self.engine.query(box.GetStats)
 
     async def check(self) -> list[str]:
-        """What is wrong in cache, scheduler and history; nothing, as a rule."""
+        """Check cache, scheduler and history, and return the problems found."""
         answer = await self.engine.query(box.CheckIntegrity)
         return [*answer.problems, *(await aside(self.store.verify))]
 
     async def _sweep(self, conversations: Conversations) -> None:
-        """Once a second: cancel stalled readers, erase what is due, collect garbage when nobody waits."""
+        """Once a second: cancel stalled readers, erase what is due, collect garbage when no turn runs."""
         has_collected, before = False, self._loop.time()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             late = self._loop.time() - before - SWEEP_SECONDS
             if late > LATE_SECONDS:
-                log.warning("the service stood still for %.1f s: every stream waited", late)
+                log.warning("the event loop stalled for %.1f s; every stream waited", late)
             before = self._loop.time()
             is_idle = not self.num_turns
             if is_idle and not has_collected:
@@ -385,7 +387,10 @@ class Daemon:
     # -- the end --
 
     async def drain(self, seconds: float) -> None:
-        """Take no new turn; until the running ones have ended, or have been interrupted."""
+        """Take no new turns; return when the running turns have ended or were interrupted.
+
+        After `seconds`, or when `hurry` is called, the turns that still run are interrupted.
+        """
         self.draining = True
         self.events.serving(False)
         self.events.draining()
@@ -396,10 +401,11 @@ class Daemon:
             await asyncio.sleep(0.02)
             if self.hurried:
                 break
-        failure = Unavailable("the daemon is shutting down; say it again when it is back")
+        failure = Unavailable("the daemon is shutting down; retry when it is back")
         await self._conversations.ends.give_up_all(failure)
 
     def hurry(self) -> None:
+        """End the drain at once."""
         self.hurried = True
 
     async def close(self) -> None:
@@ -416,9 +422,9 @@ class Daemon:
 
 
 def _log_turn(live: LiveTurn, now: float) -> None:
-    """Write a line for a turn that has ended: ids, counts and times, and nothing that anybody said.
+    """Log a turn that has ended: ids, counts and times, but no text.
 
-    Of a turn that the engine has not ended, the line has the tokens of its reply, and its time.
+    If the engine did not end the turn, only the tokens of the reply and the total time are known.
     """
     if not turn_log.isEnabledFor(logging.INFO):
         return

@@ -1,4 +1,4 @@
-"""Settings of the service: how much it takes, and how long it waits; the engine has its own."""
+"""Settings of the service process: its limits and timeouts. The engine has settings of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAIN_KEEP_SECONDS = 30 * DAY_SECONDS
 
 @dataclass(frozen=True)
 class Sources:
-    """What comes from outside: the time of day, for records only, and random numbers."""
+    """Sources of what is not deterministic: the wall clock, for records only, and random numbers."""
 
     wall_clock: Callable[[], float] = time.time
     random_bits: Callable[[int], int] = secrets.randbits
@@ -33,23 +33,21 @@ class BackupConfig:
 
 @dataclass(frozen=True)
 class DaemonConfig:
-    turns_max: int = 1024  # begun and not ended, queued ones included
-    grace_seconds: float = 5.0  # that a turn lives after its client disconnected
-    stall_seconds: float = 40.0
+    turns_max: int = 1024  # turns in flight, queued turns included
+    grace_seconds: float = 5.0  # how long a turn lives after its client disconnected
+    stall_seconds: float = 40.0  # how long a client may take nothing from its stream
     undelivered_tokens_max: int = 16_384
-    answer_seconds: float = 30.0
+    answer_seconds: float = 30.0  # timeout of a query to the engine
     ttft_seconds: float = 0.0  # objective for the time to the first token of a reply; 0: none
-    heartbeat_seconds: float = 30.0  # an engine that is silent for so long is killed
-    iteration_seconds_max: float = 300.0  # 0: without end
+    heartbeat_seconds: float = 30.0  # an engine that is silent for longer is killed
+    iteration_seconds_max: float = 300.0  # 0: no limit
     text_threads: int = 2
-    short_characters: int = 4_096  # tokenized where the turn begins: a hop takes longer
+    short_characters: int = 4_096  # tokenized in the store thread: changing threads takes longer
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
     backup: BackupConfig | None = None
-    scrub_seconds: float = 0.0  # for a look at the whole history; 0: never
-    keep_warm_seconds: float = (
-        KEEP_WARM_SECONDS  # between two looks at prefixes that are kept warm; 0: none
-    )
-    request_keep_seconds: float = 0.0  # that a request_id is known after its turn; 0: for ever
-    chain_keep_seconds: float = 0.0  # that a history is found by what its client sends; 0: for ever
+    scrub_seconds: float = 0.0  # time to read the whole history once; 0: never
+    keep_warm_seconds: float = KEEP_WARM_SECONDS  # between warms of a kept prefix; 0: no warms
+    request_keep_seconds: float = 0.0  # how long a request_id is kept after its turn; 0: for ever
+    chain_keep_seconds: float = 0.0  # how long digests of histories are kept; 0: for ever
     replica: str = ""  # the daemon's name among several; "": it has none
-    history: str = ""  # where the history is, in words that may be shown; "": in the data folder
+    history: str = ""  # where the history is, without secrets; "": in the data folder

@@ -1,9 +1,9 @@
 """Create declared prefixes, keep some of them warm, and warm any conversation. Belongs to the event loop.
 
-A prefix is tokenized in the text pool and stored. From then on conversations may begin under it. The first of
-them computes its KV, which stays as long as the engine keeps it. The daemon warms a prefix with `keep_warm`
-when the prefix is declared, when an engine has started, and at intervals. Such a warm waits behind turns like
-any other. Its tenant pays for the tokens computed, and a tenant in debt is skipped.
+A prefix is tokenized in the text pool and stored. Conversations may then begin under it. The first of them
+computes the prefix's KV, which stays as long as the engine keeps it. The daemon warms a prefix with
+`keep_warm` when the prefix is declared, when an engine has started, and at intervals. Such a warm queues
+behind turns. The prefix's tenant pays for the tokens computed, and a tenant in debt is skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.heads import BeginningSettings, ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
 from pensieve.conversations.threads import Threads
-from pensieve.conversations.tokenizing import Tokenizing
+from pensieve.conversations.tokenizing import TextPoolTokenizer
 from pensieve.conversations.turns import Turns
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.guard.limits import Allowance
@@ -28,16 +28,16 @@ from pensieve.store import records
 from pensieve.store.declared_prefixes import stored_id
 
 log = logging.getLogger("pensieve")
-PAUSE_SECONDS = 0.01  # between two of them
-WARMS_MAX = 8  # in the engine at once: its queue is for turns that somebody waits for
+PAUSE_SECONDS = 0.01  # between two warms
+WARMS_MAX = 8  # in the engine at once: its queue is for turns with a waiting client
 WAIT_SECONDS = 0.05
 NOBODY = "/prefixes"  # no tenant has this name
 
 
-class Warming:
-    """Brings conversations' KV to the device before their next message, by turns that nobody reads.
+class Warmer:
+    """Bring conversations' KV to the device before their next message, by turns without a reader.
 
-    A warm counts as a turn of its tenant until it has ended, unless the daemon wants it by itself.
+    A warm counts as a turn of its tenant until it has ended, unless the daemon itself asked for it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Warming:
         threads: Threads,
         engine: EngineClient,
         admission: Admission,
-        tokenizing: Tokenizing,
+        tokenizing: TextPoolTokenizer,
     ) -> None:
         self._history, self.turns, self._threads = history, turns, threads
         self._engine, self._admission, self._tokenizing = engine, admission, tokenizing
@@ -82,12 +82,12 @@ class DeclaredPrefixes:
         self,
         history: History,
         threads: Threads,
-        warming: Warming,
-        tokenizing: Tokenizing,
+        warming: Warmer,
+        tokenizing: TextPoolTokenizer,
         admission: Admission,
         now: Callable[[], float],
     ) -> None:
-        """`now`: the clock of the records."""
+        """`now`: the wall clock, for records."""
         self._history, self._threads, self._warming = history, threads, warming
         self._tokenizing, self._admission, self._now = tokenizing, admission, now
         self._due = asyncio.Event()
@@ -114,9 +114,9 @@ class DeclaredPrefixes:
     async def begin_with_history(
         self, settings: ConversationSettings
     ) -> records.StoredConversation:
-        """A conversation whose first messages its client gives: tokenized like a prefix, and then its own."""
+        """Create a conversation with the messages that its client gives. They are tokenized like a prefix."""
         if settings.prefix_id:
-            raise InvalidArgument("prefix_id", "is not given beside messages")
+            raise InvalidArgument("prefix_id", "cannot be combined with messages")
         tenant, template_time = settings.tenant, self._now()
         tokens = await self._tokens(settings, template_time)
         return await self._threads.in_store(
@@ -137,11 +137,14 @@ class DeclaredPrefixes:
     # -- kept warm --
 
     def keep_warm(self, seconds: float, is_paused: Callable[[], bool]) -> None:
-        """Warm what is due now and each `seconds`, but while `is_paused`: a warm may write to the history."""
+        """Warm the kept prefixes now and every `seconds`.
+
+        Not while `is_paused`, because a warm may write to the history.
+        """
         self._threads.spawn(self._keep_warm(seconds, is_paused))
 
     def warm_soon(self) -> None:
-        """An engine has started, which has nothing."""
+        """Warm all kept prefixes: an engine has started, and its cache is empty."""
         self._due.set()
 
     async def _keep_warm(self, seconds: float, is_paused: Callable[[], bool]) -> None:
@@ -165,7 +168,7 @@ class DeclaredPrefixes:
     async def _warm(self, tenant: str, prefix_id: str) -> None:
         try:
             await self._warming.warm(stored_id(prefix_id), tenant, counts=False)
-        except NotFound:  # it was deleted meanwhile
+        except NotFound:  # the prefix was deleted in the meantime
             return
         except PensieveError as error:
             log.warning("prefix %s could not be warmed: %s", prefix_id, error)

@@ -1,14 +1,13 @@
-"""A turn before it begins: what its client asks for, and the tokens of its new messages.
+"""Turns before they begin: the client's request, and the tokens of its new messages.
 
-Every door parses into a `TurnRequest`: gRPC, the APIs over HTTP, and the lines of batch jobs.
+gRPC, the APIs over HTTP and the lines of batch jobs are all parsed into a `TurnRequest`.
 
-Only what is new is ever rendered and tokenized: the *delta* behind the end of the log.  So tokens of the
-past never change, and a turn of a long conversation costs what a turn of a short one does.
+Only new messages are rendered and tokenized: the *delta* after the end of the log. So the tokens in the log
+never change, and the cost of a turn does not grow with its conversation.
 """
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +18,7 @@ from pensieve.conversations.constraints import ConstraintChecker
 from pensieve.conversations.heads import (
     ConversationSettings,
     PromptHeads,
+    as_stored,
     check_fits,
     check_length,
     first_messages,
@@ -31,44 +31,45 @@ from pensieve.conversations.heads import (
 from pensieve.conversations.prefixes import SharedPrompt
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.store import records
-from pensieve.store.bodies import canonical_json
 from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, TemplateSetting
 
 NO_SETTINGS = ConversationSettings("")
-CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
+CHARACTERS_OF_MESSAGE = 32  # rendering an empty message takes as long as so many characters
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """A turn as its client asks for it.
 
-    A request that names no conversation brings its whole history. The binder finds or makes the conversation,
-    and narrows the request to the messages that are new there (binding/binder.py).
+    A request without a conversation_id brings its full history. The binder finds or creates the conversation
+    and reduces the request to the messages that are new there (binding/binder.py).
     """
 
-    conversation_id: str  # empty: it names none
+    conversation_id: str  # empty: the request brings its full history
     messages: tuple[Message, ...]
     options: TurnOptions
     tenant: str = ""
     request_id: str = ""  # empty: one is drawn
     expected_revision: int | None = None
     create_if_missing: bool = False
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with its messages
-    given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
-    traceparent: str = ""  # the caller's span, as the W3C writes it
-    # Of the conversation, should it be created; its id and tenant are the request's.
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with the messages
+    given_sampling: Mapping[str, Any] | None = None  # set by the client; None: all of `options`
+    traceparent: str = ""  # the caller's span, in W3C format
+    # Of the conversation, if the turn creates it. Its id and tenant are the request's.
     settings: ConversationSettings = NO_SETTINGS
-    pending: tuple[records.NewMessage, ...] | None = None  # of its conversation's, that it brings
-    # Makes the stored response of the LiveTurn that has ended, its finish reason and the text withheld.
+    pending: tuple[records.NewMessage, ...] | None = (
+        None  # pending messages that this turn takes up
+    )
+    # Makes the stored response from the ended LiveTurn, its finish reason and the withheld text.
     response: Callable[[Any, FinishReason, str], StoredResponse] | None = None
-    chain: ChainEnd | None = None  # by which its client's next request will find the conversation
-    history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
-    shared_prompt: SharedPrompt | None = None  # with the other choices of its request
+    chain: ChainEnd | None = None  # with which the client's next request finds the conversation
+    history_digest: bytes = b""  # digest of all messages that the client sent; keyed requests only
+    shared_prompt: SharedPrompt | None = None  # shared with the other choices of the request
 
     @property
     def sampling_given(self) -> dict[str, Any]:
-        """By which the same request is known again, though defaults have changed meanwhile."""
+        """The client's own parameters: they identify a retry even if the defaults have changed."""
         if self.given_sampling is not None:
             values = dict(self.given_sampling)
         else:
@@ -96,21 +97,21 @@ class TurnRequest:
 class Draft:
     """Everything that tokenizing a turn's messages needs, and nothing shared.
 
-    `prompt` may be called in any thread; it takes as long as the text is long.
+    `prompt` may be called in any thread. Its time grows with the length of the new text.
     """
 
     request: TurnRequest
     conversation: records.StoredConversation
-    log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
-    head: Sequence[records.StoredMessage]  # what it begins with, before its first turn; else empty
+    log_end: array[int]  # the last tokens of the log, valid for the conversation's revision
+    head: Sequence[records.StoredMessage]  # the first messages, before the first turn; else empty
     template: ChatTemplate
     heads: PromptHeads
     constraints: ConstraintChecker
-    new: records.NewConversation | None = None  # the conversation, where the turn creates it
+    new: records.NewConversation | None = None  # the conversation, if the turn creates it
 
     @property
     def num_characters(self) -> int:
-        """That `prompt` has to render and tokenize."""
+        """The number of characters that `prompt` has to render and tokenize."""
         conversation, messages = self.conversation, self.request.messages
         num_characters = self.request.num_characters + CHARACTERS_OF_MESSAGE * len(messages)
         if self.log_end and (not self.head or self._knows_head):
@@ -120,7 +121,7 @@ class Draft:
         return num_characters + head + tools
 
     def prompt(self) -> list[list[int]]:
-        """The tokens of each new message; before that, the constraint is checked."""
+        """Check the constraint and return the tokens of each new message."""
         if self.request.options.constraint is not None:
             self.constraints.check(self.request.options)
         setting = setting_of(self.conversation)
@@ -140,14 +141,17 @@ class Draft:
 
 
 def check_settings(template: ChatTemplate, context_max: int, settings: ConversationSettings) -> int:
-    """Whether a conversation could begin with them, and how many tokens that took; in any thread."""
+    """Raise if no conversation can begin with these settings; return the tokens that the check took.
+
+    May be called in any thread.
+    """
     size = len(settings.system_prompt) + sum(len(str(each)) for each in settings.tools)
     check_length("system_prompt and tools", size, context_max)
     system_prompt, options = settings.system_prompt, dict(settings.template_options)
     head = [Message("system", system_prompt)] if system_prompt else []
     if not (head or settings.tools or options):
         return 0
-    # A dry run shows at once whether the template takes them.
+    # A dry run shows whether the template accepts them.
     setting = TemplateSetting(settings.tools, options)
     return len(template.opening([*head, Message("user", "?")], setting).token_ids)
 
@@ -155,7 +159,10 @@ def check_settings(template: ChatTemplate, context_max: int, settings: Conversat
 def opening(
     template: ChatTemplate, messages: Sequence[Message], setting: TemplateSetting
 ) -> list[list[int]]:
-    """A system prompt that leads has no tokens of its own: they belong to what follows it."""
+    """Return the tokens of each message of a log's first turn.
+
+    A leading system prompt has no tokens of its own: they belong to the message after it.
+    """
     delta = template.opening(messages, setting)
     tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
     if len(tokens) > 1 and messages[0].role == "system":
@@ -165,9 +172,9 @@ def opening(
 
 @dataclass(frozen=True, slots=True)
 class OutdatedTokens:
-    """A conversation whose tokens are those of another tokenizer or template, and what new ones take.
+    """A conversation stored under another tokenizer or template, with the means to tokenize it again.
 
-    `tokens` may be called in any thread; it takes as long as the history is long.
+    `tokens` may be called in any thread. Its time grows with the length of the history.
     """
 
     conversation: records.StoredConversation
@@ -176,7 +183,7 @@ class OutdatedTokens:
     heads: PromptHeads
 
     def tokens(self) -> list[list[int]]:
-        """Of each message."""
+        """Return the new tokens of each message."""
         setting = setting_of(self.conversation)
         if self.conversation.began_at is None:
             return _tokenized_again(self.template, self.messages, setting)
@@ -196,7 +203,10 @@ def _tokenized_again(
     setting: TemplateSetting,
     begin: Callable[[Sequence[Message]], list[list[int]]] | None = None,
 ) -> list[list[int]]:
-    """`begin` makes the tokens of the first turn's messages, if they open no log."""
+    """Return the new tokens of each message.
+
+    `begin` tokenizes the first turn's messages if the log begins with a head.
+    """
     tokens: list[list[int]] = []
     since_reply: list[records.StoredMessage] = []
     last_token_id: int | None = None
@@ -225,7 +235,7 @@ def stored_messages(
     tokens: Sequence[Sequence[int]],
     metadata: Mapping[str, Any] | None = None,
 ) -> list[records.NewMessage]:
-    """Messages that a client gave, with the tokens of each, as the store takes them."""
+    """Turn a client's messages and their tokens into records for the store."""
     pairs = zip(messages, tokens, strict=True)
     return [_new_message(message, token_ids, metadata or {}) for message, token_ids in pairs]
 
@@ -251,7 +261,10 @@ def _new_message(
 def new_conversation(
     settings: ConversationSettings, fingerprint: str, created_at: float | None = None
 ) -> records.NewConversation:
-    """The system prompt's tokens come with the first turn: templates differ in where it goes."""
+    """Make the record of a new conversation.
+
+    The system prompt gets its tokens with the first turn, because templates differ in where they put it.
+    """
     system_prompt = settings.system_prompt
     return records.NewConversation(
         settings.conversation_id,
@@ -270,12 +283,12 @@ def new_conversation(
 def planned_conversation(
     settings: ConversationSettings, fingerprint: str, now: float
 ) -> tuple[records.NewConversation, records.StoredConversation, Sequence[records.StoredMessage]]:
-    """A conversation that begins with its first turn, before it is stored; as it will be read, with its head.
+    """Plan a conversation that is created with its first turn: its record to write, to read, and its head.
 
-    Whatever may refuse that turn comes first: its template, its tokens, its length.  So the turn is drafted
-    on the record that the conversation will have, and the job that begins the turn stores the conversation.
-    A refused request leaves nothing behind.  Should another request take the name meanwhile, the turn is
-    drafted again: that conversation was created at another time.
+    The turn is drafted on the record that the conversation will have, and the job that begins the turn stores
+    the conversation. So a request that is refused for its template, tokens or length leaves nothing behind.
+    If another request takes the name in the meantime, the draft is stale, because that conversation has
+    another creation time.
     """
     new = new_conversation(settings, fingerprint, now)
     head = [
@@ -285,13 +298,8 @@ def planned_conversation(
     conversation = replace(
         new.at_first(now),
         num_messages=len(head),
-        tools=tuple(_as_read(new.tools)),
-        template_options=_as_read(new.template_options),
-        metadata=_as_read(new.metadata),
+        tools=tuple(as_stored(new.tools)),
+        template_options=as_stored(new.template_options),
+        metadata=as_stored(new.metadata),
     )
     return new, conversation, head
-
-
-def _as_read(value: Any) -> Any:
-    """The store sorts the names of objects, and templates write them in their order."""
-    return json.loads(canonical_json(value))

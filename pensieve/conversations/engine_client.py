@@ -1,21 +1,21 @@
-"""The engine process as the service sees it: started, written to, and restarted when it dies.
+"""Start the engine process, write to it, and restart it when it dies. Belongs to the event loop.
 
     STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
-                           └──it dies before it was ever ready: the caller gets the error
+                           └──the first process dies: `start` raises its error
 
-A process that SERVES and hangs (`Heartbeat`) is killed. A process that is STARTING may take as long as its
-model does. The pause doubles while processes die without having published anything.
+A SERVING process that hangs is killed (`Heartbeat`). A STARTING process may take as long as its model needs.
+The pause doubles while processes die without having published an event.
 
-A message belongs to the process that was there when `put` was called, and never reaches its successor. When a
+A message belongs to the process that serves when `put` is called, and never reaches its successor. When a
 process dies, `put` refuses first, then `engine_down` is published, and then queries fail. Messages that the
 process has not read wait here, up to UNSENT_BYTES_MAX. Beyond that, `put` takes only messages that free
-something.
+memory.
 
-A start that fails is retried, whatever the reason. An unforeseen exception anywhere else in the supervision,
-also of a subscriber, is published as `failed`. The service must end then, because turns would wait for ever.
+A failed restart is retried, whatever the reason. An unexpected exception anywhere else in the supervision,
+or in a subscriber, is published as `failed`. The service must end then, because turns would wait for ever.
 A start needs a few file descriptors, which are held in reserve.
 
-The child is a program of its own with one inherited socket: no fork, no pickle. Belongs to the event loop.
+The child is a separate program with one inherited socket: no fork, no pickle.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from pensieve.errors import (
 
 log = logging.getLogger("pensieve")
 R = TypeVar("R", Answer, KvExported)
-GONE = "the engine has stopped and is starting again; say it again"
+GONE = "the engine has stopped and is restarting; retry in a few seconds"
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
-REPORT_SECONDS = 60.0  # between lines about a process that does not start, or does not die
+REPORT_SECONDS = 60.0  # between log lines about a process that does not start, or does not die
 UNSENT_BYTES_MAX = 16 << 20
-DOES_NOT_END = "the engine (process %d) was killed and does not end"
-TICK_SECONDS_MAX = 1.0  # of a heartbeat
-DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and what Popen opens meanwhile
+DOES_NOT_END = "the engine (process %d) was killed but does not end"
+TICK_SECONDS_MAX = 1.0  # between two ticks of the heartbeat
+DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and those that Popen opens
 
 
 @dataclass(frozen=True)
 class Ready:
-    """What the engine can hold."""
+    """The facts that the engine reports when it is ready."""
 
     context_max: int
     vocab_size: int
@@ -75,16 +75,18 @@ class Ready:
     host_pages: int
     page_bytes: int
     chunk_tokens: int
-    dtype: str = ""  # in which it computes; "" where no model computes
-    kv_dtype: str = ""  # in which it keeps KV
+    dtype: str = ""  # of the computation; "": no model computes
+    kv_dtype: str = ""  # of the stored KV
     weights: str = ""
     device: str = ""
-    layers: str = ""  # in which form they run, for people
+    layers: str = ""  # how the layers run, for people
     iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/cost.py
-    tbt_seconds_min: float = 0.0  # the smallest objective that can be met; 0: none was given
-    tbt_source: str = ""  # where that comes from, for people
-    kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not handed over
-    kv_refusal: str = ""  # then why
+    tbt_seconds_min: float = (
+        0.0  # the smallest token-gap objective that can be met; 0: none was given
+    )
+    tbt_source: str = ""  # where that figure comes from, for people
+    kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not transferred
+    kv_refusal: str = ""  # why not
 
     @property
     def num_pages(self) -> int:
@@ -97,7 +99,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class EngineProgram:
-    """What is started, and the settings that it reads first."""
+    """The command that starts the engine, and the settings that the engine reads first."""
 
     command: tuple[str, ...]
     settings: Mapping[str, str]
@@ -108,7 +110,7 @@ class EngineProgram:
 @dataclass(frozen=True)
 class Patience:
     silent_seconds_max: float
-    round_seconds_max: float  # 0: without end
+    round_seconds_max: float  # 0: no limit
 
     @property
     def tick_seconds(self) -> float:
@@ -116,13 +118,13 @@ class Patience:
 
 
 class Heartbeat:
-    """Whether the engine process hangs, by the frames that come from it.
+    """Detect a hanging engine process by its frames.
 
         SILENT   no frame for `silent_seconds_max`: the process was stopped, or none of its threads runs
-        STUCK    frames come, but its main thread has been in one round for `round_seconds_max`
+        STUCK    frames come, but the main thread has been in one round for `round_seconds_max`
 
-    A round is an iteration or a moment of idleness (`Engine.num_rounds`). Seconds are counted by `tick`,
-    which the service calls while it runs, so a service that was itself stopped for an hour counts one tick.
+    A round is an iteration or an idle wait (`Engine.num_rounds`). Only `tick` counts seconds, so a service
+    that was itself stopped for an hour counts one tick.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -132,17 +134,18 @@ class Heartbeat:
         self._num_rounds = -1
 
     def published(self) -> None:
-        """Events came, and only the main thread publishes."""
+        """Record that events came: the main thread is alive, because only it publishes."""
         self.silent_seconds = self.round_seconds = 0.0
 
     def alive(self, num_rounds: int) -> None:
+        """Record a sign of life, with the number of rounds until now."""
         self.silent_seconds = 0.0
         if num_rounds != self._num_rounds:
             self._num_rounds = num_rounds
             self.round_seconds = 0.0
 
     def tick(self) -> str | None:
-        """Why the engine is held to hang; None as long as it is not."""
+        """Count a tick; return why the engine is considered hung, None if it is not."""
         patience = self._patience
         self.silent_seconds += patience.tick_seconds
         self.round_seconds += patience.tick_seconds
@@ -163,7 +166,7 @@ class EngineClient:
         report: Callable[[str], None] = lambda line: None,
         answer_seconds: float = 30.0,
     ) -> None:
-        """`answer_seconds`: that a query may take."""
+        """`answer_seconds`: the timeout of a query."""
         self.ready: Ready | None = None
         self.num_restarts = 0
         self.pid: int | None = None
@@ -179,9 +182,9 @@ class EngineClient:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._stopping = False
-        self._useful = False  # the present process has published something
-        self.heartbeat = Heartbeat(patience)  # of the present process
-        self._hung = ""  # why it was killed, if it was
+        self._useful = False  # the current process has published an event
+        self.heartbeat = Heartbeat(patience)  # of the current process
+        self._hung = ""  # why the process was killed; "": it was not
         self._task: asyncio.Task[None] | None = None
         self._answer_seconds = answer_seconds
         self._queries: dict[int, asyncio.Future[QueryReply]] = {}  # by id
@@ -192,25 +195,25 @@ class EngineClient:
         return self._writer is not None
 
     async def start(self) -> Ready:
-        """Start the first process; from then on it is replaced whenever it dies."""
+        """Start the first process and supervise it: whenever it dies, another one starts."""
         ready = await self._spawn()
         self._task = self._loop.create_task(self._supervise(), name="engine process")
         self._task.add_done_callback(self._supervisor_ended)
         return ready
 
     def put(self, message: EngineMessage) -> None:
-        """To the process that is there now; Unavailable when there is none."""
+        """Send a message to the current process; Unavailable if there is none."""
         if self._writer is None:
-            raise Unavailable("the engine is starting again; try again in a moment")
+            raise Unavailable("the engine is restarting; retry in a few seconds")
         num_unsent = self._writer.transport.get_write_buffer_size()
         if num_unsent > UNSENT_BYTES_MAX and not isinstance(message, Freeing):
-            raise Unavailable("the engine takes no messages at present; try again in a moment")
+            raise Unavailable("the engine is not reading its messages; retry in a few seconds")
         packed = channel.pack_message(message)
-        if not self._writer.is_closing():  # else its death is noticed in a moment
+        if not self._writer.is_closing():  # else the process's death is about to be noticed
             self._writer.write(packed)
 
     def tell(self, message: EngineMessage | None) -> bool:
-        """Put what the engine ought to hear, if there is anything; whether it was put."""
+        """Send a message (None: nothing) without raising; return whether it was sent."""
         if message is None:
             return False
         try:
@@ -220,11 +223,11 @@ class EngineClient:
         return True
 
     async def query(self, message_for: Callable[[int], EngineMessage]) -> Answer:
-        """Put the message made for a query's id, and wait for its answer."""
+        """Send the message that `message_for` makes for a query id, and wait for the answer."""
         return await self._reply(message_for, Answer)
 
     async def export(self, message_for: Callable[[int], EngineMessage]) -> KvExported:
-        """The same of KV."""
+        """Send such a message and wait for the exported KV."""
         return await self._reply(message_for, KvExported)
 
     async def _reply(self, message_for: Callable[[int], EngineMessage], kind: type[R]) -> R:
@@ -234,7 +237,7 @@ class EngineClient:
         try:
             self.put(message_for(query_id))
             reply = await asyncio.wait_for(future, self._answer_seconds)
-            assert isinstance(reply, kind), f"{reply} answers something else"
+            assert isinstance(reply, kind), f"{reply} is not of {kind}"
             return reply
         except TimeoutError:
             raise Unavailable("the engine does not answer") from None
@@ -242,7 +245,7 @@ class EngineClient:
             self._queries.pop(query_id, None)
 
     async def stop(self) -> None:
-        """Close the pipe, which ends the process, and wait for it; not for ever."""
+        """Close the pipe, which ends the process, and wait for its end. Kill it after STOP_SECONDS."""
         self._stopping = True
         self._close_pipe()
         self._spare.release()
@@ -283,7 +286,7 @@ class EngineClient:
             raise
 
     def _begin_process(self) -> socket.socket:
-        """Our end of the pipe to a new process.  Nothing is awaited here, lest descriptors be lost."""
+        """Start a process and return our end of its pipe. No await: a cancellation would leak descriptors."""
         self._spare.release()
         try:
             ours, theirs = socket.socketpair()
@@ -304,12 +307,15 @@ class EngineClient:
         return ours
 
     async def _read_patiently(self, reader: asyncio.StreamReader) -> channel.Frame | None:
-        """The next frame of a process that starts."""
+        """Read the next frame of a starting process; log while none comes."""
         reading, seconds = self._loop.create_task(_read(reader)), 0.0
         try:
             while not (await asyncio.wait({reading}, timeout=REPORT_SECONDS))[0]:
                 seconds += REPORT_SECONDS
-                log.warning("the engine (process %s) starts; no news for %.0f s", self.pid, seconds)
+                log.warning(
+                    "the engine (process %s) is still starting; no progress for %.0f s",
+                    *(self.pid, seconds),
+                )
             return reading.result()
         finally:
             reading.cancel()
@@ -331,13 +337,13 @@ class EngineClient:
                 pause = RESTART_SECONDS_MIN
             while self._writer is None:
                 await self._reap()
-                self._spare.take()  # what it has left
+                self._spare.take()  # the process may have freed some
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RESTART_SECONDS_MAX)
                 if self._stopping:
                     return
                 try:
-                    self._report("starting the engine again")
+                    self._report("restarting the engine")
                     await self._spawn()
                 except (PensieveError, OSError) as error:
                     self._report(f"the engine did not start: {error}")
@@ -351,7 +357,7 @@ class EngineClient:
                 self._events.engine_up()
 
     async def _listen(self) -> str:
-        """Hand over events until the pipe ends; why it did."""
+        """Publish events until the pipe ends; return why it ended."""
         assert self._reader is not None
         reason, self._hung = "the engine process ended", ""
         heartbeat = self.heartbeat = Heartbeat(self._patience)
@@ -369,15 +375,15 @@ class EngineClient:
                     self._events.engine_events(self._without_replies(channel.events_of(frame)))
         except (OSError, PensieveError) as error:
             reason = str(error)
-        except Exception as error:  # a fault of ours in an event: begin anew rather than go deaf
-            log.exception("an event of the engine could not be taken")
-            reason = f"an event of the engine could not be taken: {error}"
+        except Exception as error:  # a bug in handling an event: restart rather than lose events
+            log.exception("an event of the engine could not be handled")
+            reason = f"an event of the engine could not be handled: {error}"
         finally:
             watching.cancel()
         return self._hung or reason
 
     def _without_replies(self, events: list[EngineEvent]) -> list[EngineTurnEvent]:
-        """Hand the replies to their queries; return the other events."""
+        """Give the replies to their queries; return the other events."""
         others: list[EngineTurnEvent] = []
         for event in events:
             if not isinstance(event, QueryReply):
@@ -387,18 +393,18 @@ class EngineClient:
         return others
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Kill the process if it hangs; the end of its pipe is noticed as that of any other."""
+        """Kill the process if it hangs. `_listen` then notices the end of the pipe."""
         while True:
             await asyncio.sleep(self._patience.tick_seconds)
             if (why := heartbeat.tick()) is not None:
                 break
-        self._hung = f"{why}; it is killed"
+        self._hung = f"{why}; it was killed"
         if self._process is not None:
             self._process.kill()
         self._close_pipe()  # a process that waits for its device may not die
 
     async def _reap(self) -> None:
-        """Make sure that the old process is gone; two would fight for the device."""
+        """Wait until the old process is gone: two processes would compete for the device."""
         process = self._process
         if process is None:
             return
@@ -413,21 +419,21 @@ class EngineClient:
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("the engine's supervisor has failed", exc_info=error)
+            log.error("the engine's supervisor failed", exc_info=error)
             self._close_pipe()
             self._events.failed(error)
 
     def _close_pipe(self) -> None:
-        """At once: what was not sent would wait for a process that reads nothing."""
+        """Close the pipe at once, and drop unsent messages: the process may never read them."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.transport.abort()
 
 
 class _PipeReader(asyncio.StreamReader):
-    """Takes a reset as an end, behind what came before it.
+    """Treat a connection reset as the end of the stream, after the data before it.
 
-    A process that ends with something unread resets the pipe, often right behind its last words.
+    A process that ends with unread messages resets the pipe, often right after its last frame.
     """
 
     def set_exception(self, exc: Exception) -> None:
@@ -463,10 +469,9 @@ def _death(text: Any, code: Any) -> PensieveError:
 
 
 class SpareDescriptors:
-    """Hold file descriptors in reserve.
+    """Hold file descriptors in reserve, to be released right before others are opened.
 
-    Whoever needs some releases them and opens its own at once.  Another thread may be quicker, so an open may
-    fail all the same, and is tried again later.
+    Another thread may be quicker, so an open may still fail and must be retried.
     """
 
     def __init__(self, count: int) -> None:
@@ -474,7 +479,7 @@ class SpareDescriptors:
         self._held: list[int] = []
 
     def take(self) -> None:
-        """Hold as many as there ought to be, or as can be had."""
+        """Fill the reserve as far as possible."""
         while len(self._held) < self._count:
             try:
                 self._held.append(os.open(os.devnull, os.O_RDONLY))

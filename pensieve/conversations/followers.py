@@ -1,13 +1,13 @@
 """Follow live turns, and keep a turn without followers alive for a grace period. Belongs to the event loop.
 
-Any number of followers read a turn from its first token on. When the last one leaves before the end, the
+Any number of followers read a turn from its first token on. When the last follower leaves before the end, the
 turn lives for another `grace_seconds`, in which a client may attach again with the same request_id. Then the
-turn is abandoned: the engine stops it, its row becomes `interrupted`, and nothing of it is in the history. A
-retry with the same request_id runs it again. The grace period passes in steps, so a stalled event loop does
-not use it up. A client that leaves on purpose stops the turn instead (cancelling.py). If a stop keeps
-less of the reply than other followers were sent, those get an error in place of the end.
+turn is abandoned: the engine stops it, its row becomes `interrupted`, and the history gets nothing of it. A
+retry with the same request_id runs it again. The grace period passes in steps, so that a stalled event loop
+does not use it up. A client that leaves on purpose stops the turn instead (cancelling.py). If a stop keeps
+less of the reply than other followers were sent, these followers get an error.
 
-A follower takes all new tokens whenever its stream can be written to. A follower is cancelled if its stream
+A follower is sent all new tokens whenever its stream can be written to. A follower is cancelled if its stream
 cannot be written to for `stall_seconds`, or if it is `undelivered_tokens_max` behind.
 """
 
@@ -24,19 +24,19 @@ from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import PensieveError, TurnInterrupted
 
 log = logging.getLogger("pensieve")
-GRACE_STEPS = 10  # that the grace is waited in; up to twice as many where the event loop stalls
+GRACE_STEPS = 10  # of the grace period; up to twice as many if the event loop stalls
 Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
-CUT = "another client ended the turn, and the history has less of its reply than was sent here"
+CUT = "another client ended the turn, and the history has less of the reply than was sent here"
 
 
 async def _take_nothing(start: int, stop: int) -> None:
-    """As a follower that waits for the end alone."""
+    """The `write` of a follower that waits only for the end."""
 
 
 @dataclass(frozen=True)
 class FollowerLimits:
-    grace_seconds: float  # that a turn without a follower lives
-    stall_seconds: float  # in which a follower may take nothing
+    grace_seconds: float  # how long a turn lives without a follower
+    stall_seconds: float  # how long a follower may take nothing
     undelivered_tokens_max: int
 
 
@@ -56,7 +56,7 @@ class TurnFollowers:
         limits: FollowerLimits,
         on_abandoned: Callable[[LiveTurn], None],
     ) -> None:
-        """`on_abandoned` gets each turn whose grace has passed and that nobody reads."""
+        """`on_abandoned` gets each turn that has no follower when its grace period ends."""
         self._loop = loop
         self._limits = limits
         self._on_abandoned = on_abandoned
@@ -64,12 +64,15 @@ class TurnFollowers:
         self._graces: dict[int, asyncio.TimerHandle] = {}
 
     async def until_ended(self, live: LiveTurn) -> None:
-        """Follow a turn to its end, whatever that is, without its tokens."""
+        """Wait for the end of a turn, whatever it is."""
         with contextlib.suppress(PensieveError):
             await self.follow(live)
 
     async def follow(self, live: LiveTurn, write: Write = _take_nothing) -> None:
-        """Have `write` deliver a turn's tokens, from the first on, until it has ended."""
+        """Deliver a turn's tokens with `write`, from the first on, until it has ended.
+
+        Raises the error of a failed turn.
+        """
         follower = Follower(live, asyncio.Event(), asyncio.current_task())
         self._followers.setdefault(live.number, []).append(follower)
         self._end_grace(live.number)
@@ -98,7 +101,7 @@ class TurnFollowers:
             raise TurnInterrupted(CUT)
 
     def start_grace(self, live: LiveTurn) -> None:
-        """A turn that nobody reads has its time from now on."""
+        """Start the grace period of a turn, unless it has a follower or has ended."""
         if live.finish is None and live.number not in self._followers:
             self._end_grace(live.number)
             self._step_of_grace(live, GRACE_STEPS, self._loop.time())
@@ -108,7 +111,7 @@ class TurnFollowers:
 
     @property
     def num_undelivered_tokens(self) -> int:
-        """That the followers have not taken, of all turns together."""
+        """Tokens of all turns that their followers have not taken yet."""
         followers = [each for followers in self._followers.values() for each in followers]
         return sum(max(each.live.num_tokens - each.num_sent, 0) for each in followers)
 
@@ -126,7 +129,7 @@ class TurnFollowers:
             limits = self._limits
             if stalled > limits.stall_seconds or num_behind > limits.undelivered_tokens_max:
                 log.warning(
-                    "a reader is %d tokens behind and took nothing for %.0f s",
+                    "a client was cut off: it was %d tokens behind and took nothing for %.0f s",
                     num_behind,
                     stalled,
                     extra=ids_of(follower.live),
@@ -152,11 +155,11 @@ class TurnFollowers:
             return
         self._graces.pop(live.number, None)
         if live.finish is None and live.number not in self._followers:
-            log.info("a turn lost its reader", extra=ids_of(live))
+            log.info("a turn is given up: its client did not come back", extra=ids_of(live))
             self._on_abandoned(live)
 
 
 def ids_of(live: LiveTurn) -> dict[str, str]:
-    """What a log line is about; never what was said."""
+    """Return the ids for a log line about a turn; never text."""
     ids = {"turn_id": str(live.turn_id), "conversation_id": live.conversation_id}
     return ids | ({"tenant": live.tenant} if live.tenant else {})

@@ -1,26 +1,24 @@
-"""Transfer the KV of a conversation from the daemon that had it to its new owner.
+"""Transfer the KV of a conversation from its former owner to its new owner. Belongs to the event loop.
 
     the old owner                                        the new owner
     KvSource.parts                                   KvReceiver.pull, before the turn's SubmitTurn
       engine: ExportKv ─> KvExported ─ header ─>       the same identity?
                                      ─ parts ─>        the same tokens? ─> engine: ImportKv ─> Answer
 
-`pull` brings the KV that the old owner still has, if a transfer is faster than computing (transfer_times.py).
-It is best effort: it raises nothing, and the turn computes what is missing.
+`pull` fetches the KV that the old owner still has, if a transfer is faster than computing
+(transfer_times.py). It is best effort: it raises nothing, and the turn computes missing KV.
 
-**Wrong KV is never adopted.** Both sides name what has computed their KV and how it is stored
-(launch/kv_identity.py, and the fingerprint of model, tokenizer and template). Any difference is refused. Each
-part has a digest of its tokens, which is compared with our own log, and a CRC for each chunk, which the
-engine checks. The log is read after the engine was told of the import, so a later change of the conversation
-ends the import in the engine (engine/hand_over.py).
+**Wrong KV is never adopted.** Each side has an identity: which model and code computed its KV, and how the KV
+is stored (launch/kv_identity.py, and the fingerprint of model, tokenizer and template). Any difference is
+refused. Each part has a digest of its tokens, which is compared with our own log, and a CRC for each chunk,
+which the engine checks. The log is read after the engine was told of the import. So a later change of the
+conversation ends the import in the engine (engine/hand_over.py).
 
-**No turn waits longer than computing would take.** That prediction is the deadline of the whole pull. A part
-that is on its way to the engine by then is still adopted.
+**No turn waits longer than computing would take.** The predicted time to compute is the deadline of the whole
+pull. A part that is already on its way to the engine is still adopted.
 
-**Bounds.** A part has PART_BYTES, or one chunk. The source exports for EXPORTS_MAX daemons at once, two parts
-of each. The receiver has two parts between network and engine.
-
-Both classes belong to the event loop.
+**Bounds.** A part has PART_BYTES, or one chunk. The source exports for EXPORTS_MAX daemons at once and holds
+two parts for each. The receiver holds two parts between network and engine.
 """
 
 from __future__ import annotations
@@ -44,9 +42,9 @@ from pensieve.errors import NotFound, PensieveError, Unavailable, whole_line
 log = logging.getLogger("pensieve")
 PART_BYTES = 2 << 20
 EXPORTS_MAX = 2
-RUNS_SECONDS_MAX = 5.0  # for a turn that was interrupted a moment ago to have left the engine
+RUNS_SECONDS_MAX = 5.0  # to wait until a turn that was just interrupted has left the engine
 LOOK_SECONDS = 0.02
-ALWAYS_SECONDS = 60.0  # the deadline where nothing is weighed
+ALWAYS_SECONDS = 60.0  # the deadline if KV is always fetched
 
 
 class KvHeader(NamedTuple):
@@ -67,18 +65,18 @@ Fetch = Callable[[str, str, str, int], Parts]  # address, tenant, conversation_i
 
 
 class PullResult(NamedTuple):
-    tokens: int = 0  # whose KV was adopted
-    why_no_more: str = ""  # for people; "": all that was wanted is here
+    tokens: int = 0  # tokens whose KV was adopted
+    why_no_more: str = ""  # for people; "": everything wanted was adopted
     num_bytes: int = 0
     seconds: float = 0.0
 
 
 def identity_of(daemon: Daemon) -> dict[str, str]:
-    """Unavailable where this daemon's engine hands no KV over."""
+    """Return the identity of this daemon's KV; Unavailable if its engine does not transfer KV."""
     ready = daemon.engine.ready
     if ready is None or not ready.kv_identity:
         why = ready.kv_refusal if ready is not None else "the model is loading"
-        raise Unavailable(f"this engine hands no KV over: {why or 'it has none'}")
+        raise Unavailable(f"this engine does not transfer KV: {why or 'it has none'}")
     return {**ready.kv_identity, "fingerprint": daemon.texts.fingerprint}
 
 
@@ -89,7 +87,7 @@ class KvSource:
         self.num_parts = 0
 
     async def parts(self, tenant: str, conversation_id: str, num_tokens: int) -> Parts:
-        """The header, and what there is of these tokens' KV, from its end on."""
+        """Yield the header, then parts with the KV of these tokens that is here, the last part first."""
         yield KvHeader(identity_of(self._daemon))
         key = cache_key(tenant, conversation_id)
         async with self._exports:
@@ -112,13 +110,13 @@ class KvSource:
                         following.cancel()
 
     async def _first(self, key: str, num_tokens: int) -> KvExported:
-        """Where a turn is being interrupted, it is waited for."""
+        """Export the first part. Waits for a turn that is being interrupted."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + RUNS_SECONDS_MAX
         while True:
             exported = await self._export(key, num_tokens, 0)
             if exported.refusal == NO_PAGES:
-                raise Unavailable("this engine hands no KV over")
+                raise Unavailable("this engine does not transfer KV")
             if exported.refusal != RUNS:
                 return exported
             if loop.time() >= deadline:
@@ -132,20 +130,19 @@ class KvSource:
 
 
 class _TransferStopped(Exception):
-    """No more is taken; why."""
+    """Raised with the reason to stop a transfer."""
 
 
 @dataclass
 class _KvTransfer:
     address: str
-    conversation_id: str  # as the engine knows it
+    key: str  # the conversation's `cache_key`
     tokens: array[int]  # the log
     wanted: WantedKv
     ready: Ready
-    began: float
-    first_at: float | None = None  # when the header was there
-    latency: float = 0.0  # until then
-    latest_at: float = 0.0  # when the latest part was
+    first_at: float | None = None  # when the header came
+    latency: float = 0.0  # from the request to the header
+    latest_at: float = 0.0  # when the latest part came
     num_bytes: int = 0
     adopted: int = 0  # tokens
     has_begun: bool = False  # the engine knows the log
@@ -153,29 +150,29 @@ class _KvTransfer:
 
 class KvReceiver:
     def __init__(self, daemon: Daemon, fetch: Fetch, *, always: bool = False) -> None:
-        """`always`: whatever is predicted, KV is fetched."""
+        """`always`: fetch KV even if computing it is predicted to be faster."""
         self.times = TransferTimes()
         self.num_pulls = self.num_tokens = self.num_bytes = 0  # adopted, and received
         self._daemon, self._fetch, self._always = daemon, fetch, always
         self._loop = asyncio.get_running_loop()
 
     async def turn_begun(self, live: LiveTurn) -> None:
-        """Bring KV of a conversation that another daemon had until now, if computing it takes longer."""
+        """Fetch the KV of a conversation that another daemon had until now, if computing takes longer."""
         store, named = self._daemon.store, (live.tenant, live.conversation_id)
         address = store.came_from.pop(named, "")
         if address:
             await self.pull(address, *named)
 
     async def pull(self, address: str, tenant: str, conversation_id: str) -> PullResult:
-        """Bring KV of a conversation from the daemon at this address, as far as that is sooner.
+        """Fetch the KV of a conversation from the daemon at this address, as far as that is faster.
 
-        To be called after this daemon has become the conversation's owner and its engine was told to forget
-        what it had of it, and before the SubmitTurn of its next turn is put.
+        Call this after this daemon has become the conversation's owner and has told its engine to forget the
+        conversation, and before the SubmitTurn of the next turn.
         """
         began, transfer = self._loop.time(), None
         try:
             identity = identity_of(self._daemon)
-            transfer = await self._prepared(address, tenant, conversation_id, began)
+            transfer = await self._prepared(address, tenant, conversation_id)
             seconds = ALWAYS_SECONDS if self._always else transfer.wanted.seconds
             async with asyncio.timeout(seconds):
                 await self._run(transfer, identity, tenant, conversation_id)
@@ -186,21 +183,16 @@ class KvReceiver:
             why = str(stop)
         except PensieveError as error:
             why = whole_line(error)
-        except Exception as error:  # a fault of ours, or nonsense from the other side
-            log.exception("KV of a conversation could not be pulled")
+        except Exception as error:  # a bug, or invalid data from the other daemon
+            log.exception("KV of a conversation could not be fetched")
             why = whole_line(error)
         return self._ended(transfer, why, self._loop.time() - began)
 
-    async def _prepared(
-        self, address: str, tenant: str, conversation_id: str, began: float
-    ) -> _KvTransfer:
-        daemon, ready, key = (
-            self._daemon,
-            self._daemon.engine.ready,
-            cache_key(tenant, conversation_id),
-        )
-        assert ready is not None  # it has an identity
-        daemon.engine.put(OpenImport(key))  # first: see above
+    async def _prepared(self, address: str, tenant: str, conversation_id: str) -> _KvTransfer:
+        daemon, ready = self._daemon, self._daemon.engine.ready
+        key = cache_key(tenant, conversation_id)
+        assert ready is not None  # `identity_of` has checked that
+        daemon.engine.put(OpenImport(key))  # before the log is read; see the module's docstring
         try:
             tokens = await daemon.threads.in_store(
                 tenant, daemon.store.log, conversation_id, tenant=tenant, lane=conversation_id
@@ -213,15 +205,15 @@ class KvReceiver:
         def compute_seconds(start: int, stop: int) -> float:
             return pace * cost.piece_seconds(start, stop) if cost is not None else 0.0
 
-        num_tokens = max(len(tokens) - 1, 0)  # that of the last one comes with the next turn
+        num_tokens = max(len(tokens) - 1, 0)  # the next turn computes the last token's KV
         token_bytes = ready.page_bytes // ready.chunk_tokens
         wanted = WantedKv(num_tokens, token_bytes, compute_seconds)
         if not num_tokens:
             raise _TransferStopped("there is no history")
         now = self._loop.time()
         if not self._always and not self.times.is_worth(address, wanted, PART_BYTES, now):
-            raise _TransferStopped("computing it is sooner")
-        return _KvTransfer(address, key, tokens, wanted, ready, began)
+            raise _TransferStopped("computing it is faster")
+        return _KvTransfer(address, key, tokens, wanted, ready)
 
     async def _run(
         self, transfer: _KvTransfer, identity: Mapping[str, str], tenant: str, conversation_id: str
@@ -264,7 +256,7 @@ class KvReceiver:
         log_bytes = b"" if transfer.has_begun else transfer.tokens.tobytes()
         message = ImportKv(
             0,
-            transfer.conversation_id,
+            transfer.key,
             part.first_chunk,
             part.slots,
             part.crcs,
@@ -274,16 +266,14 @@ class KvReceiver:
         answer = await self._daemon.engine.query(
             lambda query_id: replace(message, query_id=query_id)
         )
-        of = answer.figures
-        transfer.adopted += int(of["tokens"])
-        transfer.has_begun |= of["chunks"] > 0
-        if of["chunks"] + of["damaged"] < len(part.slots):
-            raise _TransferStopped(
-                "the host tier has no room for more of it, or the conversation is in use"
-            )
+        figures = answer.figures
+        transfer.adopted += int(figures["tokens"])
+        transfer.has_begun |= figures["chunks"] > 0
+        if figures["chunks"] + figures["damaged"] < len(part.slots):
+            raise _TransferStopped("the host tier is full, or the conversation is in use")
 
     def _check_worth(self, part: KvPart, transfer: _KvTransfer) -> None:
-        """Whether the next part is worth its time, at the speed of this transfer."""
+        """Stop the transfer if the next part is not worth its time, at the speed measured so far."""
         stop = part.first_chunk * transfer.ready.chunk_tokens
         if self._always or not stop or transfer.first_at is None:
             return
@@ -291,7 +281,7 @@ class KvReceiver:
         rate = transfer.num_bytes / seconds if seconds > 0 else float("inf")
         start = max(stop - max(PART_BYTES // transfer.wanted.token_bytes, 1), 0)
         if gain_of(transfer.wanted, start, stop, rate) <= 0:
-            raise _TransferStopped("computing the rest is sooner")
+            raise _TransferStopped("computing the rest is faster")
 
     def _ended(self, transfer: _KvTransfer | None, why: str, seconds: float) -> PullResult:
         pulled = PullResult(why_no_more=why, seconds=seconds)
@@ -307,7 +297,7 @@ class KvReceiver:
             self.num_tokens += transfer.adopted
             self.num_bytes += transfer.num_bytes
             pulled = PullResult(transfer.adopted, why, transfer.num_bytes, seconds)
-        log.info("KV of %d tokens was pulled (%s)", pulled.tokens, why or "all")
+        log.info("fetched the KV of %d tokens (%s)", pulled.tokens, why or "all")
         return pulled
 
 
@@ -320,17 +310,17 @@ def _check_identity(theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
 
 
 def _check_part(part: KvPart, transfer: _KvTransfer) -> None:
-    """It fits our log; its bytes are the engine's to check."""
+    """Check that a part is well-formed and belongs to our log. The engine checks its bytes."""
     if transfer.first_at is None:
         raise _TransferStopped("a part came before the header")
     size, slots = transfer.ready.chunk_tokens, part.slots
     if not slots or len(slots) != len(part.crcs) or part.first_chunk < 0:
-        raise _TransferStopped("a part that is none")
+        raise _TransferStopped("a part is malformed")
     stop = (part.first_chunk + len(slots) - 1) * size + slots[-1]
     if not all(0 < each <= size for each in slots) or stop != part.num_tokens:
-        raise _TransferStopped("a part that is none")
+        raise _TransferStopped("a part is malformed")
     if len(part.body) != sum(slots) * transfer.wanted.token_bytes:
-        raise _TransferStopped("a part of another length than its chunks have")
+        raise _TransferStopped("the length of a part does not match its chunks")
     tokens = transfer.tokens
     if stop > len(tokens) or digest_of(tokens[:stop]) != part.digest:
         raise _TransferStopped("the other daemon has KV of other tokens")

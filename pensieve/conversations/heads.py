@@ -1,16 +1,16 @@
-"""What conversations begin with before their first turn, and the tokens of that first turn's messages.
+"""Render and tokenize the messages that a conversation has before its first turn: its head.
 
-                          what it begins with               its tokens
-    no prefix             a system prompt, or nothing       none: they come with the first turn
-    a declared prefix     system prompt, few-shot turns     the template's head of them; see text/template.py
-    a given history       system prompt, messages           the same, as of a prefix that nobody shares
+    kind of conversation    messages before the first turn    tokens
+    plain                   a system prompt, or none          none: they come with the first turn
+    declared prefix         system prompt, few-shot turns     the template's head; see text/template.py
+    given history           system prompt, messages           the template's head, which nobody shares
 
-A first turn is rendered as a whole with all of these messages, but for the head, which was tokenized before.
-So its log is, token for token, that of a conversation whose first turn brought all of it.  Where a template
-writes nothing fixed in front, a head is empty.
+A first turn is rendered together with all of these messages, except the head, which was tokenized before. So
+the log equals, token for token, the log of a conversation whose first turn brought all messages. If a
+template writes no fixed text in front, the head is empty.
 
-A declared prefix without any message, of tools say, has an empty system message for its tokens (`STAND_IN`),
-which the template does not see.
+A declared prefix without messages (only tools, say) has an empty system message to hold its tokens
+(`STAND_IN`). The template does not see this message.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pensieve.text.template import NO_HEAD, CommonOpening
 
 BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
 STAND_IN = records.NewMessage("system", "")
-HEADS_MAX = 64  # that are remembered, of
-CHARACTERS_MAX = 8 << 20  # together
+HEADS_MAX = 64  # remembered
+CHARACTERS_MAX = 8 << 20  # of all remembered heads together
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PrefixSettings:
 
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
-    """What a client fixes when it creates a conversation."""
+    """The settings that a client gives when it creates a conversation."""
 
     conversation_id: str
     system_prompt: str = ""
@@ -58,22 +58,22 @@ class ConversationSettings:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     prefix_id: str = ""
     tenant: str = ""
-    messages: Sequence[Message] = ()  # a history to begin with, behind the system prompt
-    pending: Sequence[records.NewMessage] = ()  # that its first turn is to bring
+    messages: Sequence[Message] = ()  # a given history, after the system prompt
+    pending: Sequence[records.NewMessage] = ()  # pending messages, for the first turn
 
 
-BeginningSettings = (
-    PrefixSettings | ConversationSettings
-)  # one without a prefix_id: of a given history
+# Settings with messages. Those of a given history have no prefix_id.
+BeginningSettings = PrefixSettings | ConversationSettings
 
 
-def all_messages(begins: BeginningSettings) -> list[Message]:
-    system = [Message("system", begins.system_prompt)] if begins.system_prompt else []
-    return [*system, *begins.messages]
+def all_messages(settings: BeginningSettings) -> list[Message]:
+    """Return the system prompt and the messages."""
+    system = [Message("system", settings.system_prompt)] if settings.system_prompt else []
+    return [*system, *settings.messages]
 
 
 class GivenHistory:
-    """A history that comes in pieces; refused as soon as it cannot fit a context."""
+    """Collect a history that comes in pieces. It is refused as soon as it cannot fit the context."""
 
     def __init__(self, context_max: int) -> None:
         self.messages: list[Message] = []
@@ -83,13 +83,13 @@ class GivenHistory:
     def extend(self, messages: Sequence[Message]) -> None:
         self.messages += messages
         self._num_characters += sum(each.num_characters for each in messages)
-        if len(self.messages) > self._context_max:  # each takes a token at least
+        if len(self.messages) > self._context_max:  # each message takes at least a token
             raise _too_long("messages", f"{len(self.messages):,} messages", self._context_max)
         check_length("messages", self._num_characters, self._context_max)
 
 
 class PromptHeads:
-    """The heads that were asked for lately; any thread may ask."""
+    """Tokenize heads, with a cache of the latest. Thread-safe."""
 
     def __init__(self, template: ChatTemplate, context_max: int) -> None:
         self._template = template
@@ -99,10 +99,7 @@ class PromptHeads:
         self._num_characters = 0
 
     def of(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
-        """What a log begins with under a prefix of these messages; tokenized once.
-
-        The setting is as the store has it.
-        """
+        """Return the head of a log with these messages in front. The setting is as the store has it."""
         key = _key(messages, setting)
         with self._lock:
             if (known := self._known.get(key)) is not None:
@@ -117,17 +114,17 @@ class PromptHeads:
         return head
 
     def declared(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:
-        """The tokens of each message that this will be stored with; refuses what cannot be."""
+        """Check a prefix or a given history, and return the tokens of each message."""
         messages = all_messages(settings)
         if not (messages or settings.tools):
-            raise InvalidArgument("prefix", "has a system prompt, tools or messages")
+            raise InvalidArgument("prefix", "must have a system prompt, tools or messages")
         for each in settings.messages:
-            # A given history may have had a system message later on; the first one is the system prompt.
+            # In a given history, later messages may be system messages; the first is the system prompt.
             is_later = not settings.prefix_id and each.content and each is not messages[0]
             if each.role not in ("user", "assistant", "tool") and not (
                 each.role == "system" and is_later
             ):
-                raise InvalidArgument("messages", "are those of user, assistant and tool")
+                raise InvalidArgument("messages", "must have the role user, assistant or tool")
             if each.role == "user" and not each.content:
                 raise InvalidArgument("content", "a message must not be empty")
         size = sum(each.num_characters for each in messages) + sum(
@@ -135,28 +132,29 @@ class PromptHeads:
         )
         check_length("prefix" if settings.prefix_id else "messages", size, self._context_max)
         now = datetime.fromtimestamp(template_time, UTC)
-        tools, options = _as_stored([list(settings.tools), dict(settings.template_options)])
+        tools, options = as_stored([list(settings.tools), dict(settings.template_options)])
         messages = [
             replace(each, tool_calls=tuple(map(_call_as_stored, each.tool_calls)))
             for each in messages
         ]
         head = self.of(messages, TemplateSetting(tools, options, now))
-        if len(head.token_ids) + 2 > self._context_max:  # beside it, one to read and one to say
+        if len(head.token_ids) + 2 > self._context_max:  # a token of a message, and one of a reply
             raise ContextFull(len(head.token_ids) + 2, self._context_max)
         return tokens_of(head, len(messages) or 1)
 
     def knows(self, messages: Sequence[Message], setting: TemplateSetting) -> bool:
+        """Whether this head is in the cache."""
         with self._lock:
             return _key(messages, setting) in self._known
 
 
-def _as_stored(value: Any) -> Any:
-    """As it will be read: the store sorts the keys of objects, and templates write them in their order."""
+def as_stored(value: Any) -> Any:
+    """Sort the keys as the store does, because templates write them in their order."""
     return json.loads(canonical_json(value))
 
 
 def _call_as_stored(call: ToolCall) -> ToolCall:
-    return replace(call, arguments=_as_stored(dict(call.arguments)))
+    return replace(call, arguments=as_stored(dict(call.arguments)))
 
 
 def _key(messages: Sequence[Message], setting: TemplateSetting) -> bytes:
@@ -165,26 +163,26 @@ def _key(messages: Sequence[Message], setting: TemplateSetting) -> bytes:
 
 
 def check_length(field_name: str, size: int, context_max: int) -> None:
-    """Refuse before it is tokenized what cannot fit."""
+    """Refuse text that cannot fit the context, before it is tokenized."""
     if size > BYTES_PER_TOKEN_MAX * context_max:
         raise _too_long(field_name, f"{size:,} characters", context_max)
 
 
-def _too_long(field_name: str, what: str, context_max: int) -> InvalidArgument:
-    error = InvalidArgument(field_name, f"{what} cannot fit a context of {context_max:,} tokens")
+def _too_long(field_name: str, size: str, context_max: int) -> InvalidArgument:
+    error = InvalidArgument(field_name, f"{size} cannot fit a context of {context_max:,} tokens")
     error.is_too_long = True
     return error
 
 
 def tokens_of(head: CommonOpening, num_messages: int) -> list[list[int]]:
-    """Of each message that a prefix is stored with."""
+    """Return the tokens of each message of a head."""
     if not head.spans:
-        return [head.token_ids] * num_messages  # of the stand-in, which is alone
+        return [head.token_ids] * num_messages  # there is only the stand-in
     return [head.token_ids[start:stop] for start, stop in head.spans]
 
 
 def first_messages(stored: Sequence[records.StoredMessage]) -> list[Message]:
-    """What a conversation begins with, as the template sees it."""
+    """Return the messages before the first turn as the template sees them: without the stand-in."""
     return [message_of(each) for each in stored if each.content or each.role != "system"]
 
 
@@ -195,7 +193,7 @@ def first_turn(
     messages: Sequence[Message],
     setting: TemplateSetting,
 ) -> list[list[int]]:
-    """The tokens of each message of the first turn, behind the head of the `first` messages."""
+    """Return the tokens of each message of the first turn, after the head of the `first` messages."""
     behind = template.behind(head, first, messages, setting)
     return [behind.token_ids[start:stop] for start, stop in behind.spans]
 
@@ -203,11 +201,14 @@ def first_turn(
 def check_fits(
     head: CommonOpening, conversation: records.StoredConversation, log_end: Sequence[int]
 ) -> None:
-    """That the log is this head; else something has changed that no fingerprint knows of."""
+    """Raise InvalidArgument unless the log is this head.
+
+    They differ if the template has changed in a way that its fingerprint does not cover.
+    """
     num_tokens = len(head.token_ids)
     if num_tokens != conversation.num_tokens or head.token_ids[-len(log_end) :] != list(log_end):
         raise InvalidArgument(
-            "prefix_id", "the template no longer writes what this prefix was declared with"
+            "prefix_id", "the template no longer renders this prefix as it was declared"
         )
 
 
@@ -216,7 +217,7 @@ def head_of(
     stored: Sequence[records.StoredMessage],
     conversation: records.StoredConversation,
 ) -> CommonOpening:
-    """Of a conversation before its first turn; empty where its first tokens come with that."""
+    """Return the head of a conversation; empty if its first tokens come with its first turn."""
     if conversation.began_at is None:
         return NO_HEAD
     return heads.of(first_messages(stored), setting_of(conversation))

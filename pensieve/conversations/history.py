@@ -1,20 +1,20 @@
 """Draft, begin and end turns in transactions on the history: the store threads' part of every request.
 
-Several threads may be in here at once, each for other conversations (threads.py).
-
-`History` knows neither live turns nor the pipe to the engine. Its results say what the engine must hear, and
-the event loop puts those messages. A turn, in order:
+Several store threads may be in here at once, each for other conversations (threads.py). `History` knows
+neither live turns nor the pipe to the engine. Its results contain the messages for the engine, and the event
+loop sends them. A turn, in order:
 
 1. `draft` reads the end of the log, and `Draft.prompt` tokenizes the new messages, in any thread. `begin`
-   checks that they fit and commits the turn as `running`. Whatever can fail comes before that commit. `start`
-   does all of this at once if there is little to tokenize.
+   checks that they fit and commits the turn as `running`. Everything that can fail comes before that commit.
+   `begin_if_short` does all of this in one job if there is little to tokenize.
 2. `finish` appends the tokens of user and reply to the log in ONE transaction. `fail` and `interrupt` leave
    the history unchanged.
-3. A request_id that the store knows gives a `KnownTurn`: the turn runs, or the store has its reply.
+3. If an earlier request had the same request_id, the result is a `RetriedTurn`: that turn runs, or the store
+   has its reply.
 
 The engine may hold KV for tokens that never reached the log. That is harmless: a turn says how long its log
-is, and the engine drops the KV after that. KV before that position always matches the log, because the engine
-hears of rewinds and deletions in the order of the store. The engine asks for tokens that it lacks.
+is, and the engine drops KV after that position. KV before that position always matches the log, because the
+engine hears of rewinds and deletions in the order of the store. The engine asks for tokens that it lacks.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from pensieve.conversations.heads import (
 )
 from pensieve.conversations.live_turn import (
     CommittedReply,
-    KnownTurn,
+    RetriedTurn,
     StartedTurn,
     TurnReply,
     cache_key,
     names_of,
 )
 from pensieve.conversations.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
-from pensieve.conversations.prefixes import LogBeginning, LogCuts, Prefixes
+from pensieve.conversations.prefixes import LogBeginning, LogCuts, SharedPrefixes
 from pensieve.engine.messages import ForkConversation, LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     AlreadyExists,
@@ -75,12 +75,12 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.declared_prefixes import stored_id
 from pensieve.text import ChatTemplate, Tokenizer
 
-UNNUMBERED = 0  # the loop numbers what it puts
-PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
+UNNUMBERED = 0  # the event loop numbers the turns
+PROMPT_TAIL_TOKENS = 16  # read for a template that opens the thinking in the generation prompt
 
 
 class Texts(Protocol):
-    """The text side of a model."""
+    """The text parts of a model: template, fingerprint and sampling defaults."""
 
     @property
     def template(self) -> ChatTemplate: ...
@@ -93,9 +93,9 @@ class Texts(Protocol):
 
 
 class Deleted(NamedTuple):
-    turn_id: int | None  # that was running; it is none any more, whatever the error says
-    error: PensieveError | None  # why the rest did not go well
-    is_pending: bool  # what is deleted is not yet erased from the files
+    turn_id: int | None  # the turn that was running and is interrupted now, even with an error
+    error: PensieveError | None  # why the deletion failed
+    is_pending: bool  # the deleted text is not yet erased from the files
 
 
 class History:
@@ -109,7 +109,7 @@ class History:
         random_bits: Callable[[int], int],
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`random_bits` draws the seeds and the request ids that clients leave to us."""
+        """`random_bits` draws seeds and request ids where the client gives none."""
         self._store = store
         self._template, self._fingerprint = texts.template, texts.fingerprint
         self._context_max = context_max
@@ -122,25 +122,25 @@ class History:
         self._constraints = ConstraintChecker(self._template.tokenizer)
         self._texts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
-        self._prefixes, self._cuts = Prefixes(), LogCuts()
+        self._prefixes, self._cuts = SharedPrefixes(), LogCuts()
         self._beginnings: dict[int, LogBeginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
-        self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
+        self._storage: Mapping[str, int] = {}  # maximum bytes of the tenants that have a limit
 
     @property
     def tokenizer(self) -> Tokenizer:
         return self._template.tokenizer
 
     def limit_storage(self, storage: Mapping[str, int]) -> None:
-        """The most bytes that each tenant's conversations may take; of those not named, any."""
+        """Set the maximum bytes of each tenant's conversations; tenants not named have no limit."""
         self._storage = storage
 
     # -- conversations --
 
     def create(self, settings: ConversationSettings) -> records.StoredConversation | OutdatedTokens:
-        """Settings that `check_settings` has let pass.
+        """Create a conversation, with settings that `check_settings` has accepted.
 
-        The tokens of a declared prefix are there already, but may have to be made anew.
+        OutdatedTokens if its declared prefix must be tokenized again first.
         """
         self._check_storage(settings.tenant)
         if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
@@ -156,7 +156,7 @@ class History:
         metadata: Mapping[str, Any] | None = None,
         tenant: str = "",
     ) -> records.StoredConversation:
-        """Its `num_tokens` first tokens are the source's."""
+        """Fork a conversation at a revision (None: the latest). The fork begins with the source's log."""
         self._check_storage(tenant)
         if at_revision is None:
             at_revision = self._store.get_conversation(source_id, tenant=tenant).revision
@@ -172,7 +172,7 @@ class History:
         *,
         tenant: str = "",
     ) -> records.StoredConversation:
-        """The conversation as it is afterwards; StaleRevision unless it is at the expected revision."""
+        """Cut a conversation back and return it; StaleRevision unless it is at the expected revision."""
         self._log_is_cut(tenant, conversation_id)
         self._store.rewind_conversation(
             conversation_id, to_revision, expected_revision, tenant=tenant
@@ -182,7 +182,7 @@ class History:
     def delete_last(
         self, seen: records.StoredConversation, pending: Sequence[records.NewMessage]
     ) -> LastDeleted:
-        """Delete the last message of a conversation that is as it was `seen`, with these pending messages."""
+        """Delete the last message; StaleRevision if the conversation or `pending` have changed."""
         conversation_id, tenant = seen.conversation_id, seen.tenant
         if not pending:
             self._log_is_cut(tenant, conversation_id)
@@ -193,11 +193,11 @@ class History:
     def delete(
         self, conversation_id: str, tenant: str = "", unused_since: int | None = None
     ) -> Deleted:
-        """Interrupt its running turn and delete it; nothing begins in between.
+        """Interrupt the running turn of a conversation and delete the conversation, in one job.
 
-        With `unused_since` it is StaleRevision if a turn runs or has made another revision than that.  The
-        turn is interrupted also where the deletion fails after that, so the error is returned beside it.
-        A conversation that is gone may still have to be erased from the files.
+        `unused_since`: a revision; StaleRevision if a turn runs or the conversation has another revision.
+        If the deletion fails, the turn is interrupted all the same, so the error is returned with the turn.
+        A conversation that does not exist may still have to be erased from the files.
         """
         try:
             conversation = self._store.get_conversation(conversation_id, tenant=tenant)
@@ -214,24 +214,27 @@ class History:
         except ErasurePending:
             return Deleted(turn_id, None, True)
         except OwnedElsewhere:
-            raise  # nothing was done: it is passed on, or taken over first
+            raise  # nothing was done: the call is forwarded, or the conversation taken over first
         except PensieveError as error:
             return Deleted(turn_id, error, False)
         return Deleted(turn_id, None, False)
 
     def forget(self, tenant: str, conversation_id: str) -> None:
-        """What is remembered of a conversation that was deleted, or that others have written to."""
+        """Drop the memory of a conversation that was deleted, or that another daemon has written to."""
         self._tokenized_again.discard((tenant, conversation_id))
         self._log_is_cut(tenant, conversation_id)
 
     def finish_erasure(self) -> None:
-        """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
+        """Erase deleted text from the files; ErasurePending if that is not possible yet."""
         self._store.erasure.finish()
 
     def warm(
         self, conversation_id: str, number: int, *, tenant: str = ""
     ) -> SubmitTurn | OutdatedTokens | None:
-        """What brings the conversation's KV to the device, under this number; None if there is no need."""
+        """Make the message that brings the conversation's KV to the device.
+
+        `number`: the warm's number. None if there is no log, or if a turn runs and brings the KV itself.
+        """
         self._store.claim(conversation_id, tenant=tenant)
         conversation = self._store.get_conversation(conversation_id, tenant=tenant)
         if conversation.fingerprint != self._fingerprint:
@@ -250,10 +253,10 @@ class History:
         )
 
     def log_for(self, needed: LogNeeded) -> ProvideLog:
-        """The tokens that the engine does not know.
+        """Make the message with the tokens that the engine asks for before it runs a turn.
 
-        It wants them before it runs a turn, and the log of a running turn's conversation does not change
-        unless that turn is given up; a warm's conversation may change at any time.
+        TurnInterrupted if the log has changed. The conversation of a running turn changes only if the turn
+        is given up. The conversation of a warm may change at any time.
         """
         tenant, conversation_id = names_of(needed.conversation_id)
         try:
@@ -266,29 +269,20 @@ class History:
 
     # -- a turn begins --
 
-    def known(self, request: TurnRequest) -> KnownTurn | None:
-        """The turn of this request, if it runs or has its reply."""
+    def find_retried(self, request: TurnRequest) -> RetriedTurn | None:
+        """Return the turn that this request retries; InvalidArgument if that had other content.
+
+        None if there is no such turn, or if it failed or was interrupted: then it may begin again.
+        """
         stored = self._store.find_turn(
             request.conversation_id, request.request_id, tenant=request.tenant
         )
-        return self._known_as(request, stored)
+        return self._retried(request, stored)
 
-    def _known_as(
-        self, request: TurnRequest, stored: records.StoredTurn | None
-    ) -> KnownTurn | None:
-        if stored is None or stored.state not in records.KNOWN_STATES:
-            return None
-        # The store compares the content, and refuses another one under this request_id.
-        new_turn = self._request(request, request.request_id)
-        begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
-        if begun.must_run and begun.turn.attempts != stored.attempts:  # it had ended meanwhile
-            self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
-        return self._known(begun.turn)
-
-    def start(
+    def begin_if_short(
         self, request: TurnRequest, short_characters: int
-    ) -> StartedTurn | KnownTurn | Draft | OutdatedTokens:
-        """Draft a turn. A short one is tokenized and begun as well, which takes less than another hop."""
+    ) -> StartedTurn | RetriedTurn | Draft | OutdatedTokens:
+        """Draft a turn. If there is little to tokenize, begin it too, which saves two changes of thread."""
         drafted = self.draft(request)
         if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted
@@ -296,8 +290,8 @@ class History:
             return drafted
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
-        """Look up what a turn goes on from; the turn itself where its request_id is known already."""
+    def draft(self, request: TurnRequest) -> Draft | RetriedTurn | OutdatedTokens:
+        """Read what tokenizing the new messages needs, or find the turn that this request retries."""
         self._check(request)
         conversation_id, tenant = request.conversation_id, request.tenant
         try:
@@ -310,9 +304,8 @@ class History:
             return self._draft_opening(request)
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
-        known = self._known_as(request, stored)
-        if known is not None:
-            return known
+        if (retried := self._retried(request, stored)) is not None:
+            return retried
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
         if request.expected_revision not in (None, conversation.revision):
@@ -323,8 +316,8 @@ class History:
             head = self._store.messages(conversation_id, tenant=tenant)
         return Draft(request, conversation, log_end, head, *self._texts)
 
-    def _draft_opening(self, request: TurnRequest) -> Draft | KnownTurn | OutdatedTokens:
-        """Of a conversation that is created with its first turn, once that is known to be a turn."""
+    def _draft_opening(self, request: TurnRequest) -> Draft | RetriedTurn | OutdatedTokens:
+        """Draft the first turn of a conversation that does not exist yet."""
         self._check_storage(request.tenant)
         if request.expected_revision not in (None, 0):
             raise StaleRevision(request.expected_revision, 0)
@@ -339,7 +332,7 @@ class History:
         return Draft(request, conversation, array("I"), head, *self._texts, new)
 
     def renew(self, outdated: OutdatedTokens, tokens: Sequence[Sequence[int]]) -> None:
-        """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
+        """Replace the tokens of a conversation's log. Does nothing if the conversation has changed since."""
         conversation = outdated.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         if self._store.get_conversation(conversation_id, tenant=tenant) != conversation:
@@ -352,8 +345,8 @@ class History:
             f"its {len(tokens)} messages were tokenized again"
         )
 
-    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> StartedTurn | KnownTurn:
-        """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> StartedTurn | RetriedTurn:
+        """Commit the turn as `running`; StaleRevision if the conversation has changed since the draft."""
         request, conversation = draft.request, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         tokens = array("I")
@@ -367,7 +360,7 @@ class History:
                 self._store.create_conversation(draft.new)
             except PrefixTaken:
                 raise
-            except AlreadyExists:  # another one has its name, for which the draft is stale
+            except AlreadyExists:  # another request took the name; `begin_turn` refuses the draft
                 pass
         request_id = request.request_id or f"{self._random_bits(128):032x}"
         new_turn = replace(
@@ -376,13 +369,13 @@ class History:
             expected_created_at=conversation.created_at,
         )
         was_cut = self._cuts.since()
-        # Read before the commit: an error behind it would leave a turn that nobody runs.
+        # Read before the commit: an error after it would leave a turn that nobody runs.
         prefix_of, prefix_tokens = self.declared.shared(conversation)
         is_hint = conversation.prefix_id and not prefix_tokens
         beginning = self._beginning(conversation, tokens) if is_hint else None
         begun = self._store.begin_turn(conversation_id, new_turn, tenant=tenant)
         if not begun.must_run:
-            return self._known(begun.turn)
+            return self._with_reply(begun.turn)
         if beginning is not None:
             self._beginnings[begun.turn.turn_id] = beginning
             shared = self._prefixes.shared(tenant, conversation.prefix_id, beginning.tokens)
@@ -420,7 +413,7 @@ class History:
     # -- a turn ends --
 
     def finish(self, reply: TurnReply) -> CommittedReply:
-        """Append the turn's messages and its reply to the log; on the disk when this returns."""
+        """Append the turn's messages and its reply to the log. They are on the disk when this returns."""
         beginning = self._beginnings.pop(reply.turn_id, None)
         text = reply.text
         if reply.is_cut:
@@ -455,21 +448,21 @@ class History:
     # -- inside --
 
     def _log_is_cut(self, tenant: str, conversation_id: str) -> None:
-        """Nobody shares the beginning of a log that becomes another one; called before it does."""
+        """Stop sharing the beginning of a log; called before the log is cut or replaced."""
         self._prefixes.forget(tenant, conversation_id)
         self._cuts.count(cache_key(tenant, conversation_id))
 
     def _forget(self, turn_id: int) -> None:
-        """The turn lends its beginning to nobody."""
+        """Forget a turn that ends without a reply: no other turn shares its beginning."""
         self._beginnings.pop(turn_id, None)
         self.declared.forget(turn_id)
 
     def _check_storage(self, tenant: str) -> None:
-        """Refuse what would store more for a tenant at its limit; what runs is stored all the same."""
-        most = self._storage.get(tenant)
-        if most is not None and (taken := self._store.stored_bytes(tenant)) >= most:
+        """Raise StorageFull if the tenant is at its limit. Running turns are stored all the same."""
+        bytes_max = self._storage.get(tenant)
+        if bytes_max is not None and (taken := self._store.stored_bytes(tenant)) >= bytes_max:
             raise StorageFull(
-                f"this token's conversations take {taken:,} bytes of {most:,}; delete some"
+                f"this token's conversations take {taken:,} of {bytes_max:,} bytes; delete some"
             )
 
     def _check(self, request: TurnRequest) -> None:
@@ -502,17 +495,30 @@ class History:
             history_digest=request.history_digest,
         )
 
-    def _known(self, turn: records.StoredTurn) -> KnownTurn:
+    def _retried(
+        self, request: TurnRequest, stored: records.StoredTurn | None
+    ) -> RetriedTurn | None:
+        if stored is None or stored.state not in records.KNOWN_STATES:
+            return None
+        # `begin_turn` begins nothing for a turn in these states, but compares the content.
+        new_turn = self._request(request, request.request_id)
+        begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
+        if begun.must_run and begun.turn.attempts != stored.attempts:
+            # The turn was interrupted in between, so the store has begun it again. Nobody would run it.
+            self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
+        return self._with_reply(begun.turn)
+
+    def _with_reply(self, turn: records.StoredTurn) -> RetriedTurn:
         if turn.state is records.StoredTurnState.RUNNING:
-            return KnownTurn(turn, None)
+            return RetriedTurn(turn, None)
         reply = self._store.turn_messages(turn.turn_id).reply
         assert reply is not None
-        return KnownTurn(turn, reply)
+        return RetriedTurn(turn, reply)
 
     def _beginning(
         self, conversation: records.StoredConversation, prompt: array[int]
     ) -> LogBeginning:
-        """Of a conversation with this prompt behind it: as much as may be shared."""
+        """Return the log with this prompt appended, up to the length that may be shared."""
         log = array("I")
         if conversation.num_tokens:
             log = self._store.log(
@@ -522,12 +528,13 @@ class History:
 
 
 class PrefixHistory:
-    """Declared prefixes: what is shared, and by whom.
+    """Store declared prefixes, begin conversations under them, and share their KV.
 
-    The engine knows a prefix by the `cache_key` of the conversation that it is stored as.  Its KV comes from
-    a warm, or from the first turn of a conversation under it, of which it then becomes a fork (`ended`).
-    Every message that names a prefix follows a job here that has found both to hold the same messages, so the
-    engine never shares tokens of an earlier prefix of the same name.
+    A prefix is stored as a conversation, and the engine knows it by that conversation's `cache_key`. The
+    prefix gets its KV from a warm, or from the first turn of a conversation under it: then the engine makes
+    the prefix a fork of that conversation (`ended`). Before a message to the engine names a prefix, a job
+    here has checked that conversation and prefix have the same messages. So the engine never shares tokens of
+    an earlier prefix with the same name.
     """
 
     def __init__(
@@ -552,7 +559,7 @@ class PrefixHistory:
         template_time: float,
         prefixes_max: int,
     ) -> records.StoredPrefix:
-        """Store a prefix with the tokens of each of its messages; StorageFull if there are too many."""
+        """Store a prefix with the tokens of each message; StorageFull at `prefixes_max` prefixes."""
         self._check_storage(settings.tenant)
         given = all_messages(settings)
         messages = (
@@ -576,16 +583,17 @@ class PrefixHistory:
     def begin(
         self, settings: ConversationSettings
     ) -> records.StoredConversation | OutdatedTokens | None:
-        """A conversation under its declared prefix; None if no such prefix is declared.
+        """Create a conversation under its declared prefix; None if no such prefix is declared.
 
-        Outdated if the prefix has tokens of another tokenizer or template.
+        OutdatedTokens if the prefix was tokenized under another tokenizer or template.
         """
         found = self._store.prefixes.find(settings.prefix_id, tenant=settings.tenant)
         if found is None:
             return None
         if settings.system_prompt or settings.tools or settings.template_options:
             raise PrefixTaken(
-                f"prefix {settings.prefix_id!r} was declared with its own system prompt, tools and options"
+                f"prefix {settings.prefix_id!r} was declared with its own system prompt, tools and "
+                "template options; leave these out"
             )
         if found.conversation.fingerprint != self._fingerprint:
             return self._outdated(found.conversation)
@@ -606,7 +614,7 @@ class PrefixHistory:
         tokens: Sequence[Sequence[int]],
         template_time: float,
     ) -> records.StoredConversation:
-        """A conversation that begins with the messages of its settings, which have these tokens."""
+        """Create a conversation with the messages of its settings; `tokens` are those of each message."""
         self._check_storage(settings.tenant)
         return self._store.create_conversation(
             records.NewConversation(
@@ -623,11 +631,11 @@ class PrefixHistory:
         )
 
     def to_keep_warm(self) -> list[tuple[str, str]]:
-        """(tenant, id) of the prefixes that are to be kept warm."""
+        """Return (tenant, id) of each prefix that is to be kept warm."""
         return self._store.prefixes.to_keep_warm()
 
     def shared(self, conversation: records.StoredConversation) -> tuple[str, int]:
-        """The key of its prefix, and how many tokens the conversation has in common with that; none: 0."""
+        """Return the `cache_key` of a conversation's prefix and the tokens shared with it; none: 0."""
         if conversation.began_at is None or not conversation.prefix_id:
             return "", 0
         num_tokens = self._store.prefixes.num_shared_tokens(conversation)
@@ -635,20 +643,20 @@ class PrefixHistory:
         return key if num_tokens else "", num_tokens
 
     def has_turns(self, conversation: records.StoredConversation) -> bool:
-        """Whether its history has more than what it began with."""
-        if conversation.began_at is None:  # then that has no tokens
+        """Whether the conversation has messages after its head."""
+        if conversation.began_at is None:  # then the head has no tokens
             return conversation.num_tokens > 0
         return self._store.prefixes.has_turns(conversation)
 
     def begun(self, turn_id: int, conversation: records.StoredConversation) -> None:
-        """The first turn of a conversation under a prefix runs."""
+        """Note that a turn is the first of a conversation under a prefix."""
         self._first_turns[turn_id] = conversation
 
     def forget(self, turn_id: int) -> None:
         self._first_turns.pop(turn_id, None)
 
     def ended(self, turn_id: int) -> ForkConversation | None:
-        """What lends the prefix the KV that this turn has computed of it, if it was such a turn."""
+        """Return the message that gives the prefix the KV of this turn, if it was such a first turn."""
         conversation = self._first_turns.pop(turn_id, None)
         if conversation is None:
             return None

@@ -1,13 +1,13 @@
-"""Background work on the history while the daemon serves, and the conditions that stop changes to it.
+"""Background work on the history while the daemon serves, and the conditions under which it is read-only.
 
-    Erasing            finish deletions whose text could not be erased from the files at once, and compact
+    Eraser             finish deletions whose text could not be erased from the files at once, and compact
     start_forgetting   forget old request ids and old digests of histories
-    Scrubbing          read the whole history, a little at a time, to find damage
+    Scrubber           read the whole history, a little at a time, to find damage
     Damage             a damaged history is read-only, also for the next process
     FullDisk           while the disk is full, only reads and deletions are possible
 
-Each step is a job of a few milliseconds in the store thread or the read thread, with pauses in between, so
-that jobs of clients go first. Everything here belongs to the event loop.
+Each step is a job of a few milliseconds in a store thread or the read thread. Pauses between the steps let
+clients' jobs go first. Everything here belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pensieve.store.conversation_store import ConversationStore
 log = logging.getLogger("pensieve")
 NOBODY = "/housekeeping"  # no tenant has this name
 ERASE_PAUSE_SECONDS = 0.02
-ERASED_SECONDS_MAX = 5.0  # that a client waits for other readers of the history to end
+ERASED_SECONDS_MAX = 5.0  # a client waits at most so long for other readers of the history to end
 FORGET_PAUSE_SECONDS = 0.05
-FORGET_PASSES = 24  # in the time that a thing is kept
+FORGET_PASSES = 24  # in the time for which an entry is kept
 FORGET_SECONDS_MAX = 3600.0  # between two passes
 SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX = 0.02, 60.0
-FULL_SECONDS = 2.0  # between two looks for room on a full disk
+FULL_SECONDS = 2.0  # between two checks of a full disk
 
 
-class Erasing:
-    """Finishes what deletions have left to do on the disk (store/sqlite_backend.py)."""
+class Eraser:
+    """Finish the work on the disk that deletions have left (store/sqlite_backend.py)."""
 
     def __init__(self, erasure: ErasureSteps, threads: Threads) -> None:
         self._erasure, self._threads = erasure, threads
         self._is_at_work = False
-        self._is_late = False  # and the log says so
+        self._is_late = False  # a failure was logged
 
     def start(self) -> None:
-        """Erase what is due, unless that is under way."""
+        """Erase what is due, unless that is already running."""
         if not self._is_at_work:
             self._is_at_work = True
             self._threads.spawn(self._work())
@@ -53,18 +53,18 @@ class Erasing:
                 await asyncio.sleep(ERASE_PAUSE_SECONDS)
         except PensieveError as error:  # the next sweep tries again
             if not self._is_late:
-                log.warning("the history cannot be cleaned of what was deleted: %s", error)
+                log.warning("deleted text cannot be erased from the history yet: %s", error)
             self._is_late = True
         else:
             if self._is_late:
-                log.warning("the history is clean of what was deleted")
+                log.warning("all deleted text is erased from the history")
             self._is_late = False
         finally:
             self._is_at_work = False
 
 
 async def erased(finish: Callable[[], None], threads: Threads) -> None:
-    """Wait until `finish`, a job of the store thread, has erased all; ErasurePending if it cannot in time."""
+    """Repeat `finish` in a store thread until everything is erased; ErasurePending after a time."""
     deadline = threads.loop.time() + ERASED_SECONDS_MAX
     while True:
         await asyncio.sleep(ERASE_PAUSE_SECONDS)
@@ -83,7 +83,7 @@ def start_forgetting(
     request_seconds: float,
     chain_seconds: float,
 ) -> None:
-    """Forget request ids and histories' digests after so long; 0: never.  `now`: the clock of the records."""
+    """Forget request ids and digests of histories after so many seconds (0: never). `now`: the wall clock."""
 
     async def work(name: str, step: Callable[[float], bool], keep_seconds: float) -> None:
         while keep_seconds:
@@ -100,11 +100,10 @@ def start_forgetting(
     threads.spawn(work("chains", store.chains.forget, chain_seconds))
 
 
-class Scrubbing:
-    """Has the whole history read in about `seconds` (store/verify.py), again and again; 0: never.
+class Scrubber:
+    """Read the whole history in about `seconds` (store/verify.py), again and again; 0: never.
 
-    It pauses while deleted text waits to be erased, and ends with the first damage, which an operator must
-    mend.
+    Pauses while deleted text waits to be erased. Ends with the first damage, which an operator must repair.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Scrubbing:
     ) -> None:
         self._scrub, self._threads, self._seconds = scrub, threads, seconds
         self._is_pending, self._on_damage = is_pending, on_damage
-        self._is_late = False  # and the log says so
+        self._is_late = False  # a failure was logged
 
     @property
     def num_passes(self) -> int:
@@ -143,32 +142,32 @@ class Scrubbing:
                     self._is_late = False
             except PensieveError as error:  # a sector that cannot be read, or no descriptor
                 if not self._is_late:
-                    log.error("the history could not be looked through: %s", error)
+                    log.error("the history could not be checked for damage: %s", error)
                 self._is_late = True
                 await asyncio.sleep(pause_seconds)
 
 
 class Damage:
-    """Whether the history is damaged; a check that finds nothing ends it."""
+    """Whether the history is damaged. A check that finds nothing clears the damage."""
 
     def __init__(
         self, store: ConversationStore, threads: Threads, changed: Callable[[], None]
     ) -> None:
-        before = "it was when it was looked at before"
+        before = "an earlier check found it damaged"
         self.problems: tuple[str, ...] = (before,) if store.marks.is_damaged else ()
         self._store, self._threads, self._changed = store, threads, changed
 
     @property
     def refusal(self) -> StoreCorrupt | None:
-        """Of whatever would change the history."""
+        """The error for calls that would change the history; None if it is not damaged."""
         if not self.problems:
             return None
         return StoreCorrupt(
-            "the history is damaged and takes no changes; it can be read. The operator's log says more"
+            "the history is damaged: it can be read, but not changed. The daemon's log says more"
         )
 
     def check(self, report: Callable[[str], None]) -> None:
-        """After an unclean stop: run SQLite's own check beside the serving."""
+        """Run SQLite's own check while the daemon serves; called after an unclean stop."""
 
         async def check() -> None:
             try:
@@ -181,7 +180,7 @@ class Damage:
             if problems:
                 await self.found(problems)
             else:
-                report("the history is sound")
+                report("the history is not damaged")
                 self.problems = ()
                 self._changed()
 
@@ -194,12 +193,14 @@ class Damage:
         self._changed()
         try:
             await asyncio.to_thread(self._store.marks.mark_damaged, True)
-        except PensieveError as error:  # this process knows it, and the next one looks again
-            log.error("that the history is damaged could not be written down: %s", error)
+        except (
+            PensieveError
+        ) as error:  # this process knows of the damage, the next one checks again
+            log.error("the mark of the damaged history could not be written: %s", error)
 
 
 class FullDisk:
-    """Whether the disk of the history is full: any write may find that, and a small one that it is over."""
+    """Whether the disk of the history is full. Any write may find it full; a small test write ends that."""
 
     def __init__(
         self, store: ConversationStore, threads: Threads, changed: Callable[[], None]
@@ -210,7 +211,7 @@ class FullDisk:
 
     @property
     def refusal(self) -> DiskFull | None:
-        """Of whatever would store more."""
+        """The error for calls that would store more; None if there is room."""
         return DiskFull("the disk of the history is full") if self.is_full else None
 
     def _report(self) -> None:

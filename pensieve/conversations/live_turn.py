@@ -1,8 +1,8 @@
-"""A turn while it runs, and the values about it that store thread and event loop exchange.
+"""The live turn, and the values that store thread and event loop exchange about it.
 
     store thread                                    event loop
     StartedTurn     committed as `running`    ──>   LiveTurn, followed by its clients
-    KnownTurn       known by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
+    RetriedTurn     found by its request_id   ──>   attach to the LiveTurn, or replay the stored reply
     CommittedReply  <── TurnReply             ───   the engine has ended the turn
 
 An unstored turn (unstored.py) begins and ends in the event loop alone. All values but `LiveTurn` are frozen.
@@ -35,11 +35,11 @@ class RecomputeReason(StrEnum):
 
 
 class TurnPhase(Enum):
-    """How far a live turn is; `turn_ends.py` moves it on."""
+    """The phase of a live turn. `TurnEnds` changes it (turn_ends.py)."""
 
     RUNNING = "running"  # the engine has it
     COMMITTING = "committing"  # the engine has ended it; the store writes its end
-    GIVING_UP = "giving_up"  # nothing of it is kept; the store writes that
+    GIVING_UP = "giving_up"  # nothing of it is kept; the store writes the interruption
     ENDED = "ended"  # `finish` is set
 
 
@@ -53,97 +53,99 @@ LEGAL_TRANSITIONS: Mapping[TurnPhase, frozenset[TurnPhase]] = {
 
 @dataclass(frozen=True, slots=True)
 class StartedTurn:
-    """A turn that the store holds as `running`: what the engine and its readers need of it."""
+    """A turn that the store holds as `running`, with the message that submits it to the engine."""
 
     turn: records.StoredTurn
     request: TurnRequest
-    submit: SubmitTurn  # without the number that the engine will know it by
-    first_revision: int  # of the conversation before it
+    submit: SubmitTurn  # without the turn's number
+    first_revision: int  # of the conversation before the turn
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
-    is_tokenized_again: bool  # since its last turn, under another tokenizer or template
-    # Whether the conversation whose KV it shares has kept its log; the loop asks when it submits the turn.
+    is_tokenized_again: bool  # since the last turn, under another tokenizer or template
+    # Whether the log of `submit.prefix_of` is uncut; the event loop asks when it submits the turn.
     may_share: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
-class KnownTurn:
+class RetriedTurn:
+    """The turn that a request retries: an earlier request with the same request_id began it."""
+
     turn: records.StoredTurn
     reply: records.NewMessage | None  # None while it runs
 
 
 @dataclass(frozen=True, slots=True)
 class TurnReply:
-    """What a turn has come to, to be committed."""
+    """The result of a turn, to be committed."""
 
     turn_id: int
     token_ids: tuple[int, ...]
     text: str
-    stream: Mapping[str, Any]  # what its deltas say beside that; see `stream_of`
+    stream: Mapping[str, Any]  # the parts of its deltas; see `stream_of`
     finish: FinishReason
     figures: Mapping[str, Any]  # usage, as it is stored
-    is_cut: bool = False  # a stop cut it: what was withheld as a possible stop string is text
+    is_cut: bool = False  # a stop cut it: text withheld as a possible stop string belongs to it
     logprobs: bytes = b""  # packed
-    chain: ChainEnd | None = None  # of its client's history before it
-    state: records.ChainState | None = None  # or what follows from that and the reply
-    response: StoredResponse | None = None  # that it is to a client of that API
+    chain: ChainEnd | None = None  # of the client's history before the reply
+    state: records.ChainState | None = None  # of the chain and the reply, if already computed
+    response: StoredResponse | None = None  # for a client of the Responses API
     attempt: int = 0  # of the turn
 
 
 class CommittedReply(NamedTuple):
     revision: int
-    tail: str  # text after what the followers were given: what a stopped turn had withheld
-    lent: ForkConversation | None = None  # gives its declared prefix the KV that it has computed
+    tail: str  # text that a stopped turn had withheld, after the text that its followers have
+    lent: ForkConversation | None = None  # gives the declared prefix the KV of the turn
 
 
 @dataclass(slots=True)
 class LiveTurn:
-    """A turn as its reader sees it; complete when `finish` is set, which therefore comes last.
+    """A turn as its readers see it. It is complete when `finish` is set, so `finish` is set last.
 
-    Its tokens lie in columns of plain values, not in an object for each: a thousand turns of a
-    thousand tokens are a few thousand objects for the garbage collector (see `pensieve.gc_pause`).
+    Tokens are in columns of plain values instead of an object each, so a thousand turns of a thousand tokens
+    are only a few thousand objects for the garbage collector (`pensieve.gc_pause`).
     """
 
     turn_id: int
     conversation_id: str
     history_tokens: int
-    prompt_tokens: int  # of the delta
+    prompt_tokens: int  # tokens of the delta
     token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # that each token released
-    parts: list[Part] = field(default_factory=list)  # that each token belongs to
+    texts: list[str] = field(default_factory=list)  # text that each token released
+    parts: list[Part] = field(default_factory=list)  # part to which each token belongs
     logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
-    request: TurnRequest | None = None  # that began it here; None of one that was completed before
-    accepted_at: float = 0.0  # when the daemon took its request, by the loop's clock
-    begun_at: float = 0.0  # when the store had it
-    admitted: bool = False  # the engine has room for it; before that it waits
-    cached_tokens: int = 0  # of its context, that had KV then
+    request: TurnRequest | None = None  # None if the reply is replayed, or the turn unstored
+    accepted_at: float = 0.0  # when the daemon took the request, by the loop's clock
+    begun_at: float = 0.0  # when the store had the turn, by the loop's clock
+    admitted: bool = False  # the engine has room for the turn
+    cached_tokens: int = 0  # tokens of the context that had KV at admission
     phase: TurnPhase = TurnPhase.RUNNING
     finish: FinishReason | None = None
     failure: PensieveError | None = None
     usage: Usage | None = None
     revision: int | None = None
     replayed: bool = False
-    stopped: bool = False  # its client wants no more of it
-    kept: int | None = None  # of its tokens; a stop has cut the others
+    stopped: bool = False  # a client has stopped it
+    kept: int | None = None  # number of tokens that a stop has kept; None: all
     tenant: str = ""
-    number: int = 0  # the engine's `turn_id` of it: another one for each attempt
+    number: int = 0  # the engine's `turn_id`; each attempt has another number
     request_id: str = ""
-    first_revision: int = 0  # of the conversation before it
+    first_revision: int = 0  # of the conversation before the turn
     attempt: int = 1
-    recompute_reason: str = ""  # should something be recomputed
+    recompute_reason: str = ""  # the reason if tokens are recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None
-    tail: str = ""  # text after the last token: what a stopped turn had withheld
-    token_at: float = 0.0  # when its latest tokens came, by the loop's clock
-    num_timed: int = 0  # of its tokens, in the latencies
-    weight: float = 1.0  # of its tenant's share
+    tail: str = ""  # text after the last token that a stopped turn had withheld
+    token_at: float = 0.0  # when the latest tokens came, by the loop's clock
+    num_timed: int = 0  # tokens that are counted in the latencies
+    weight: float = 1.0  # of the tenant
     priority: int = 0
-    shared_from: str = ""  # the conversation whose KV it may begin with
-    prompt_seconds: float = 0.0  # that its prompt takes by itself, as predicted
+    shared_from: str = ""  # the conversation whose KV the turn may begin with
+    prompt_seconds: float = 0.0  # predicted for the prompt alone
 
     @property
     def is_stored(self) -> bool:
-        """Whether the store has it: an unstored turn has a negative id."""
+        """Whether the store has the turn: an unstored turn has a negative id."""
         return self.turn_id >= 0
 
     @property
@@ -152,13 +154,13 @@ class LiveTurn:
 
     @property
     def num_tokens(self) -> int:
-        """Without those that a stop has cut."""
+        """Tokens of the reply, without those that a stop has cut."""
         return len(self.token_ids) if self.kept is None else self.kept
 
     @property
     def num_charged_tokens(self) -> int:
-        """That its tenant has used: those it brought, once they were computed, and those of its reply."""
-        if self.figures and self.usage is not None:  # all that were sampled, also those cut off
+        """Tokens for which the tenant pays: those of the prompt once admitted, and those of the reply."""
+        if self.figures and self.usage is not None:  # every sampled token, even if a stop cut it
             return self.usage.new_tokens + self.usage.output_tokens
         return self.num_tokens + (self.prompt_tokens if self.admitted else 0)
 
@@ -167,7 +169,7 @@ class LiveTurn:
         self.phase = phase
 
     def take(self, token: SampledToken) -> None:
-        """Append one sampled token; whoever reads goes by `token_ids`, which therefore comes last."""
+        """Append a sampled token. `token_ids` is extended last, because readers go by its length."""
         if token.logprob is not None:
             assert isinstance(self.logprobs, dict)
             self.logprobs[len(self.token_ids)] = (token.logprob, token.top_logprobs)
@@ -177,9 +179,9 @@ class LiveTurn:
 
 
 def stream_of(live: LiveTurn) -> dict[str, Any]:
-    """What a reply is stored with, so that its deltas can be sent again: runs of parts.
+    """Return the runs of parts of a reply, stored so that its deltas can be sent again.
 
-    `parts` holds (part, tokens, characters) of each run; a reply that is only text has none.
+    `parts` holds (part, tokens, characters) of each run. A reply that is only text has none.
     """
     stream: dict[str, Any] = {}
     runs: list[list[Any]] = []
@@ -194,12 +196,12 @@ def stream_of(live: LiveTurn) -> dict[str, Any]:
 
 
 def packed_logprobs(live: LiveTurn) -> bytes:
-    """The rest of it; of a turn that the engine has ended, in any thread."""
+    """Pack the logprobs of a turn that the engine has ended. May be called in any thread."""
     return pack(live.logprobs[number] for number in range(live.num_tokens))
 
 
 def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
-    """A turn that was completed before, as its reader sees it again."""
+    """Make an ended live turn out of a stored reply, for another reader."""
     assert turn.finish_reason is not None
     num_tokens, content = len(reply.token_ids), reply.content
     texts, parts = [""] * num_tokens, [Part.TEXT] * num_tokens
@@ -233,17 +235,17 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
 
 
 def cache_key(tenant: str, conversation_id: str) -> str:
-    """What the engine knows a conversation by; ids hold no slash, so tenants never meet."""
+    """Return the engine's key of a conversation. Ids have no slash, so tenants never share keys."""
     return f"{tenant}/{conversation_id}" if tenant else conversation_id
 
 
 def unstored_key(tenant: str, number: int) -> str:
-    """What the engine knows an unstored turn by: with two slashes, so no `cache_key` is like it."""
+    """Return the engine's key of an unstored turn. It has two slashes, so it equals no `cache_key`."""
     return f"~unstored/{tenant}/{number}"
 
 
 def names_of(key: str) -> tuple[str, str]:
-    """The tenant and the conversation's id in a `cache_key`."""
+    """Split a `cache_key` into tenant and conversation id."""
     tenant, _, conversation_id = key.rpartition("/")
     return tenant, conversation_id
 
@@ -255,7 +257,7 @@ USAGE_COUNTS = (
 
 
 def usage_figures(usage: Usage) -> dict[str, float]:
-    """A turn's cost as it is stored and shown."""
+    """Return a turn's usage as it is stored and shown."""
     end = usage.finished_at if usage.finished_at is not None else usage.submitted_at
     admitted = usage.admitted_at if usage.admitted_at is not None else end
     first = usage.first_token_at if usage.first_token_at is not None else end

@@ -1,7 +1,8 @@
-"""Logprobs of a reply as they are stored: packed arrays, out of which single tokens are taken.
+"""Pack the logprobs of a reply for the store, and read single tokens out of the packed form.
 
-With 20 alternatives a token has forty numbers beside its id, so JSON of a long reply takes hundreds of
-milliseconds.  Packed they are copied as a whole, and a replay makes objects only of what it sends.
+With 20 alternatives a token has forty numbers beside its id, so JSON of a long reply would take hundreds of
+milliseconds. Packed arrays are copied as a whole, and a replay makes objects only for the tokens that it
+sends.
 
     n | how many alternatives each of the n tokens has | their token ids      little-endian uint32
     the n tokens' logprobs | the alternatives' logprobs                       little-endian doubles
@@ -18,12 +19,12 @@ from pensieve.core.iteration import Logprob
 from pensieve.errors import StoreCorrupt
 from pensieve.store.bodies import TOKEN_BYTES, pack_tokens, unpack_tokens
 
-Row = tuple[float, tuple[Logprob, ...]]  # of a token: its logprob, and the likeliest alternatives
+Row = tuple[float, tuple[Logprob, ...]]  # a token's logprob, and its likeliest alternatives
 DOUBLE_BYTES = 8
 
 
 def pack(rows: Iterable[tuple[float, Sequence[Logprob]]]) -> bytes:
-    """Those of each token of a reply, exactly."""
+    """Pack the rows of a reply's tokens, without loss."""
     logprobs, counts = array("d"), array("I")
     ids, alternatives = array("I"), array("d")
     for logprob, top in rows:
@@ -38,7 +39,7 @@ def pack(rows: Iterable[tuple[float, Sequence[Logprob]]]) -> bytes:
 
 
 class PackedLogprobs:
-    """What `pack` has made, by the number of the token; the store has checked its bytes."""
+    """Rows by token number, read from the output of `pack`. The store has checked the bytes."""
 
     def __init__(self, packed: bytes) -> None:
         num_tokens = unpack_tokens(packed[:TOKEN_BYTES])[0]

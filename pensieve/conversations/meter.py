@@ -2,12 +2,12 @@
 
 The counts outlive the engine process:
 
-    took         events of the engine: a token, the end of a turn (also of a job's turn, and of a warm)
+    took         the engine's events: a token, the end of a turn (also of a job's turn, and of a warm)
     turn_ended   a client's turn has ended, and its end is in the history
     refused      a turn was not admitted
 
-The bounds of the histograms are vLLM's if vLLM has the same one. All of it belongs to the event loop, except
-`commits`, to which the writer of the history adds.
+If vLLM has a histogram with the same meaning, ours has its bounds. Everything belongs to the event loop,
+except `commits`, to which the writer of the history adds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pensieve.errors import PensieveError
 OTHER = "other"  # recomputed for a warm, a job or a turn that was given up
 RECOMPUTE_REASONS = (*(each.value for each in RecomputeReason), OTHER)
 OUTCOMES = tuple(each.value for each in FinishReason if each is not FinishReason.WARMED)
-
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -48,10 +47,10 @@ COMMIT_SECONDS = (
 
 class Meter:
     def __init__(self) -> None:
-        self.usage = Usage()  # of all that the engine has ended, added up
+        self.usage = Usage()  # the sum over everything that the engine has ended
         self.generation_tokens = 0
         self.recomputed = dict.fromkeys(RECOMPUTE_REASONS, 0)  # tokens
-        self.sources = {"device": 0, "host": 0, "shared": 0}  # tokens that were cached
+        self.sources = {"device": 0, "host": 0, "shared": 0}  # cached tokens
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
         self.rejections = Counter[str]()
         self.turn_seconds = Histogram(TURN_SECONDS)
@@ -65,7 +64,7 @@ class Meter:
     def took(
         self, events: Sequence[EngineEvent], turn_of: Callable[[int], LiveTurn | None]
     ) -> None:
-        """`turn_of` knows the live turns by their numbers, also those that these events end."""
+        """Count events; `turn_of` finds live turns by number, also those that these events end."""
         num_tokens = 0
         for event in events:
             if isinstance(event, SampledToken):
@@ -98,7 +97,7 @@ class Meter:
         total.host_tokens += usage.host_tokens
         total.recomputed_tokens += usage.recomputed_tokens
         total.shared_tokens += usage.shared_tokens
-        # What another conversation had computed counts as shared, wherever it lay.
+        # Tokens that another conversation had computed count as shared, in whichever tier they were.
         device = usage.device_tokens - usage.shared_tokens
         self.sources["device"] += max(device, 0)
         self.sources["host"] += usage.host_tokens + min(device, 0)
@@ -109,9 +108,9 @@ class Meter:
 
 
 class Latencies:
-    """Seconds until tokens come: quantiles of the latest five minutes, and histograms since the start.
+    """Measure the seconds until tokens come: quantiles of the latest five minutes, and histograms.
 
-    Measured when the service has tokens in hand, so the network to the client is not in them.
+    The time is taken when the service has the tokens, so the network to the client does not count.
     """
 
     def __init__(self) -> None:
@@ -121,6 +120,7 @@ class Latencies:
         self.token_gaps = Histogram(TOKEN_GAP_SECONDS)
 
     def came(self, live: LiveTurn, now: float) -> None:
+        """Record that new tokens of a turn have come."""
         num_new = live.num_tokens - live.num_timed
         if num_new <= 0:
             return

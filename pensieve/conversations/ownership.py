@@ -1,17 +1,15 @@
-"""Whose a conversation is, where several daemons share a history.
+"""Claim conversations, and drop stale state of conversations that another daemon had.
 
-A claim that takes the conversation from another session (store/owners.py) means that another daemon may have
-written to the conversation since it was here. Before the job that claims has its result, this daemon drops
-what it still has of the conversation, in this order: a turn that runs here and that the history no longer
-knows, what the history's thread remembers, and the KV in the engine. The engine hears of it before the Submit
-of the next turn.
+If a claim takes a conversation from another session (store/owners.py), another daemon may have written to the
+conversation since this daemon last had it. Before the claiming job returns, this daemon drops its state of
+the conversation: the memory of `History`, a turn that still runs here, and the KV in the engine. The engine
+drops the KV before the SubmitTurn of the next turn.
 
-A call that needs a conversation of another daemon fails with OwnedElsewhere and has written nothing. The
-doors forward such calls to the owner (api/grpc/forwarding.py).
+A call for a conversation that another daemon owns fails with OwnedElsewhere and writes nothing. The doors
+forward such calls to the owner (api/grpc/forwarding.py). If another daemon has taken the conversation of a
+running turn, the store refuses the end of that turn.
 
-A turn whose conversation another daemon has taken cannot be committed: the history refuses its end.
-
-All of it belongs to the loop but `_stale`, which the store thread calls.
+Everything runs on the event loop, except `_stale`, which the store thread calls.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from pensieve.store.transactions import TAKEN
 
 
 class Claims:
-    """Claims conversations for this daemon; NotFound if there is no such conversation (any more)."""
+    """Claim conversations for this daemon; NotFound if there is no such conversation (any more)."""
 
     def __init__(self, store: ConversationStore, threads: Threads) -> None:
         self.replica = store.replica
@@ -38,7 +36,7 @@ class Claims:
 
     @property
     def address(self) -> str:
-        """Where other daemons reach this one; empty until it is announced."""
+        """This daemon's address for other daemons; empty until it is announced."""
         return self._store.owners.address
 
     @property
@@ -68,7 +66,7 @@ class Claims:
 
 
 class StaleConversations:
-    """Drops what other daemons have changed."""
+    """Drop the state of conversations that other daemons may have changed."""
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class StaleConversations:
         store.watch(self._stale)
 
     def _stale(self, tenant: str, conversation_id: str) -> None:
-        """In the store's thread."""
+        """Called in a store thread when a claim took a conversation from another session."""
         self._history.forget(tenant, conversation_id)
         self._threads.loop.call_soon_threadsafe(self._drop, tenant, conversation_id)
 

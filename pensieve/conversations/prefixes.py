@@ -1,9 +1,8 @@
-"""Find the conversation whose KV a new one with the same prefix_id may begin with.
+"""Find the conversation whose KV a new conversation with the same prefix_id may begin with. Thread-safe.
 
-Templates weave system prompts and messages together, so two conversations share what their logs have in
-common from the front, token by token. For each prefix_id of a tenant, the latest conversation that has
-finished a turn is remembered with its log, from the commit of the turn until the conversation is rewound or
-deleted.  Any thread may ask.
+Templates weave system prompts and messages together, so two conversations share the tokens that their logs
+have in common from the front. For each prefix_id of a tenant, the latest conversation that has finished a
+turn is remembered with its log, from the commit of the turn until the conversation is rewound or deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from pensieve.store.records import StoredConversation
 
 PREFIXES_MAX = 256
-TOKENS_MAX = 16_384  # of a log that are remembered
+TOKENS_MAX = 16_384  # remembered of a log
 CUT_COUNTS = 1024
 
 
@@ -28,13 +27,13 @@ class SharedPrefix(NamedTuple):
 
 
 class LogBeginning(NamedTuple):
-    """The first tokens of a running turn's conversation, to be shared once it is committed."""
+    """The first tokens of a running turn's conversation, to be shared once the turn is committed."""
 
     conversation: StoredConversation
     tokens: array[int]
 
 
-class Prefixes:
+class SharedPrefixes:
     def __init__(self, prefixes_max: int = PREFIXES_MAX) -> None:
         self._prefixes_max = prefixes_max
         self._lock = threading.Lock()
@@ -59,7 +58,7 @@ class Prefixes:
                 del self._latest[key]
 
     def shared(self, tenant: str, prefix_id: str, tokens: array[int]) -> SharedPrefix | None:
-        """Whose KV covers the front of `tokens`, and how far; never all of it."""
+        """Return the conversation whose KV covers the front of `tokens`, and how far; never all of it."""
         found = self._latest.get((tenant, prefix_id))
         if found is None:
             return None
@@ -69,6 +68,7 @@ class Prefixes:
 
 
 def common(one: array[int], other: array[int]) -> int:
+    """Return the length of the longest common beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -80,11 +80,12 @@ def common(one: array[int], other: array[int]) -> int:
 
 
 class LogCuts:
-    """Count when logs are about to be cut, for whoever wants to share what a log begins with.
+    """Count the cuts of logs, so that a turn can tell whether a log that it shares was cut.
 
-    Another thread may rewind or delete a conversation while a turn that shares its KV begins.  The count
-    changes before that is committed, and the engine hears of it only afterwards.  So a turn whose count is
-    the same when it is submitted reaches the engine first.  Counts are of many conversations each.
+    Another thread may rewind or delete a conversation while a turn that shares its KV begins. The count
+    changes before the cut is committed, and the engine hears of the cut only after that. So a turn that is
+    submitted while the count is unchanged reaches the engine before the cut. Several conversations share a
+    count.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class LogCuts:
         self._lock = threading.Lock()
 
     def count(self, key: str) -> None:
-        """The log of this conversation, by its key in the engine, is about to be cut."""
+        """Call this before the log of a conversation is cut; `key` is its `cache_key`."""
         with self._lock:
             self._counts[_place(key)] += 1
 
@@ -108,10 +109,10 @@ def _place(key: str) -> int:
 
 
 class SharedPrompt:
-    """One prompt of several turns in new conversations: the choices of one request.
+    """The prompt that the choices of one request share. Each choice is a turn in a new conversation.
 
-    The first turn lends its KV to those after it, as far as their tokens are the same (a template may write
-    the time).  Any thread may call it.
+    The first turn lends its KV to the turns after it, as far as their tokens are equal (a template may write
+    the time). Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ class SharedPrompt:
         self._lender, self._tokens = "", array("I")
 
     def begin(self, key: str, tokens: array[int]) -> tuple[str, int] | None:
-        """Whose KV the conversation of this key may begin with, and how many tokens; None of the first."""
+        """Return the key of the lender and how many tokens it lends; None for the first conversation."""
         with self._lock:
             if not self._lender:
                 self._lender, self._tokens = key, tokens

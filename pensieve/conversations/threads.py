@@ -1,23 +1,23 @@
-"""The event loop, the store threads and the text pool, and the order in which they exchange values.
+"""The threads of the service process, and the order in which they exchange values.
 
     event loop     live turns, their readers, the pipe to the engine
-    store threads  the history, one job at a time in each; those that wait share a commit of SQLite
-    read thread    what clients read of the history, on a connection of its own
-    text pool      tokenizing long drafts; touches nothing shared
+    store threads  writes to the history, one job at a time in each; waiting jobs share a commit of SQLite
+    read thread    clients' reads of the history, on a connection of its own
+    text pool      tokenizing long drafts; touches no shared state
 
-Each of them owns its state. The loop sends a function with values as arguments and gets a value back.
+Each thread owns its state. The event loop sends a function with values as arguments and gets a value back.
 
 **Order.** Each conversation has a *lane*, which is one of the store threads. A tenant's jobs in a lane run
 in the order of their `in_store` calls; tenants take turns (`FairPool`). The coroutines that wait for the jobs
 of a lane resume in the same order. So a coroutine that acts on a result before it waits for anything else
 acts in the order of the store, as far as one conversation is concerned.
 
-**Sequences.** Steps that must follow a job, even if the caller is gone, run in a task of their own (`whole`).
+**Sequences.** Steps that must follow a job even if the caller is gone run in a task of their own (`whole`).
 
-**Failures.** An unforeseen exception in a background task goes to `on_failure`, because something may be
+**Failures.** An unexpected exception in a background task goes to `on_failure`, because something may be
 waiting for the task.
 
-Jobs that read a whole history run `aside`, in a thread that ends with the process.
+Jobs that read a whole history run `aside`, in a thread that the process does not wait for.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pensieve.errors import PensieveError
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
-LOOK_SECONDS = 0.1  # of LoopLag
-WINDOW_SECONDS = 60.0
+LOOK_SECONDS = 0.1  # between two measurements of LoopLag
+WINDOW_SECONDS = 60.0  # for which LoopLag keeps measurements
 
 
 class _OwnThreads(Executor):
-    """A thread for each call, for whose end no process waits that ends."""
+    """Run each call in a daemon thread of its own: the process ends without waiting for it."""
 
     def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -64,14 +64,14 @@ class _OwnThreads(Executor):
 
 
 async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
-    """Call it in a thread of its own, which ends with the process."""
+    """Call a function in a thread of its own. The process does not wait for it when it ends."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_OwnThreads(), function, *arguments)
 
 
 @dataclass(frozen=True)
 class Quantiles:
-    """In seconds; of none, zeros."""
+    """Quantiles of seconds; zeros if there are no values."""
 
     p50: float = 0.0
     p99: float = 0.0
@@ -86,20 +86,20 @@ class Quantiles:
 
 
 class WaitingJobs(NamedTuple):
-    """Jobs of a pool of threads that have not ended."""
+    """The jobs of a thread pool that have not ended."""
 
     num_jobs: int
-    oldest_seconds: float  # since the first of them was put in
+    oldest_seconds: float  # since the oldest of them was added
 
 
 class LoopLag:
-    """Measure how late the loop is: every stream waits as long as a call each LOOK_SECONDS is late.
+    """Measure how late the event loop runs a timer of LOOK_SECONDS. Every stream waits as long.
 
-    Belongs to the loop.
+    Belongs to the event loop.
     """
 
     def __init__(self) -> None:
-        self._late: deque[tuple[float, float]] = deque()  # when, and how late
+        self._late: deque[tuple[float, float]] = deque()  # (time, seconds late)
 
     async def measure(self) -> None:
         loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ class Threads:
         on_failure: Callable[[BaseException], None] = lambda error: None,
         num_lanes: int = 1,
     ) -> None:
-        self.loop = loop  # also the clock, but for what is recorded
+        self.loop = loop  # also the clock; records have the wall clock
         self._lanes = [FairPool(loop, 1, "store") for _ in range(num_lanes)]
         self._read_thread = FairPool(loop, 1, "read")
         self._text_pool = FairPool(loop, text_threads, "text", drops_abandoned=True)
@@ -146,15 +146,15 @@ class Threads:
         lane: str = "",
         **named: Any,
     ) -> T:
-        """Call it in a store thread, behind what this tenant waits for there.
+        """Call a function in a store thread, after this tenant's earlier calls in the same lane.
 
-        `lane` is the id of the conversation that the call is about. Calls without one share a thread.
+        `lane`: the id of the conversation that the call is about. Calls without a lane share a thread.
         """
         place = zlib.crc32(f"{tenant}\0{lane}".encode()) % len(self._lanes) if lane else 0
         return await self._lanes[place].run(tenant, lambda: function(*arguments, **named))
 
     async def store_answers(self) -> None:
-        """Return once every store thread has had time for a job."""
+        """Return once every store thread has run a job."""
         await asyncio.gather(*(each.run("", lambda: None) for each in self._lanes))
 
     @property
@@ -173,7 +173,7 @@ class Threads:
         return await self._text_pool.run(tenant, function)
 
     async def whole(self, sequence: Coroutine[Any, Any, T]) -> T:
-        """Run all of it, even if the call that waits for it is cancelled."""
+        """Run a coroutine to its end, even if the caller is cancelled."""
         task = self.loop.create_task(sequence)
         self._sequences.add(task)
         task.add_done_callback(self._sequence_ended)
@@ -183,19 +183,19 @@ class Threads:
             del task  # its error's traceback holds this frame: a cycle if the frame held the task
 
     def spawn(self, work: Coroutine[Any, Any, None], *, is_sequence: bool = False) -> None:
-        """Run it in the background; as a sequence, also to its end when the daemon closes."""
+        """Run a coroutine in the background. A sequence runs to its end even when the daemon closes."""
         task = self.loop.create_task(work)
         (self._sequences if is_sequence else self._background).add(task)
         task.add_done_callback(self._background_ended)
 
     async def end_tasks(self) -> None:
-        """Cancel what runs in the background, and wait for the sequences."""
+        """Cancel the background tasks, and wait for the sequences."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, *self._sequences, return_exceptions=True)
 
     async def close(self) -> None:
-        """Wait for the jobs of the store; no other is taken."""
+        """Take no more jobs, and wait for those of the store."""
         self._text_pool.close(drop=True)
         await asyncio.to_thread(self._read_thread.close)
         for each in self._lanes:
@@ -205,14 +205,14 @@ class Threads:
         self._sequences.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, PensieveError):
-            log.error("a call failed unexpectedly", exc_info=error)
+            log.error("a call failed with an unexpected error", exc_info=error)
 
     def _background_ended(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
         self._sequences.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("a task of the daemon failed", exc_info=error)
+            log.error("a background task failed", exc_info=error)
             self._on_failure(error)
 
 
@@ -222,11 +222,12 @@ class _PoolJob(NamedTuple):
 
 
 class FairPool:
-    """Threads that tenants share: each tenant's jobs in their order, and the tenants by turns.
+    """A thread pool that tenants share: each tenant's jobs run in order, and the tenants take turns.
 
-    A tenant's next job comes after at most one job of each other tenant that waits.  For each job the threads
-    get one call of `_run_next`, which runs the job whose turn it is.  The queues are behind a lock: the loop
-    puts jobs in, and the threads take them out.  The loop alone counts those that have not ended.
+    A tenant's next job comes after at most one job of each other waiting tenant. For each job the threads get
+    one call of `_run_next`, which runs the next job in the tenants' order. The queues are behind a lock: the
+    event loop adds jobs, and the threads take them out. Only the event loop counts the jobs that have not
+    ended.
     """
 
     def __init__(
@@ -237,18 +238,16 @@ class FairPool:
         *,
         drops_abandoned: bool = False,
     ) -> None:
-        """`drops_abandoned`: a job is not begun once its caller is gone."""
+        """`drops_abandoned`: skip a job whose caller is gone before the job has begun."""
         self._loop = loop
         self._drops_abandoned = drops_abandoned
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._lock = Lock()
-        # Of the tenants that wait, whose turn it is first.
-        self._queues: dict[str, deque[_PoolJob]] = {}
-        # The jobs that have not ended, the oldest first.
-        self._since: dict[asyncio.Future[Any], float] = {}
+        self._queues: dict[str, deque[_PoolJob]] = {}  # of waiting tenants, the next one first
+        self._since: dict[asyncio.Future[Any], float] = {}  # jobs that have not ended, oldest first
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Call it in a thread; once it has begun, to its end even if the caller is cancelled."""
+        """Call a function in a thread. Once begun, it runs to its end even if the caller is cancelled."""
         done = self._loop.create_future()
         self._since[done] = self._loop.time()
         with self._lock:
@@ -282,18 +281,18 @@ class FairPool:
         except Exception as error:
             self._answer(job.done, None, error)
         finally:
-            # An error holds its frames: one that holds the future, too, would be a circle.
+            # An error holds its frames. If a frame held the future, they would form a reference cycle.
             del job
 
     def _answer(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
-        """From the thread; if the loop is closed, nobody waits."""
-        with contextlib.suppress(RuntimeError):
+        """Called in the pool's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             self._loop.call_soon_threadsafe(self._give, done, value, error)
 
     def _give(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
         del self._since[done]
         if done.done():
-            return  # its caller is gone
+            return  # the caller is gone
         if error is not None:
             done.set_exception(error)
         else:

@@ -1,4 +1,4 @@
-"""Tokenize long texts in the text pool, at the expense of their tenant."""
+"""Tokenize long texts in the text pool, and charge their tenant."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pensieve.errors import ContextFull
 T = TypeVar("T")
 
 
-class Tokenizing:
-    """Belongs to the loop."""
+class TextPoolTokenizer:
+    """Belongs to the event loop."""
 
     def __init__(self, history: History, threads: Threads, admission: Admission) -> None:
         self._history, self._threads, self._admission = history, threads, admission
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Call it in the text pool; what is too long to fit was tokenized all the same, and is charged."""
+        """Call a function in the text pool. If the text does not fit, charge for it: it was tokenized."""
         try:
             return await self._threads.in_text_pool(tenant, function)
         except ContextFull as full:
@@ -29,7 +29,7 @@ class Tokenizing:
             raise
 
     async def renew(self, outdated: OutdatedTokens) -> None:
-        """Tokenize a conversation again, whose tokens are of another tokenizer or template."""
+        """Tokenize a conversation again that was stored under another tokenizer or template."""
         tenant, lane = outdated.conversation.tenant, outdated.conversation.conversation_id
         tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
         await self._threads.in_store(tenant, self._history.renew, outdated, tokens, lane=lane)

@@ -1,16 +1,16 @@
 """Predict whether fetching KV of a conversation is faster than computing it, part by part.
 
-KV is fetched from its end on, because the end costs most to recompute. Each part is worth its transfer if
+KV is fetched from its end on, because the end costs most to recompute. A part is worth its transfer if
 
-    seconds to compute its tokens after those before it  >  its bytes / bytes per second of the link
+    seconds to compute the part's tokens, given those before them  >  its bytes / bytes per second of the link
 
-and a transfer is worth beginning if its parts save more than the latency. The time to compute is the engine's
-own prediction times the pace of recent prompts (admission.py).
+and a transfer is worth beginning if its parts save more than the latency. The seconds to compute are the
+engine's own prediction times the pace of recent prompts (admission.py).
 
-The speed of a link is a moving average over the latest transfers from its address, each counting a quarter.
-For an unknown link, or after KNOWN_SECONDS, LATENCY_SECONDS and BYTES_PER_SECOND are assumed. If that
-assumption advises against a transfer, the link is tried anyway when computing takes TRIAL_LATENCIES times the
-assumed latency: the first part shows how fast the link is.
+The speed of a link is a moving average over the transfers from its address; the latest counts a quarter. For
+an unknown link, and KNOWN_SECONDS after the last transfer, LATENCY_SECONDS and BYTES_PER_SECOND are assumed.
+Even if this assumption advises against a transfer, the link is tried if computing takes TRIAL_LATENCIES times
+the assumed latency, because the first part shows how fast the link is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES_PER_SECOND = 50e6
 TRIAL_LATENCIES = 10.0
 KNOWN_SECONDS = 600.0
 LATEST_SHARE = 1 / 4
-LINKS_MAX = 1024  # addresses that are remembered; the one learned first is forgotten for the next
+LINKS_MAX = 1024  # remembered addresses; the one without a transfer for longest is dropped first
 
 
 @dataclass
@@ -37,7 +37,7 @@ class LinkSpeed:
 class WantedKv:
     num_tokens: int
     token_bytes: int
-    compute_seconds: Callable[[int, int], float]  # of tokens [start, stop) behind those before them
+    compute_seconds: Callable[[int, int], float]  # of tokens [start, stop), given those before them
 
     @property
     def num_bytes(self) -> int:
@@ -45,18 +45,18 @@ class WantedKv:
 
     @property
     def seconds(self) -> float:
-        """To compute all of it."""
+        """The time to compute all of it."""
         return self.compute_seconds(0, self.num_tokens)
 
 
 class TransferTimes:
-    """Plain values; `now` is an argument."""
+    """The speeds of links, by address. Has no clock: `now` is an argument."""
 
     def __init__(self) -> None:
         self._links: dict[str, LinkSpeed] = {}
 
     def link(self, address: str, now: float) -> LinkSpeed | None:
-        """None: nothing is known of it, or only what is long ago."""
+        """Return the speed of a link; None if it is unknown or was learned too long ago."""
         found = self._links.get(address)
         return found if found is not None and now - found.learned_at < KNOWN_SECONDS else None
 
@@ -65,6 +65,7 @@ class TransferTimes:
         return found.bytes_per_second if found is not None else BYTES_PER_SECOND
 
     def is_worth(self, address: str, wanted: WantedKv, part_bytes: int, now: float) -> bool:
+        """Whether a transfer is worth beginning."""
         found = self.link(address, now)
         if found is None and wanted.seconds >= TRIAL_LATENCIES * LATENCY_SECONDS:
             return True
@@ -78,7 +79,7 @@ class TransferTimes:
     def learn(
         self, address: str, latency_seconds: float, num_bytes: int, seconds: float, now: float
     ) -> None:
-        """A transfer of so many bytes took so long, once its first byte was there."""
+        """Learn from a transfer; `seconds` count from its first byte."""
         if not num_bytes:
             return
         rate, before = num_bytes / max(seconds, 1e-6), self.link(address, now)
@@ -94,7 +95,7 @@ class TransferTimes:
 
 
 def gain_of(wanted: WantedKv, start: int, stop: int, bytes_per_second: float) -> float:
-    """Seconds that are saved by transferring KV of these tokens instead of computing it."""
+    """Return the seconds saved by transferring the KV of these tokens instead of computing it."""
     return (
         wanted.compute_seconds(start, stop) - (stop - start) * wanted.token_bytes / bytes_per_second
     )

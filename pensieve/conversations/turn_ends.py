@@ -1,31 +1,32 @@
-"""End turns: every way from RUNNING to ENDED has its one place here. Belongs to the event loop.
+"""End turns: every way from RUNNING to ENDED is here. Belongs to the event loop.
 
-                       stop
-                      ┌────┐
-    Turns.begin ──> RUNNING <─┘──engine_ended──> COMMITTING ──the store has the end──> ENDED
-                       └─────────give_up───────> GIVING_UP ───the store has that─────> ENDED
+    Turns.begin ──> RUNNING ──engine_ended──> COMMITTING ──the store has the end──> ENDED
+                       └──────give_up───────> GIVING_UP ───the store has the end──> ENDED
 
-Whatever takes a turn out of RUNNING has decided its end: later verbs and events change nothing. The verbs act
-at once and wait for nothing. The turn ends when the store has its end. Then it is removed from `Turns`, its
-`finish` is set, its followers wake, and `TurnEvents.ended` is published, in this order and in one step.
+    `stop` asks the engine to end a RUNNING turn; `engine_ended` follows.
 
-    cause                                by                       row          followers get  charged
-    the engine ended it                  engine_ended             completed    its finish     usage
-    its client keeps what was delivered  stop, then engine_ended  completed    CANCELLED      usage
-    the engine could not finish it       engine_ended             failed       failure_of     nothing
-    its reply cannot be stored           engine_ended             as it is     store's error  usage
-    its client keeps nothing of it       give_up                  interrupted  GIVEN_UP       its tokens
-    nobody follows it any more           give_up                  interrupted  GIVEN_UP       its tokens
-    its conversation was deleted         give_up(is_interrupted)  by deletion  GIVEN_UP       its tokens
-    the same, in COMMITTING              engine_ended             by deletion  GIVEN_UP       usage
-    another daemon has its conversation  give_up(failure)         interrupted  the failure    nothing
-    it or its log cannot be submitted    give_up(failure)         interrupted  the failure    nothing
-    the engine is lost                   engine_lost              interrupted  the failure    nothing
-    the engine died of it too often      engine_lost              interrupted  ENGINE_DIED    nothing
-    the same, and the engine said so     engine_ended             failed       ENGINE_DIED    nothing
-    the daemon drains                    give_up_all              interrupted  the failure    nothing
+The first call that takes a turn out of RUNNING decides how it ends. Later calls and events change nothing.
+The calls act at once and do not wait. The turn ends when the store has its end. Then it is removed from
+`Turns`, its `finish` is set, its followers wake, and `TurnEvents.ended` is published, in this order and in
+one step.
 
-An unstored turn has no row: the store is left out. All else is the same.
+    cause                                  by                       row          followers get  charged
+    the engine ended it                    engine_ended             completed    its finish     usage
+    its client keeps the delivered text    stop, then engine_ended  completed    CANCELLED      usage
+    the engine could not finish it         engine_ended             failed       failure_of     nothing
+    its reply cannot be stored             engine_ended             unchanged    store's error  usage
+    its client keeps nothing of it         give_up                  interrupted  GIVEN_UP       its tokens
+    it has no follower any more            give_up                  interrupted  GIVEN_UP       its tokens
+    its conversation was deleted           give_up(is_interrupted)  by deletion  GIVEN_UP       its tokens
+    deletion, while COMMITTING             engine_ended             by deletion  GIVEN_UP       usage
+    another daemon took its conversation   give_up(failure)         interrupted  the failure    nothing
+    it or its log cannot be submitted      give_up(failure)         interrupted  the failure    nothing
+    the engine is lost                     engine_lost              interrupted  the failure    nothing
+    the engine died of it too often        engine_lost              interrupted  ENGINE_DIED    nothing
+    the engine failed with it too often    engine_ended             failed       ENGINE_DIED    nothing
+    the daemon drains                      give_up_all              interrupted  the failure    nothing
+
+An unstored turn has no row, so the store is left out.
 """
 
 from __future__ import annotations
@@ -64,12 +65,15 @@ from pensieve.store.responses import StoredResponse
 
 log = logging.getLogger("pensieve")
 NO_REVISION = 0  # of an unstored turn
-READ_CHARACTERS_MAX = 16 << 10  # of a reply whose calls the store thread may look for by itself
+READ_CHARACTERS_MAX = 16 << 10  # longer replies are parsed for calls in the text pool
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
 
 class TurnEnds:
-    """Alone moves a turn's phase, writes its end to the store, charges for it, and publishes `ended`."""
+    """Move turns' phases, write their ends to the store, charge tenants, and publish `ended`.
+
+    No other class does any of this.
+    """
 
     def __init__(
         self,
@@ -84,14 +88,15 @@ class TurnEnds:
         self._turns, self._followers, self._history = turns, followers, history
         self._threads, self._engine, self._events = threads, engine, events
         self._admission = admission
-        self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
+        # The engine has failed and has ended its turns itself; its process is about to end.
+        self._engine_has_failed = False
 
-    # -- the verbs --
+    # -- called by others --
 
     def stop(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
-        """Have the engine end a turn, and keep what was delivered, or so many tokens of it.
+        """Have the engine end a turn, and keep the delivered text or its first `keep_tokens` tokens.
 
-        No further token is taken. To keep 0 tokens is to give the turn up.
+        The turn takes no further token. `keep_tokens=0` gives the turn up.
         """
         if keep_tokens == 0:
             self.give_up(live)
@@ -104,17 +109,17 @@ class TurnEnds:
             self._tell_to_stop(live)
 
     def submitted(self, live: LiveTurn) -> None:
-        """The engine has got a turn: repeat a stop that came before."""
+        """Repeat a stop that came before the engine had the turn."""
         if live.stopped:
             self._tell_to_stop(live)
 
     def give_up(
         self, live: LiveTurn, failure: PensieveError | None = None, *, is_interrupted: bool = False
     ) -> None:
-        """End a turn and keep nothing of it. The same request_id would begin it again.
+        """End a turn and keep nothing of it. A retry with the same request_id begins it again.
 
-        `failure`: why it cannot run; without one, nobody wants the turn, and its tenant pays for it.
-        `is_interrupted`: the store has interrupted it already, and the turn ends at once.
+        `failure`: why the turn cannot run. Without a failure, no client wants the turn, and its tenant pays.
+        `is_interrupted`: the store has already interrupted the turn, so it ends at once.
         """
         if live.phase is not TurnPhase.RUNNING:
             return
@@ -130,7 +135,7 @@ class TurnEnds:
             self._threads.spawn(self._interrupt(live, finish, failure), is_sequence=True)
 
     async def give_up_all(self, failure: PensieveError) -> None:
-        """Give up all turns; return when none that is live now is live any more."""
+        """Give up all live turns, and return when they have ended."""
         all_live = self._turns.all_live()
         for live in all_live:
             self.give_up(live, failure)
@@ -140,9 +145,9 @@ class TurnEnds:
     # -- the engine's events --
 
     def engine_ended(self, ended: TurnEnded) -> None:
-        """The engine has ended a turn or a warm."""
+        """Handle the end of a turn or a warm in the engine."""
         live, reason = self._turns.of_number(ended.turn_id), ended.failure or "FAILED"
-        if reason == "ENGINE_FAILED":  # it ends its turns itself before it dies: to them, a death
+        if reason == "ENGINE_FAILED":  # a failing engine ends its turns itself before it dies
             self._engine_has_failed = True
             if live is not None and self._dies_of(live):
                 reason = "ENGINE_DIED"
@@ -160,12 +165,12 @@ class TurnEnds:
             self._threads.spawn(self._commit(live, reply, reason))
 
     def engine_lost(self, failure: PensieveError) -> None:
-        """The engine is gone: so are its turns and warms."""
+        """Give up all turns and warms, because the engine is gone."""
         self._turns.end_warms()
-        had_the_rest = not self._engine_has_failed  # else it has ended all that it had
+        had_turns = not self._engine_has_failed  # a failing engine has ended its turns itself
         self._engine_has_failed = False
         for live in self._turns.all_live():
-            dies_of_it = had_the_rest and self._dies_of(live)
+            dies_of_it = had_turns and self._dies_of(live)
             self.give_up(live, failure_of("ENGINE_DIED") if dies_of_it else failure)
 
     # -- inside --
@@ -175,7 +180,7 @@ class TurnEnds:
         self._engine.tell(CancelTurn(live.number, num_tokens))
 
     def _dies_of(self, live: LiveTurn) -> bool:
-        """The engine died and had this turn: whether that was once too often."""
+        """Count a death of the engine for a turn that it had; whether that was once too often."""
         if live.phase is not TurnPhase.RUNNING or not self._turns.suspects.engine_died(live):
             return False
         log.error("the engine dies whenever it has this turn", extra=ids_of(live))
@@ -188,7 +193,7 @@ class TurnEnds:
         self._end(live, finish, failure)
 
     async def _commit(self, live: LiveTurn, reply: TurnReply | None, reason: str) -> None:
-        """Write what the engine has made of a turn: its reply, or the reason why there is none."""
+        """Write the end of a turn: its reply, or the reason why there is none."""
         finish, failure = FinishReason.FAILED, None if reply else failure_of(reason)
         try:
             if reply is None and live.is_stored:
@@ -200,12 +205,12 @@ class TurnEnds:
                 committed = await self._store_reply(live, reply)
                 finish, live.revision, live.tail = reply.finish, committed.revision, committed.tail
                 self._engine.tell(committed.lent)
-        except NotFound:  # its conversation was deleted meanwhile
+        except NotFound:  # its conversation was deleted in the meantime
             finish, failure = FinishReason.CANCELLED, TurnInterrupted(GIVEN_UP)
         except PensieveError as error:
             log.error("a turn could not be stored: %s", error, extra=ids_of(live))
             failure = error
-        except Exception:  # a fault of ours: its followers must not wait for ever
+        except Exception:  # a bug: the followers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
             await self._store_interruption(live)
             finish = FinishReason.FAILED
@@ -229,15 +234,15 @@ class TurnEnds:
     # -- the store --
 
     async def _store_reply(self, live: LiveTurn, reply: TurnReply) -> CommittedReply:
-        """Append the reply to the log, in one transaction; of an unstored turn nothing is stored."""
+        """Append the reply to the log, in one transaction; nothing is stored for an unstored turn."""
         if not live.is_stored:
             return CommittedReply(NO_REVISION, await self._withheld(live, reply))
-        if live.logprobs:  # so many that packing them would hold everybody up
+        if live.logprobs:  # packing them may take long
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
         if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
             read = partial(chain.state, reply.text, reply.stream)
-            if not reply.is_cut:  # else its text is not known yet
+            if not reply.is_cut:  # the text of a cut reply is not known yet
                 state = await self._threads.in_text_pool(live.tenant, read)
                 reply = replace(reply, chain=None, state=state)
         reply = replace(reply, response=await self._response(live, reply))
@@ -246,17 +251,17 @@ class TurnEnds:
         )
 
     async def _response(self, live: LiveTurn, reply: TurnReply) -> StoredResponse | None:
-        """What the store keeps of the turn beside the history, in the same transaction."""
+        """Make the response that the store keeps beside the history, in the same transaction."""
         if live.request is None or live.request.response is None:
             return None
         try:
             return live.request.response(live, reply.finish, await self._withheld(live, reply))
-        except Exception:  # a fault of ours; the turn is kept
+        except Exception:  # a bug; the turn is kept
             log.exception("a response could not be made", extra=ids_of(live))
             return None
 
     async def _withheld(self, live: LiveTurn, reply: TurnReply) -> str:
-        """What a stop has cut: text of its tokens that its followers were not given."""
+        """Return the text that a stopped turn withheld: it belongs to kept tokens, but was not sent."""
         if not reply.is_cut:
             return ""
         tokenizer, token_ids = self._turns.tokenizer, list(reply.token_ids)
@@ -264,7 +269,10 @@ class TurnEnds:
         return text[len(reply.text) :]
 
     async def _store_interruption(self, live: LiveTurn) -> None:
-        """An error is only logged: the store takes such a turn for interrupted all the same."""
+        """Mark a turn interrupted.
+
+        Errors are only logged, because the store reads a `running` row without a live turn as interrupted.
+        """
         if not live.is_stored:
             return
         try:
@@ -273,21 +281,21 @@ class TurnEnds:
                 lane=live.conversation_id,
             )
         except NotFound:
-            pass  # it was deleted meanwhile
+            pass  # its conversation was deleted in the meantime
         except PensieveError as error:
             log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
-        except Exception:  # a fault of ours: its followers must not wait for ever
+        except Exception:  # a bug: the followers must not wait for ever
             log.exception("a turn could not be marked interrupted", extra=ids_of(live))
 
 
 def _reply(live: LiveTurn, ended: TurnEnded) -> TurnReply:
-    """What a turn that the engine has ended has come to; its figures are set."""
+    """Make the reply of a turn that the engine has ended, and set the turn's figures."""
     if ended.usage.recomputed_tokens:
         live.figures["recompute_reason"] = live.recompute_reason
     if ended.usage.shared_tokens:
         live.figures["shared_from"] = live.shared_from
     live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
-    has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
+    has_all = live.num_tokens == ended.usage.output_tokens  # a stop has cut no token
     return TurnReply(
         live.turn_id,
         tuple(live.token_ids[: live.kept]),
@@ -302,18 +310,16 @@ def _reply(live: LiveTurn, ended: TurnEnded) -> TurnReply:
 
 
 def failure_of(reason: str) -> PensieveError:
-    """The error for a follower, by the engine's reason why it could not finish a turn."""
+    """Return the error for followers, by the engine's reason why it could not finish a turn."""
     if reason == "QUEUE_FULL":
-        return QueueFull("too many turns are waiting; try again later")
+        return QueueFull("too many turns are waiting; retry later")
     if reason in ("ENGINE_FAILED", "TURN_RUNNING"):
         return Unavailable("the engine could not run the turn; the conversation is unchanged")
     text = f"the turn failed ({reason}); the conversation is unchanged"
     if reason == "NAN_LOGITS":
         text = "the model computed values that are not numbers; the conversation is unchanged"
     if reason == "CONSTRAINT_FAILED":
-        text = "the reply could not be held to its constraint; the conversation is unchanged"
+        text = "the constraint could not be enforced on the reply; the conversation is unchanged"
     if reason == "ENGINE_DIED":
-        text = (
-            "the engine died again and again while it had this turn; the conversation is unchanged"
-        )
+        text = "the engine died repeatedly while it had this turn; the conversation is unchanged"
     return TurnFailed(reason, text)

@@ -1,12 +1,12 @@
 """The named events of a daemon, to which its parts subscribe.
 
-    of a turn      begun ──> admitted ──> first_token ──> ended          or refused, before it begins
-    of the engine  engine_up, engine_events, engine_down
-    of the daemon  serving, draining, closing, failed
+    turn      begun ──> admitted ──> first_token ──> ended          or refused, before it begins
+    engine    engine_up, engine_events, engine_down
+    daemon    serving, draining, closing, failed
 
-A feature subscribes when it is configured, or while it has something to do. A feature that is off is not
-entered. Subscribers are called on the loop, in the order in which they subscribed. All subscribers of a
-`Signal` are called, even if one of them fails. Then the first exception is raised to the publisher.
+A feature subscribes when it is configured, or while it has work to do. A feature that is off is never called.
+Subscribers are called on the event loop, in the order in which they subscribed. All subscribers of a `Signal`
+are called even if one of them fails. Then the first exception is raised to the publisher.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ class TurnEvents:
     def __init__(self) -> None:
         # The store has the turn. The engine gets it once all subscribers have returned.
         self.begun = AwaitedSignal[[LiveTurn]]()
-        # The engine has room for the turn, and has to compute so many tokens of its context.
+        # The engine has room for the turn. Second argument: missing tokens of its context to compute.
         self.admitted = Signal[[LiveTurn, int]]()
         self.first_token = Signal[[LiveTurn]]()
-        # The end is stored and the readers can see it; with the loop's time.
+        # The end is stored and the readers can see it. Second argument: the loop's time.
         self.ended = Signal[[LiveTurn, float]]()
-        # A turn or a warm was not admitted.
+        # A turn or a warm was refused.
         self.refused = Signal[[PensieveError]]()
-        # An engine is ready: the first one, or one that was started again. Its cache is empty.
+        # An engine has started, the first one or another one. Its cache is empty.
         self.engine_up = Signal[[]]()
-        # The engine is gone, and all turns with it; with the reason.
+        # The engine is gone, and its turns with it. Argument: the reason.
         self.engine_down = Signal[[str]]()
-        # A frame of the engine's events, also of background turns.
+        # A frame of the engine's events, including those of background turns.
         self.engine_events = Signal[[list[EngineTurnEvent]]]()
-        # Whether new turns are taken may have changed.
+        # Published when it may have changed whether the daemon takes new turns. Argument: whether it does.
         self.serving = Signal[[bool]]()
         # The daemon takes no new turns.
         self.draining = Signal[[]]()
         # The engine is about to be stopped.
         self.closing = AwaitedSignal[[]]()
-        # An unforeseen exception: turns would wait without end, so the service must end.
+        # An unexpected exception: turns would wait for ever, so the service must end.
         self.failed = Signal[[BaseException]]()

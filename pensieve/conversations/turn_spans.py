@@ -1,10 +1,11 @@
-"""Describe a turn that has ended as a span of OpenTelemetry: a plain value, which launch/traces.py exports.
+"""Describe a turn that has ended as an OpenTelemetry span, a plain value that launch/traces.py exports.
 
     accepted_at ──tokenizing, store── begun_at ──queue── admitted ──prompt── first token ──reply── end
 
-The times are the event loop's, mapped to the wall clock when the turn ends. The times in between are the
-engine's, counted from `begun_at`. A span has ids, options, counts and times, and no text. Its names follow
-OpenTelemetry's conventions for generative AI, which are still changing, and our own under `pensieve.`.
+The event loop's times are mapped to the wall clock when the turn ends. Times between `begun_at` and the end
+are the engine's, counted from `begun_at`. A span has ids, options, counts and times, but no text. Its names
+follow OpenTelemetry's conventions for generative AI, which are still changing. Our own names begin with
+`pensieve.`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ SECOND_NS = 1_000_000_000
 
 
 class TurnSpan(NamedTuple):
-    """Times are nanoseconds since 1970."""
+    """A span. Times are nanoseconds since 1970."""
 
     name: str
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Attribute]
-    events: tuple[tuple[str, int], ...] = ()  # what happened, and when
-    traceparent: str = ""  # the caller's span, as it said it
-    failure: str = ""  # the reason, where there is no reply
+    events: tuple[tuple[str, int], ...] = ()  # name and time of each
+    traceparent: str = ""  # the caller's span, as the caller sent it
+    failure: str = ""  # why there is no reply
 
 
 class TurnSpans:
@@ -49,7 +50,7 @@ class TurnSpans:
 
 
 def span_of(live: LiveTurn, model: str, now: float, wall_now: float) -> TurnSpan:
-    """Of a turn that ends `now` by the loop's clock, and `wall_now` by the wall's."""
+    """Make the span of a turn that ends `now` by the loop's clock and at `wall_now` by the wall clock."""
 
     def wall_ns(at: float) -> int:
         return int((wall_now - now + at) * SECOND_NS)

@@ -1,6 +1,6 @@
-"""Keep the live turns: which there are, and what counts for whom. Belongs to the event loop.
+"""The registry of live turns and warms, with counts by tenant. Belongs to the event loop.
 
-`Turns` is plain and synchronous. It calls neither the store nor the engine. Invariants:
+`Turns` is synchronous and calls neither the store nor the engine. Invariants:
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store and
   its followers can see it (turn_ends.py).
@@ -31,33 +31,29 @@ from pensieve.errors import Unavailable
 from pensieve.guard.limits import Counts
 from pensieve.text import PartMarker, Tokenizer
 
-BACKGROUND_NUMBER_MIN = (
-    1 << 40
-)  # of the turns of batch jobs; those of conversations are counted from 1
-
-
+BACKGROUND_NUMBER_MIN = 1 << 40  # batch jobs' turns count from here, those of conversations from 1
 DEATHS_ALONE, DEATHS_MAX = 2, 3
-RECORDS_MAX = 10_000  # of turns that nobody has sent again; the oldest are forgotten
+RECORDS_MAX = 10_000  # of turns that were not retried; the oldest are forgotten
 
 
 class Suspects:
-    """Which turns were in the engine when it died, for one of them may be what kills it.
+    """Remember which turns the engine had when it died, because one of them may have killed it.
 
-    Each turn that a killed process had is under suspicion, also a queued one. Clients send such turns again:
+    Every turn of the dead process is suspect, queued turns included. Clients retry such turns:
 
-        1 death     it is tried again, beside all others
-        2 deaths    it is tried again when no other such turn is in the engine
-        3 deaths    it has failed, and no client sends it again by itself
+        1 death     the turn is tried again, beside all others
+        2 deaths    the turn is tried again when no other turn with 2 deaths is in the engine
+        3 deaths    the turn has failed, and clients do not retry it by themselves
 
-    A death counts only where the turn had come no further than at an earlier one, so an innocent turn is soon
-    cleared.  A turn that is sent again on purpose begins without a record.
+    A death counts only if the turn got no further than before an earlier death, so innocent turns are soon
+    cleared. After 3 deaths the record is dropped: a turn that a client sends again starts without one.
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, tuple[int, int]] = {}  # by turn id: deaths, tokens at most
+        self._records: dict[int, tuple[int, int]] = {}  # by turn id: deaths, most tokens reached
 
     def engine_died(self, live: LiveTurn) -> bool:
-        """Count it for a turn that the engine had; whether that was once too often."""
+        """Count a death of the engine for a turn that it had; whether that was once too often."""
         num_deaths, num_tokens = self._records.pop(live.turn_id, (0, -1))
         num_deaths += not num_deaths or live.num_tokens <= num_tokens
         if num_deaths >= DEATHS_MAX:
@@ -68,16 +64,16 @@ class Suspects:
         return False
 
     def must_wait(self, live: LiveTurn, all_live: Callable[[], Iterable[LiveTurn]]) -> bool:
-        """Whether the engine has another turn that may be what kills it, and this one may be too."""
-        return self._is_grave(live) and any(
-            self._is_grave(other) for other in all_live() if other is not live
+        """Whether this turn must be tried alone and the engine has another such turn."""
+        return self._must_be_alone(live) and any(
+            self._must_be_alone(other) for other in all_live() if other is not live
         )
 
     def ended(self, live: LiveTurn) -> None:
-        """The engine has ended it, and lives."""
+        """Clear a turn that the engine has ended without dying."""
         self._records.pop(live.turn_id, None)
 
-    def _is_grave(self, live: LiveTurn) -> bool:
+    def _must_be_alone(self, live: LiveTurn) -> bool:
         num_deaths, num_tokens = self._records.get(live.turn_id, (0, 0))
         return num_deaths >= DEATHS_ALONE and live.num_tokens <= num_tokens
 
@@ -90,11 +86,11 @@ class _Warm(NamedTuple):
 
 class Turns:
     def __init__(self, tokenizer: Tokenizer, engine_since: float) -> None:
-        """`engine_since`: KV of what was last changed before it is gone (wall clock)."""
+        """`engine_since`: when the engine started (wall clock)."""
         self.tokenizer = tokenizer
         self._engine_since = engine_since
-        self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
-        self._unadmitted: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
+        self._live: dict[int, LiveTurn] = {}  # by number
+        self._unadmitted: dict[int, LiveTurn] = {}  # the engine has no room for them yet
         self._begun: dict[int, LiveTurn] = {}  # admitted, and without a token
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant = Counts[str]()
@@ -112,35 +108,38 @@ class Turns:
 
     @property
     def num_warms(self) -> int:
-        """Those that count for a tenant."""
+        """Warms that count for a tenant."""
         return self._num_counted
 
     @property
     def num_own_warms(self) -> int:
-        """Those that the daemon wants by itself."""
+        """Warms that the daemon itself asked for."""
         return len(self._warms) - self._num_counted
 
     def num_of_tenant(self, tenant: str, conversation_id: str = "") -> int:
-        """Its turns and warms, but for warms of this conversation, which its next turn takes over."""
+        """Return the number of a tenant's turns and warms.
+
+        Warms of `conversation_id` do not count, because the conversation's next turn replaces them.
+        """
         return self._num_of_tenant[tenant] - self._num_warms[tenant, conversation_id]
 
     @property
     def num_waiting(self) -> int:
-        """Begun, and not admitted by the engine."""
+        """Turns that the engine has not admitted yet."""
         return len(self._unadmitted)
 
     @property
     def waiting_since(self) -> float | None:
-        """When the one that has waited longest began."""
+        """When the turn that has waited longest for admission began."""
         return next((live.begun_at for live in self._unadmitted.values()), None)
 
     @property
     def num_begun(self) -> int:
-        """Admitted by the engine, and without a token."""
+        """Turns that the engine has admitted and that have no token yet."""
         return len(self._begun)
 
     def without_token(self) -> list[LiveTurn]:
-        """Those that the engine has begun, then those that wait, as they came."""
+        """Return turns without a token: admitted turns first, then waiting ones, in order of arrival."""
         return [*self._begun.values(), *self._unadmitted.values()]
 
     def all_live(self) -> list[LiveTurn]:
@@ -152,31 +151,28 @@ class Turns:
         )
 
     def of_request(self, request: TurnRequest) -> LiveTurn | None:
-        """The turn that this request began and that still takes followers."""
+        """Return the live turn that this request retries; None if it is being given up."""
         live = self._of_request.get((request.tenant, request.conversation_id, request.request_id))
         if live is None or live.request is None or live.phase is TurnPhase.GIVING_UP:
             return None
         return live if request.says_the_same_as(live.request) else None
 
     def of_request_id(self, tenant: str, conversation_id: str, request_id: str) -> LiveTurn | None:
-        """The turn that a request began, whatever it said and however far the turn is."""
+        """Return the live turn with this request_id, whatever its content and phase."""
         return self._of_request.get((tenant, conversation_id, request_id))
 
     def of_number(self, number: int) -> LiveTurn | None:
         return self._live.get(number)
 
     def of_turn(self, turn_id: int) -> LiveTurn | None:
-        """In its latest attempt; one that was given up may still be on its way out."""
+        """Return a turn's latest live attempt. An attempt that was given up may still be ending."""
         attempts = [live for live in self._live.values() if live.turn_id == turn_id]
         return max(attempts, key=lambda live: live.attempt, default=None)
 
     # -- a turn's life --
 
     def begin_warm(self, conversation_id: str, tenant: str, *, counts: bool = True) -> int:
-        """The number of another warm; the engine never gets the same one twice.
-
-        It counts for its tenant, unless the daemon wants it by itself.
-        """
+        """Register a warm and return its number. `counts`: whether it counts for its tenant."""
         number = next(self._numbers)
         self._warms[number] = _Warm(tenant, conversation_id, counts)
         if counts:
@@ -186,7 +182,7 @@ class Turns:
         return number
 
     def end_warm(self, number: int) -> str | None:
-        """It has ended, or was never put; whose it was, if it was one."""
+        """Remove a warm that has ended or was never sent, and return its tenant; None: no such warm."""
         if (warm := self._warms.pop(number, None)) is None:
             return None
         if warm.counts:
@@ -198,7 +194,7 @@ class Turns:
     def begin(
         self, begun: StartedTurn, now: float, weight: float = 1.0
     ) -> tuple[LiveTurn, SubmitTurn]:
-        """The live turn, and what submits it to the engine, with its tenant's weight."""
+        """Make a begun turn live; return it with the message that submits it to the engine."""
         turn = begun.turn
         submit = replace(
             begun.submit, turn_id=next(self._numbers), share=turn.tenant, weight=weight
@@ -234,9 +230,9 @@ class Turns:
         now: float,
         weight: float = 1.0,
     ) -> tuple[LiveTurn, SubmitTurn]:
-        """The same of a turn that belongs to no conversation; it is live once it is added.
+        """Make a turn that belongs to no conversation, and its message. `add` makes the turn live.
 
-        Its id is negative. `submit` has no name, but for one that it goes on from.
+        `turn_id` is negative. `submit` has a conversation_id only if the turn continues an idle one.
         """
         number = next(self._numbers)
         submit = replace(
@@ -249,7 +245,7 @@ class Turns:
         live = LiveTurn(
             turn_id,
             "",
-            0,  # all of it is its prompt
+            0,  # all tokens count as prompt
             len(submit.tokens) // TOKEN_BYTES,
             begun_at=now,
             tenant=tenant,
@@ -262,12 +258,14 @@ class Turns:
         return live, submit
 
     def check_suspect(self, live: LiveTurn) -> None:
-        """Unavailable where the turn may be what kills the engine, and the engine has another such turn."""
+        """Raise Unavailable if the turn must be tried alone and the engine has another such turn."""
         if self.suspects.must_wait(live, self.all_live):
-            raise Unavailable("the engine died twice with this turn; it is tried again alone")
+            raise Unavailable(
+                "the engine died twice with this turn, so it must run alone; retry later"
+            )
 
     def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
-        """The engine has room for it, and has to compute so much of its context; the turn, if it is known."""
+        """Record that the engine has room for a turn; return the turn, None if it is not live."""
         live = self._unadmitted.pop(number, None)
         if live is not None:
             live.admitted = True
@@ -276,7 +274,10 @@ class Turns:
         return live
 
     def take(self, token: SampledToken) -> LiveTurn | None:
-        """Append a token to its turn, unless it takes none any more; the turn, if it is known."""
+        """Append a token to its turn, unless the turn is stopped or ending.
+
+        Return the turn, None if it is not live.
+        """
         live = self._live.get(token.turn_id)
         self._begun.pop(token.turn_id, None)
         if live is not None and live.phase is TurnPhase.RUNNING and not live.stopped:
@@ -284,12 +285,12 @@ class Turns:
         return live
 
     def end_warms(self) -> None:
-        """The engine is gone, and they with it."""
+        """Remove all warms, because the engine is gone."""
         for number in list(self._warms):
             self.end_warm(number)
 
     def engine_started(self, now: float) -> None:
-        """Whatever KV there was is gone."""
+        """Note that all KV is gone."""
         self._engine_since = now
 
     def add(self, live: LiveTurn) -> None:
@@ -297,19 +298,19 @@ class Turns:
         self._num_of_tenant[live.tenant] += 1
 
     def remove(self, live: LiveTurn) -> None:
-        """It has ended."""
+        """Remove a turn that has ended."""
         if self._live.pop(live.number, None) is not None:
             self._num_of_tenant[live.tenant] -= 1
         self._unadmitted.pop(live.number, None)
         self._begun.pop(live.number, None)
         key = (live.tenant, live.conversation_id, live.request_id)
-        if self._of_request.get(key) is live:  # not one of a conversation that was made anew
+        if self._of_request.get(key) is live:  # a recreated conversation may have another turn here
             del self._of_request[key]
 
     # -- inside --
 
     def _recompute_reason(self, begun: StartedTurn) -> RecomputeReason:
-        """Should KV be missing: the latest thing that made it go."""
+        """Return the latest event that may have removed the turn's KV."""
         if begun.is_tokenized_again:
             return RecomputeReason.FINGERPRINT_CHANGED
         if begun.changed_at < self._engine_since:

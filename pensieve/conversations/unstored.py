@@ -1,26 +1,26 @@
-"""Run turns that leave nothing on disk: a prompt of token ids, and a reply that only its readers get.
+"""Run turns that leave nothing on disk: a prompt of token ids, and a reply for its readers only.
 
     prompt ──> checked ──> LiveTurn ──> the engine ──> its readers
                                 │
                                 └─ ended: its KV is idle in the engine, for prompts with the same beginning
 
-An unstored turn belongs to no conversation. The engine knows it by a name that no client can use
+An unstored turn belongs to no conversation. The engine knows it by a key that no client can use
 (`unstored_key`). For the rest of the service it is a `LiveTurn` like any other, with these differences:
 
 * The store never hears of it.
 * It brings all of its tokens and keeps them while it is suspended, so the engine never asks for its log.
-* A retry gets another turn: there is no request_id.
+* It has no request_id, so a retry gets another turn.
 * Its id is negative and a salted hash of the prompt, so that a prompt that kills the engine is recognised
   when it is sent again (`Suspects`).
 
-**Cached prefixes** are found by digests of whole chunks (`UnstoredPrefixes`). A prompt that begins with
-everything known of an idle turn continues as that turn's next turn, cut after those chunks. Other prompts
-begin as forks. A prompt is known from its first token on, a reply once its turn has ended. A turn that was
-given up, has failed or is no longer needed is forgotten, also in the engine. The history is said to end one
-token after the shared chunks, because only the tokens before a history's last one count as having KV
-(core/turn.py).
+**Cached prefixes** are found by digests of whole chunks (`UnstoredPrefixes`). If a prompt begins with all
+registered chunks of an idle turn, it continues under that turn's key, cut after those chunks. Other prompts
+begin as forks. The chunks of a prompt are registered when its first token comes, those of a reply when the
+turn has ended. A turn that was given up, has failed or is no longer needed is forgotten, also in the engine.
+The history is declared to end one token after the shared chunks, because only the tokens before a history's
+last one count as having KV (core/turn.py).
 
-All of it belongs to the event loop.
+Everything belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from pensieve.engine.messages import DeleteConversation, RewindConversation, Sub
 from pensieve.errors import ContextFull, InvalidArgument
 
 ID_BITS = 62
-CHUNKS_MAX = 1 << 18  # whose digests are kept, and not more than the engine has pages
+CHUNKS_MAX = 1 << 18  # registered at most; also not more than the engine has pages
 
 
 class _Running(NamedTuple):
-    key: str  # the engine's name for it
-    chain: ChunkDigests  # of its prompt
+    key: str  # in the engine
+    chain: ChunkDigests  # of the prompt
 
 
 class UnstoredTurns:
@@ -66,23 +66,23 @@ class UnstoredTurns:
         self._turns, self._followers, self._loop = turns, followers, loop
         self._engine, self._admission, self._events = engine, admission, events
         self._running: dict[int, _Running] = {}  # by number
-        self._keys: set[str] = set()  # of those that run
+        self._keys: set[str] = set()  # of running turns
         self._prefixes, self._chunk_tokens = UnstoredPrefixes(0), 1
 
     def engine_started(self, num_pages: int, chunk_tokens: int) -> None:
-        """Nothing has KV yet."""
+        """Forget all chunks: the new engine has no KV."""
         self._prefixes = UnstoredPrefixes(min(num_pages, CHUNKS_MAX))
         self._chunk_tokens = chunk_tokens
 
     def begin(self, prompt: array[int], options: TurnOptions, tenant: str, seed: int) -> LiveTurn:
-        """A turn of a prompt that was checked; the seed is for one that names none."""
+        """Begin a turn of a `checked` prompt; `seed` applies if the options have none."""
         sampling = replace(options.sampling, seed=options.sampling.seed or seed)
         submit = SubmitTurn(
             UNNUMBERED, "", prompt.tobytes(), 0, replace(options, sampling=sampling)
         )
         chain = ChunkDigests(tenant, self._chunk_tokens)
         chain.extend(prompt)
-        submit = self._from_what_is_there(submit, chain, len(prompt))
+        submit = self._with_cached_prefix(submit, chain, len(prompt))
         named, prompt_end = (self._id(prompt, tenant), tenant), prompt[-PROMPT_TAIL_TOKENS:]
         now = self._loop.time()
         weight = self._admission.weight_of(tenant, now)
@@ -113,7 +113,7 @@ class UnstoredTurns:
             self._events.ended.unsubscribe(self._ended)
         if live.failure is None and live.num_tokens:
             reply = live.token_ids[: live.num_tokens]
-            running.chain.extend(array("I", reply[:-1]))  # the last one has no KV
+            running.chain.extend(array("I", reply[:-1]))  # the last token has no KV
             self._register(running)
         else:
             self._prefixes.forget(running.key)
@@ -121,10 +121,10 @@ class UnstoredTurns:
         if running.key not in self._prefixes:
             self._engine.tell(DeleteConversation(running.key))
 
-    def _from_what_is_there(
+    def _with_cached_prefix(
         self, submit: SubmitTurn, chain: ChunkDigests, num_tokens: int
     ) -> SubmitTurn:
-        """It begins with KV that the engine may still have; at least one token is to be computed."""
+        """Begin the turn with KV that the engine may have. At least one token must be computed."""
         most = (num_tokens - 1) // self._chunk_tokens
         found = self._prefixes.find(chain.digests[:most])
         if found is None:
@@ -151,7 +151,7 @@ class UnstoredTurns:
 def checked(
     prompt: Sequence[int], options: TurnOptions, vocab_size: int, context_max: int
 ) -> array[int]:
-    """The tokens of a prompt that this model can be given, or our error."""
+    """Check a prompt and its options against the model, and return the prompt's tokens."""
     if (problem := options.sampling.problem(vocab_size)) is not None:
         raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
     if not len(prompt):
@@ -167,13 +167,13 @@ DIGEST_BYTES = 16
 
 
 class ChunkDigests:
-    """The digests of a sequence's whole chunks, as far as it is known."""
+    """The digests of the whole chunks of a growing sequence."""
 
     def __init__(self, tenant: str, chunk_tokens: int) -> None:
         self.digests: list[bytes] = []
         self._size = chunk_tokens
         self._latest = _digest(tenant.encode())
-        self._rest = array("I")  # tokens behind the last whole chunk
+        self._rest = array("I")  # tokens after the last whole chunk
 
     def extend(self, tokens: array[int]) -> None:
         rest, size = self._rest + tokens, self._size
@@ -185,24 +185,24 @@ class ChunkDigests:
 
 
 class SharedChunks(NamedTuple):
-    holder: str
+    holder: str  # key of the turn that has their KV
     num_chunks: int
-    is_whole: bool
+    is_whole: bool  # the holder has no further chunks
 
 
 class UnstoredPrefixes:
-    """Which turn has KV of the chunks that a prompt begins with.
+    """Find the turn that has KV of the first chunks of a prompt.
 
-    Each digest leads to its holder, the latest turn that has computed its chunk and all before it.  A holder
-    whose digests have all gone to later ones is no longer needed.  Of more digests than the engine has pages,
-    the holder registered first goes.  Plain values, without a clock or the engine.
+    Each digest leads to its holder: the latest turn that has computed this chunk and all chunks before it. A
+    holder that has lost all its digests to later holders is no longer needed. If there are more digests than
+    `chunks_max`, the holder registered first is forgotten.
     """
 
     def __init__(self, chunks_max: int) -> None:
         self._chunks_max = chunks_max
         self._holder: dict[bytes, str] = {}  # by digest
         self._digests: OrderedDict[str, set[bytes]] = OrderedDict()  # by holder, the latest last
-        self._lengths: dict[str, int] = {}  # chunks that a holder has, shared ones included
+        self._lengths: dict[str, int] = {}  # by holder: its chunks, shared ones included
 
     def __contains__(self, holder: str) -> bool:
         return holder in self._digests
@@ -217,7 +217,7 @@ class UnstoredPrefixes:
         return SharedChunks(holder, num_chunks, self._lengths[holder] == num_chunks)
 
     def register(self, holder: str, digests: Sequence[bytes]) -> list[str]:
-        """It has computed these chunks; which holders are not needed any more, perhaps this one."""
+        """Register a holder's chunks; return the holders no longer needed, perhaps this one, too."""
         if not digests:
             return []
         left: dict[str, None] = {}
@@ -241,15 +241,10 @@ class UnstoredPrefixes:
         return gone
 
     def forget(self, holder: str) -> None:
-        """It has nothing any more, or is not needed."""
+        """Remove a holder and its digests."""
         self._lengths.pop(holder, None)
         for digest in self._digests.pop(holder, ()):
             del self._holder[digest]
-
-    def clear(self) -> None:
-        self._holder.clear()
-        self._digests.clear()
-        self._lengths.clear()
 
     def check(self) -> None:
         pairs = {(digest, holder) for holder, own in self._digests.items() for digest in own}

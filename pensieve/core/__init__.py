@@ -1,5 +1,5 @@
-"""Decides what runs next and where each piece of KV lies, without torch, clock or threads.
+"""Decide what runs next and where each piece of KV is kept, without torch, clock or threads.
 
-`now` is an argument, decisions are values, and the same objects serve the daemon, the batch command,
-the simulator and the tests.  The glossary of docs/structure.md explains the words.
+`now` is an argument and decisions are values, so the daemon, the batch command, the simulator and the tests
+use the same objects. The glossary in docs/structure.md explains the terms.
 """

@@ -1,24 +1,23 @@
-"""Chunks of a conversation whose KV comes from another engine, and that become chunks of the host tier.
+"""Adopt KV that comes from another engine: its chunks become chunks of the host tier.
 
-The engine that had the conversation before hands its KV over from the end: the last chunks first, since they
-cost most to recompute, and a conversation with holes in front is what eviction leaves, too.  So whenever a
-transfer stops (no room, a broken connection, no time left) what has arrived is of use as it lies.
+The other engine sends its KV from the end, because the last chunks cost most to recompute. Eviction leaves
+conversations with holes in front, too. So whenever a transfer stops (no room, a broken connection, no time
+left), the chunks that have arrived are usable.
 
-    first part    the conversation is not known here: it gets its log, and a branch of its own with as many
-                  chunks as KV covers, all of them holes but for those of the part
-    later parts   fill holes of it
+    first part    the conversation is unknown here: it gets its log, and a branch of its own with as many
+                  chunks as KV covers, all of them holes except those of the part
+    later parts   fill holes of this branch
 
-A chunk is adopted where nothing is of it in either tier and no turn that runs holds it; else it is left as
-it is, since a part may come late.  It gets a host page as a swap-out would: an empty one, or that of the
-chunk on the host that is worth least, if that is worth less than the adopted one.  What a running turn or a
-copy in flight uses is in no queue and therefore is never taken; neither is a chunk of the same conversation,
-as later ones are worth no less than earlier ones.  A chunk that would not be swapped in (`worth_swapping_in`)
-is not adopted.
+A chunk is adopted if no tier has anything of it and no running turn holds it. Otherwise it is left alone,
+because a part may come late. An adopted chunk gets a host page as a swap-out would: an empty page, or the
+page of the least valuable chunk on the host, if that chunk is worth less. Chunks that a running turn or a
+copy in flight uses are in no queue, so their pages are never taken. Neither are those of the same
+conversation, because its later chunks are worth no less than its earlier ones. A chunk that would not be
+swapped in (`worth_swapping_in`) is not adopted.
 
-From then on nothing tells such a chunk from one that was swapped out here: its value, its eviction, its
-swap-in and the audit are the same.  The caller writes the bytes of the pages before anything else happens, so
-no page is ever seen without them.  That nobody else has used the conversation between two parts is the
-engine's to know (engine/hand_over.py).
+After that, an adopted chunk is the same as a chunk that was swapped out here. The caller writes the bytes of
+the pages before anything else happens, so no page is ever used without them. The engine ensures that nothing
+else uses the conversation between two parts (engine/hand_over.py).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pensieve.core.prefix_tree import CachedConversation, Chunk
 
 
 class KvPlace(NamedTuple):
-    """Leading slots of a page, whose KV is handed over."""
+    """Leading slots of a page whose KV is sent to another engine."""
 
     on_host: bool  # else on the device
     page: int
@@ -40,7 +39,7 @@ class KvPlace(NamedTuple):
 
 
 class Adopted(NamedTuple):
-    """A host page to be filled with what has arrived of a chunk."""
+    """A host page to be filled with the received slots of a chunk."""
 
     chunk_index: int
     host_page: int
@@ -59,10 +58,10 @@ class Adoption:
         slots: Sequence[int],
         now: float,
     ) -> list[Adopted]:
-        """Take in chunks from `first_chunk` on, each with KV of so many leading slots (0: of none).
+        """Adopt chunks from `first_chunk` on, each with KV of so many leading slots (0: none).
 
-        The last ones are tried first, until there is no room.  `log` is used where the conversation is not
-        known yet: KV then ends where these chunks do.
+        The last chunks are tried first, until there is no room. `log` is used if the conversation is unknown:
+        then its KV ends where these chunks end.
         """
         conversation = self._tree.conversations.get(conversation_id)
         if conversation is None:
@@ -80,7 +79,7 @@ class Adoption:
             page = chunks[index].host_page
             assert page is not None
             adopted.append(Adopted(index, page, num_slots))
-        self._tree.prune(conversation.leaf)  # if it got nothing
+        self._tree.prune(conversation.leaf)  # if no chunk was adopted
         return adopted
 
     def _begun(
@@ -91,7 +90,7 @@ class Adoption:
         slots: Sequence[int],
         now: float,
     ) -> CachedConversation:
-        """A conversation that rests and is all holes."""
+        """Add a conversation without a turn, all of whose chunks are holes."""
         num_chunks = first_chunk + len(slots)
         num_tokens = (num_chunks - 1) * self._tree.chunk_tokens + slots[-1]
         assert slots[-1] > 0
@@ -107,7 +106,7 @@ class Adoption:
         return chunk.idle and not chunk.resident and not chunk.in_flight
 
     def _adopt(self, chunk: Chunk, num_slots: int, now: float) -> bool:
-        """Whether there is room for it."""
+        """Adopt a chunk; False if there is no room for it."""
         branch, candidates = chunk.branch, self._candidates
         assert branch is not None
         if not candidates.policy.worth_swapping_in(chunk.index):

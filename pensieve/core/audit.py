@@ -1,7 +1,7 @@
-"""Checks every invariant of the cache and of the turns in it, recomputed from the chunks alone.
+"""Check every invariant of the cache and of its turns, recomputed from the chunks alone.
 
-AssertionError names what does not hold.  Everything is looked at; what is counted as it goes is only
-compared with, never relied on.
+AssertionError names the broken invariant. Running counts are compared with the recomputed ones, never relied
+on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def audit(tree: PrefixTree, tiers: Tiers, queues: Sequence[RetentionQueue], now:
 
 
 def _audit_paths(tree: PrefixTree) -> dict[Branch, set[CachedConversation]]:
-    """Paths have no gaps; returns the branches on them, and who holds each."""
+    """Check that paths have no gaps; return the branches on them with their holders."""
     holders_of: dict[Branch, set[CachedConversation]] = {}
     for conversation in tree.conversations.values():
         end = 0
@@ -49,7 +49,7 @@ def _audit_paths(tree: PrefixTree) -> dict[Branch, set[CachedConversation]]:
 
 
 def _audit_branches(holders_of: dict[Branch, set[CachedConversation]]) -> int:
-    """Each branch's holders, children, pins and counts; returns how many chunks are reclaimable."""
+    """Check each branch's holders, children, pins and counts; return the number of reclaimable chunks."""
     num_children: dict[Branch, int] = {}
     for branch in holders_of:
         if branch.parent is not None:
@@ -87,7 +87,7 @@ def _audit_branches(holders_of: dict[Branch, set[CachedConversation]]) -> int:
 
 
 def _copies_by_chunk(tiers: Tiers) -> dict[Chunk, int]:
-    """How many unfinished copies read or write each chunk."""
+    """Return the number of unfinished copies that read or write each chunk."""
     num_copies: dict[Chunk, int] = {}
     for swap in tiers.swaps.values():
         for chunk in {swap.source, swap.target}:
@@ -100,7 +100,7 @@ def _copies_by_chunk(tiers: Tiers) -> dict[Chunk, int]:
 def _audit_pages(
     chunks: list[Chunk], num_copies: dict[Chunk, int], tiers: Tiers, chunk_tokens: int
 ) -> None:
-    """Each chunk's slots and copies; each page has one chunk, or is in its pool."""
+    """Check each chunk's slots and copies, and that each page has one chunk or is in its pool."""
     device_pages, host_pages = [], []
     for chunk in chunks:
         assert 0 <= chunk.host_filled <= chunk.filled <= chunk_tokens, f"{chunk}"
@@ -123,7 +123,7 @@ class TurnsByState(NamedTuple):
     running: Mapping[int, Turn]
     suspended: Collection[Turn]
     queued: Collection[Turn]
-    releasing: Mapping[int, Turn]  # running, and to give up their pages at a commit
+    releasing: Mapping[int, Turn]  # running turns that give up their pages at a commit
 
 
 def audit_turns(
@@ -136,7 +136,7 @@ def audit_turns(
     ):
         for turn in in_state:
             assert turn.state is state, f"turn {turn.turn_id} is {turn.state}, not {state}"
-            assert turns.every.get(turn.turn_id) is turn, f"turn {turn.turn_id} is unknown"
+            assert turns.every.get(turn.turn_id) is turn, f"turn {turn.turn_id} is not registered"
     num_turns = len(turns.running) + len(turns.suspended) + len(turns.queued)
     assert len(turns.every) == num_turns, "a turn is in no state, or in two"
     assert set(turns.releasing) <= set(turns.running), "a turn that does not run releases pages"

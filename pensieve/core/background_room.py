@@ -1,23 +1,22 @@
-"""How many tokens of background turns join an iteration, in what interactive turns leave free.
+"""Limit the tokens of background turns in an iteration to the room that interactive turns leave.
 
-Nobody waits for a *background* turn: it belongs to a batch job.  Other turns are *interactive*.  An iteration
-is filled with interactive turns first.  Then the scheduler asks for how many tokens of background turns there
-is room:
+*Background* turns belong to batch jobs: no client waits for them. All other turns are *interactive*. An
+iteration is filled with interactive turns first. Then the number of background tokens is limited:
 
-    interactive turns only generate    as many as lengthen the iteration by no more than SHARE
-    somebody's prompt is in it         none: the first token waits for this iteration
-    no interactive turn is in it       as many as take SECONDS, because one may come meanwhile;
-                                       any number, once none has been there for QUIET_SECONDS
+    interactive turns only generate    as many tokens as lengthen the iteration by at most SHARE
+    an interactive prompt is in it     none, because a first token waits for this iteration
+    no interactive turn is in it       as many as take SECONDS, because an interactive turn may come;
+                                       any number, if there was no interactive turn for QUIET_SECONDS
 
-**Beside generating turns.**  The cost of one more token depends on the machine: next to nothing if reading
-the weights takes most of the time, and a tenth of the iteration on a CPU with two cores.  So it is measured:
+**Beside generating turns.** The cost of one more token depends on the machine: next to nothing if reading the
+weights takes most of the time, and a tenth of the iteration on a CPU with two cores. So it is measured:
 
     seconds of a token = (measured - r · predicted without background) / tokens
 
-r is the median of measured over predicted, of the last iterations without background.  The second highest of
-the last few costs counts, so one late iteration changes nothing.  The number of tokens at most doubles from
-one iteration to the next.  Every PROBE_AFTER iterations one goes without background turns, for r.  If there
-is room for none, one token is tried every RETRY_AFTER iterations.
+r is the median of measured over predicted seconds, in the last iterations without background turns. The
+second highest of the last few costs is used, so one late iteration changes nothing. The number of tokens at
+most doubles from one iteration to the next. Every PROBE_AFTER iterations, one iteration has no background
+turns, to measure r. If there is no room at all, one token is tried every RETRY_AFTER iterations.
 
 **Alone**, the number of tokens follows the seconds that the last such iteration took.
 """
@@ -29,6 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pensieve.core.iteration_builder import TOKENS_MIN, IterationBuilder
+from pensieve.core.time_budget import second_highest
 
 SHARE = 0.05  # of an iteration
 SECONDS = 0.08
@@ -40,19 +40,21 @@ GROWTH = 2
 
 
 class BackgroundRoom:
-    """Made when the first background turn is submitted."""
+    """Created when the first background turn is submitted."""
 
     def __init__(self, ratios: Sequence[float]) -> None:
-        """`ratios`: r of the latest NUM_KEPT iterations with nothing but decodes of interactive turns."""
+        """`ratios`: r of the latest NUM_KEPT iterations with only decodes of interactive turns."""
         self._ratios = ratios
         self._costs: deque[tuple[int, float]] = deque(maxlen=NUM_KEPT)  # tokens, seconds of each
-        self._num_beside = self._num_without = 0  # iterations in a row, with and without background
+        self._num_beside = self._num_without = (
+            0  # iterations in a row with, without background turns
+        )
         self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
 
     def limit(self, builder: IterationBuilder, quiet_seconds: float) -> None:
-        """Limit what the builder takes from now on, which is of background turns.
+        """Limit the tokens that the builder takes from now on: those of background turns.
 
-        For `quiet_seconds` no interactive turn has been there.
+        `quiet_seconds`: the time since there was an interactive turn.
         """
         builder.num_interactive = builder.num_tokens
         if (num_tokens := self._tokens(builder, quiet_seconds)) is not None:
@@ -64,7 +66,7 @@ class BackgroundRoom:
             self._num_without = 0 if builder.num_background else self._num_without + 1
 
     def committed(self, builder: IterationBuilder, seconds: float) -> None:
-        """Learn from how long it took."""
+        """Learn from the seconds that the iteration took."""
         if builder.num_prompt_tokens:
             return
         num_tokens, predicted = builder.num_background, builder.predicted_without
@@ -85,13 +87,13 @@ class BackgroundRoom:
             return 1
         predicted = builder.predicted_without * statistics.median(self._ratios)
         most = GROWTH * max(num_tokens for num_tokens, _ in self._costs)
-        cost = sorted(seconds for _, seconds in self._costs)[max(len(self._costs) - 2, 0)]
+        cost = second_highest([seconds for _, seconds in self._costs])
         room = min(int(SHARE * predicted / cost), most) if cost else most
         return room or int(self._num_without >= RETRY_AFTER)
 
     def _set_pace(self, num_tokens: int, seconds: float) -> None:
         if not num_tokens or seconds <= 0.0:
             return
-        if num_tokens >= self._pace or seconds > SECONDS:  # else it had less than it might have
+        if num_tokens >= self._pace or seconds > SECONDS:  # a smaller iteration shows no limit
             within = num_tokens * min(SECONDS / seconds, GROWTH)
             self._pace = max(int(within), TOKENS_MIN)

@@ -1,25 +1,27 @@
-"""The KV cache that the scheduler sees, where a turn takes, extends and returns its pages.
+"""The KV cache that the scheduler sees: a turn takes, extends and returns its pages here.
 
-The cache is put together from parts that each keep one thing:
+The cache has three parts:
 
     prefix_tree.py   which chunks there are, and which conversations share them
-    tiers.py         the pages of both tiers, and the copies between them that are in flight
-    eviction.py      what may leave the device or the host, and what does, when needed and ahead of need
+    tiers.py         the pages of both tiers, and the copies in flight between them
+    eviction.py      which chunks may leave device or host, and which do, when needed and ahead of need
 
-Two features plug in.  Where turns may stream, streamed_pages.py keeps contexts that stay on the host.
-adoption.py adds chunks that come from another engine; the cache does not know it.
+Two features plug in. If turns may stream, streamed_pages.py keeps contexts that stay on the host. adoption.py
+adds chunks that come from another engine; the cache does not know of it.
 
-A turn's life in the cache is `begin` (its whole present context gets device pages: what is there is
-pinned, what lies on the host is swapped in, what is missing gets empty pages to be computed),
-`extend` (a page for the next chunk) and `end` (everything is unpinned and stays, as candidates for
-eviction).  `discard` makes holes of what a failed turn computed.
+A turn calls `begin`, `extend` and `end`:
 
-A host page that has changed since it was copied (`is_intact`) counts as dropped, so its chunk is a hole.
-Each swap-in checks its page first, unless another copy still reads the page: then the page was checked before
-that copy.
+    begin     gives the whole context device pages: chunks on the device are pinned, chunks on the host are
+              swapped in, missing chunks get empty pages to be computed
+    extend    gives the next chunk a page
+    end       unpins all chunks, which stay as candidates for eviction
 
-`begin` either reserves all it needs or takes nothing and returns how many pages are needed: no turn
-holds a part of its pages while it waits for the rest, so turns cannot block each other.
+`begin` either reserves all pages or takes none and returns how many are needed. No turn holds some of its
+pages while it waits for the rest, so turns cannot block each other. `discard` makes holes of the chunks that
+a failed turn has computed.
+
+A host page that has changed since it was copied (`is_intact`) counts as dropped, so its chunk is a hole. Each
+swap-in checks its page first, unless another copy still reads the page: that copy has checked it.
 
 `check()` recomputes every invariant of the parts from the chunks alone (audit.py).
 """
@@ -51,14 +53,14 @@ __all__ = ["CacheConfig", "KVCache"]
 
 
 class Tail(NamedTuple):
-    """A conversation's last chunk, partly used, that its turn may not append to: it copies it."""
+    """A conversation's last, partly used chunk, if its turn must copy the chunk before appending to it."""
 
     chunk: Chunk
     num_slots: int  # used by the conversation
 
 
 class KVCache:
-    """Called by one thread, that of the engine's loop; nothing in it waits."""
+    """Called by the engine's main thread only. Nothing in it waits."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class KVCache:
         policy: RetentionPolicy,
         is_intact: IsIntact = trusted,
     ) -> None:
-        """`is_intact` is asked before a page is swapped in."""
+        """`is_intact` is called before a page is swapped in."""
         self.config = config
         self._is_intact = is_intact
         self.policy = policy
@@ -92,9 +94,10 @@ class KVCache:
         return self.tiers.available
 
     def room_beside(self, running: Iterable[Turn]) -> Callable[[Turn], tuple[int, int]]:
-        """Of a turn that waits: the pages of its context, and how many of the device's it could have.
+        """Return a function that gives two numbers for a waiting turn.
 
-        So many are not held by these turns that run, or are its own.
+        These are the pages of its context, and the device pages that it could have: those that the `running`
+        turns do not hold, and its own.
         """
         resident = [each for each in running if not each.streamed]
         pinned = {branch: None for each in resident for branch in self.path_of(each)}
@@ -108,13 +111,13 @@ class KVCache:
         return pages_for
 
     def needs_swap_in(self, turn: Turn) -> bool:
-        """Whether a part of its context has to come from the host."""
+        """Whether a part of the turn's context has to come from the host."""
         conversation = self.conversations.get(turn.conversation_id)
         chunks = conversation.chunks() if conversation is not None else []
         return any(chunk.device_page is None and chunk.host_page is not None for chunk in chunks)
 
     def path_of(self, turn: Turn) -> list[Branch]:
-        """What the turn's conversation holds."""
+        """Return the branches that the turn's conversation holds."""
         conversation = self.conversations.get(turn.conversation_id)
         return conversation.path() if conversation is not None else []
 
@@ -123,12 +126,12 @@ class KVCache:
     def begin(
         self, turn: Turn, now: float, reserve_pages: int, filled_before: dict[Chunk, int]
     ) -> PageReservation | Shortage | None:
-        """Pin and reserve the pages of the turn's whole present context, or return how many are needed.
+        """Pin and reserve the pages of the turn's whole context, or return how many are needed.
 
-        None: it has to wait for a streamed turn.
+        None if the turn has to wait for a streamed turn.
 
-        `filled_before` holds, for chunks that this iteration writes, how far they were filled before
-        it: page copies run before the slices.
+        `filled_before`: how far the chunks that this iteration writes were filled before it. Page copies run
+        before the slices.
         """
         conversation = self._present(turn, now)
         chunks, tail = self._context_of(conversation)
@@ -162,7 +165,7 @@ class KVCache:
     def begin_streamed(
         self, turn: Turn, now: float, filled_before: dict[Chunk, int]
     ) -> PageReservation | None:
-        """Pin and reserve host pages for the turn's whole present context; None: not now."""
+        """Pin and reserve host pages for the turn's whole context; None if that is impossible now."""
         assert self.streamed is not None
         conversation = self._present(turn, now)
         chunks, tail = self._context_of(conversation)
@@ -183,7 +186,7 @@ class KVCache:
         return admission
 
     def extend(self, turn: Turn, now: float) -> bool:
-        """A page for the turn's next chunk; False when none is available."""
+        """Take a page for the turn's next chunk; False if none is available."""
         conversation = self.conversations[turn.conversation_id]
         if turn.streamed:
             assert self.streamed is not None
@@ -196,14 +199,14 @@ class KVCache:
         return True
 
     def end(self, turn: Turn, now: float, keep_tokens: int, away_seconds: float = 0.0) -> None:
-        """Unpin what the turn held; positions from `keep_tokens` on are cut off the conversation.
+        """Unpin the turn's chunks, and cut the conversation at `keep_tokens`.
 
-        How long its client expects to be away is the policy's to weigh.
+        `away_seconds`: how long the client expects to be away. The policy weighs it.
         """
         conversation = self.conversations[turn.conversation_id]
         assert conversation.turn_id == turn.turn_id
         size = self.config.chunk_tokens
-        num_computed = 0  # behind it nothing has KV
+        num_computed = 0  # positions from here on have no KV
         for chunk in reversed(turn.chunks):
             if chunk.filled:
                 num_computed = min(chunk.index * size + chunk.filled, len(turn.tokens))
@@ -234,10 +237,9 @@ class KVCache:
         self.tree.forget_if_empty(conversation)
 
     def discard(self, turn: Turn, now: float) -> list[Chunk]:
-        """What the turn computed is not to be trusted: it becomes holes, for all holders.
+        """Make holes, for all holders, of the chunks that a failed turn has computed. Return the chunks.
 
-        So does whatever else only its conversation holds: should the fault lie there, it is computed
-        anew.
+        Chunks that only its conversation holds become holes, too, because the fault may lie there.
         """
         alone = [c for c in turn.chunks if c.branch is not None and len(c.branch.holders) == 1]
         suspects = list(dict.fromkeys((*turn.written, *alone)))
@@ -259,25 +261,26 @@ class KVCache:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Copies to the host until so many pages, or the mark, will be available.
+        """Plan copies to the host until `required_pages`, or the mark, will be available.
 
-        And of what streamed turns are to share with running ones, if this iteration has not written it.
+        Also copy chunks that streamed turns are to share with running turns, unless this iteration has
+        `written` them.
         """
         return self.eviction.plan_swap_outs(now, required_pages, written)
 
     def finish_copy(self, copy_id: int, now: float) -> None:
-        """A swap-in or swap-out is done."""
+        """Finish a swap-in or swap-out."""
         self.eviction.finish_swap(copy_id, now)
 
     def release_sources(self, sources: Iterable[Chunk], now: float) -> None:
-        """The page copies of an admission are done."""
+        """Release the sources of an admission's page copies, which are done."""
         for chunk in sources:
             self._release_source(chunk, now)
 
     # -- operations on a resting conversation --
 
     def fork(self, source_id: str, num_tokens: int, target_id: str, now: float) -> None:
-        """A second conversation over the first `num_tokens` positions; nothing is copied."""
+        """Make another conversation over the first `num_tokens` positions. Nothing is copied."""
         assert target_id not in self.conversations, f"{target_id} is cached already"
         source = self.conversations.get(source_id)
         if source is not None:
@@ -294,26 +297,26 @@ class KVCache:
             self.tree.forget_if_empty(conversation)
 
     def evict(self, conversation_id: str, now: float) -> int:
-        """Drop every idle page that only this conversation holds; how many chunks lost theirs."""
+        """Drop every idle page that only this conversation holds; return how many chunks lost theirs."""
         conversation = self.conversations.get(conversation_id)
         return 0 if conversation is None else self.eviction.evict(conversation, now)
 
     def move_to_host(self, conversation_id: str, now: float) -> int:
-        """Move idle pages that only this conversation holds to the host; return how many chunks are moved.
+        """Move idle pages that only this conversation holds to the host; return the number of chunks.
 
-        A page is moved if the host has room, or holds a chunk that is worth less.
+        A page is moved if the host has room, or holds a less valuable chunk.
         """
         conversation = self.conversations.get(conversation_id)
         return 0 if conversation is None else self.eviction.move_to_host(conversation, now)
 
-    # -- what operators ask --
+    # -- for operators --
 
     def locations(self, conversation_id: str) -> list[ChunkRun]:
         conversation = self.conversations.get(conversation_id)
         return [] if conversation is None else chunk_runs(conversation)
 
     def retention_value(self, conversation: CachedConversation, now: float) -> float | None:
-        """Of its least valuable chunk in either tier; None while a turn runs or nothing is held."""
+        """Return the value of a conversation's least valuable chunk; None while a turn runs or without KV."""
         return self.candidates.least_value_of(conversation, now)
 
     def check(self, now: float) -> None:
@@ -323,7 +326,7 @@ class KVCache:
     # -- the parts of `begin` --
 
     def _present(self, turn: Turn, now: float) -> CachedConversation:
-        """The turn's conversation, as long as its log."""
+        """Return the turn's conversation, cut to the length of its log."""
         conversation = self.conversations.get(turn.conversation_id)
         if conversation is None:
             conversation = CachedConversation(turn.conversation_id, now)
@@ -335,19 +338,19 @@ class KVCache:
         return conversation
 
     def _began(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
-        """The turn holds its pages."""
+        """Note that the turn holds its pages."""
         self.conversations[turn.conversation_id] = conversation
         conversation.turn_id = turn.turn_id
-        conversation.log = turn.tokens  # which grows until the turn gives up its pages
+        conversation.log = turn.tokens  # it grows until the turn gives up its pages
         resumes = turn.usage.admitted_at is not None
-        if not (resumes or turn.is_background):  # of those it is known that none returns
+        if not (resumes or turn.is_background):  # conversations of batch jobs do not return
             self.policy.turn_began(turn.conversation_id, now)
 
     def _context_of(self, conversation: CachedConversation) -> tuple[list[Chunk], Tail | None]:
-        """The chunks that its turn uses as they are; apart, a last one that it must copy first.
+        """Return the chunks that the turn uses as they are, and a last chunk that it must copy first.
 
-        A turn appends to a partly used chunk if no other conversation holds it and nothing lies behind
-        the used part.
+        A turn may append to a partly used chunk if no other conversation holds the chunk and nothing is
+        filled after the used part.
         """
         chunks, size = conversation.chunks(), self.config.chunk_tokens
         num_used = conversation.num_tokens - size * (len(chunks) - 1)
@@ -360,7 +363,7 @@ class KVCache:
         return len(chunk.branch.holders) == 1 and chunk.filled <= num_used
 
     def _required_pages(self, turn: Turn, chunks: list[Chunk], tail: Tail | None) -> int:
-        """The pages it needs beside those it has; its own that count as available will be pinned."""
+        """Return the pages that the turn needs: missing ones, and its own that now count as available."""
         num_missing = -(-len(turn.tokens) // self.config.chunk_tokens) - len(chunks)
         num_reclaimable = 0
         for chunk in chunks:
@@ -375,7 +378,7 @@ class KVCache:
     def _bring_in(
         self, chunks: list[Chunk], turn: Turn, admission: PageReservation, now: float
     ) -> None:
-        """Each chunk of the turn's context gets a device page; what the host has is swapped in."""
+        """Give each chunk of the turn's context a device page, and swap in what the host has."""
         size, history_kv = self.config.chunk_tokens, turn.history_kv
         num_on_device = num_from_host = 0
         for chunk in chunks:
@@ -406,7 +409,7 @@ class KVCache:
         filled_before: dict[Chunk, int],
         now: float,
     ) -> Chunk:
-        """A chunk of the turn's own with the slots of `tail` that it uses."""
+        """Append a chunk of the turn's own, with a copy of the slots of `tail` that it uses."""
         source, num_used = tail
         chunk = self._append_chunk(self.conversations[turn.conversation_id], now)
         start = chunk.index * self.config.chunk_tokens
@@ -444,8 +447,8 @@ class KVCache:
         return chunk
 
     def _release_source(self, chunk: Chunk, now: float) -> None:
-        """A page-to-page copy no longer reads it."""
+        """Release the source of a page-to-page copy."""
         self.tiers.held_sources.remove(chunk)
         self.candidates.release(chunk, now)
-        if not chunk.resident:  # it was damaged
+        if not chunk.resident:  # its page was damaged
             self.tree.prune(chunk.branch)

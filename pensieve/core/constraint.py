@@ -1,19 +1,19 @@
-"""What a reply has to be, beyond tokens that are likely: a constraint as a plain value, and its cheap bounds.
+"""The required form of a reply as a plain value, with checks that bound the cost of compiling it.
 
     kind          text                                         the reply is
     json_schema   a JSON schema                                JSON that the schema accepts
-    json_object   nothing                                      any JSON object
-    regex         a regular expression (Rust's syntax)         text that all of it matches
-    choice        a JSON list of strings                       one of them
-    grammar       a grammar in the Lark format of llguidance   a sentence of it
-    tool_calls    of JSON: text/call_grammars.py               calls of tools by their schemas, and text
+    json_object   empty                                        any JSON object
+    regex         a regular expression (Rust's syntax)         text that the whole expression matches
+    choice        a JSON list of strings                       one of the strings
+    grammar       a grammar in the Lark format of llguidance   a sentence of the grammar
+    tool_calls    JSON; see text/call_grammars.py              calls of tools by their schemas, and text
 
-The last is no kind that clients name: it is made of a request's tools.
+Clients cannot name the kind `tool_calls`: it is made from a request's tools.
 
-`problem` is decided from the text alone and in a time that its size bounds.  Whether it can be compiled is
-found out by text/grammars.py, which knows the tokens.  Fuel does not bound everything that compiling takes,
-so what grows faster than the length is bounded here: the values of a schema (properties cost by their
-square), and how many patterns have to hold at once (that cost doubles with each).
+`problem` looks only at the text, in a time that is bounded by its size. text/grammars.py knows the tokens and
+finds out whether the text can be compiled. Its fuel does not bound all of the compiling, so this module
+bounds what grows faster than the length: the values of a schema (properties cost their square), and the
+number of patterns that must hold at once (each doubles the cost).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 
 TEXT_BYTES_MAX = 64 << 10
 OBJECTS_MAX = 1_000  # JSON objects within a schema: about 50 ms of compiling
-VALUES_MAX = 4_000  # of all kinds, at most so many
+VALUES_MAX = 4_000  # values of all kinds within a schema
 MEMBERS_MAX = 1_000  # of one object or list within a schema
-INTERSECTED_MAX = 4  # patterns that hold at once
-EMBEDDED = "%json"  # a schema within a grammar, which would go past the bounds of schemas
+INTERSECTED_MAX = 4  # patterns that must hold at once
+EMBEDDED = "%json"  # a schema within a grammar, which would evade the bounds of schemas
 DEPTH_MAX = 64  # of lists and objects within a schema
 CHOICES_MAX = 1_000
 
@@ -49,15 +49,15 @@ class Constraint:
     text: str = ""
 
     def problem(self) -> str | None:
-        """Why it is refused; None if it may be compiled."""
+        """Return why the constraint is refused; None if it may be compiled."""
         try:
             num_bytes = len(self.text.encode())
         except UnicodeEncodeError:
             return "the text has an unpaired surrogate"
         if num_bytes > TEXT_BYTES_MAX:
-            return f"has {num_bytes:,} bytes, and at most {TEXT_BYTES_MAX:,} are taken"
+            return f"has {num_bytes:,} bytes; the maximum is {TEXT_BYTES_MAX:,}"
         if self.kind is ConstraintKind.JSON_OBJECT:
-            return "has no text" if self.text else None
+            return "must have no text" if self.text else None
         if not self.text:
             return "must not be empty"
         if self.kind is ConstraintKind.JSON_SCHEMA:
@@ -70,7 +70,7 @@ class Constraint:
 
     @property
     def identity(self) -> dict[str, str]:
-        """By which the same constraint is known again; its text may be long."""
+        """A short value that identifies the constraint. The text may be long."""
         return {"kind": self.kind.value, "sha256": self.digest}
 
     @property
@@ -79,7 +79,7 @@ class Constraint:
 
 
 def choice_of(choices: tuple[str, ...]) -> Constraint:
-    """The reply is one of these."""
+    """Make the constraint that the reply is one of these strings."""
     return Constraint(ConstraintKind.CHOICE, json.dumps(choices))
 
 
@@ -96,7 +96,7 @@ def _problem_of_schema(text: str) -> str | None:
 
 
 def _problem_of_calls(text: str) -> str | None:
-    """The schemas of all tools count together."""
+    """Check the schemas of all tools together."""
     try:
         wanted = json.loads(text)
     except RecursionError:
@@ -123,29 +123,29 @@ def _problem_of_values(schemas: list[Any]) -> str | None:
             is_intersected |= "allOf" in value
         inner: list[Any] = value if isinstance(value, list) else _inner(value)
         if len(inner) > MEMBERS_MAX:
-            return f"has {len(inner):,} members in one place, and at most {MEMBERS_MAX:,} are taken"
+            return f"has {len(inner):,} members in one place; the maximum is {MEMBERS_MAX:,}"
         num_values += len(inner)
         stack.extend((each, depth + 1) for each in inner)
     if num_objects > OBJECTS_MAX:
-        return f"holds {num_objects:,} objects, and at most {OBJECTS_MAX:,} are taken"
+        return f"has {num_objects:,} objects; the maximum is {OBJECTS_MAX:,}"
     if num_values > VALUES_MAX:
-        return f"holds {num_values:,} values, and at most {VALUES_MAX:,} are taken"
+        return f"has {num_values:,} values; the maximum is {VALUES_MAX:,}"
     if is_intersected and num_patterns > INTERSECTED_MAX:
-        return f"has allOf beside {num_patterns} patterns, and at most {INTERSECTED_MAX} are taken"
+        return f"has allOf and {num_patterns} patterns; the maximum with allOf is {INTERSECTED_MAX}"
     return None
 
 
 def _inner(schema: dict[str, Any]) -> list[Any]:
-    """Without the strings of an enumeration, of which many cost little."""
+    """Return the members, without the strings of an enumeration: even many of these cost little."""
     return [each for name, each in schema.items() if name != "enum" or not isinstance(each, list)]
 
 
 def _problem_of_grammar(kind: ConstraintKind, text: str) -> str | None:
-    """Of a regular expression, too: in either a character of its own means that both sides hold."""
+    """Check a grammar or a regular expression. In both, `&` means that both sides must hold."""
     if (num_intersections := text.count("&")) > INTERSECTED_MAX:
-        return f"has {num_intersections} times '&', and at most {INTERSECTED_MAX} are taken"
+        return f"has {num_intersections} times '&'; the maximum is {INTERSECTED_MAX}"
     if kind is ConstraintKind.GRAMMAR and EMBEDDED in text:
-        return f"has {EMBEDDED}: give a json_schema instead"
+        return f"has {EMBEDDED}; give a json_schema instead"
     return None
 
 

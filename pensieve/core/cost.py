@@ -1,30 +1,29 @@
-"""What things cost in seconds: to compute a chunk again (`CostProfile`), and an iteration (`IterationCost`).
+"""Predict seconds: to recompute a chunk (`CostProfile`), and to run an iteration (`IterationCost`).
 
-**A chunk**, behind a context of l tokens, costs  cost_attention(l) + c.  Attention is known at context
-lengths that are powers of two and is interpolated linearly between them (and extrapolated along the last
-segment). Everything else in a layer does not depend on the context and is the constant c.
+**A chunk** after a context of l tokens costs  cost_attention(l) + c.  Attention is known at context lengths
+that are powers of two. It is interpolated linearly between them, and extrapolated along the last segment.
+Everything else in a layer does not depend on the context and is the constant c.
 
-Policies sort chunks into classes by this cost (`CostSteps`, `class_at`).  Neighboring classes differ by a
-factor, `class_ratio`.  So the class of a chunk lies as many steps above that of the cheapest chunk as the
-logarithm of its cost says.  Of several factors (cost, holders) the steps are added.
+Policies sort chunks into classes by this cost (`CostSteps`, `class_at`). Neighboring classes differ by a
+factor, `class_ratio`, so the logarithm of a chunk's cost says how many steps its class is above that of the
+cheapest chunk. If a value has several factors (cost, holders), their steps are added.
 
-**An iteration** is predicted from the work in its slices.  A *key* is a position whose KV a slice reads, a
-*pair* is a token and a position that the token sees, and a *decode* is a slice of one token, as a generating
-turn has one.  So a piece of a prompt behind a long context costs more than one at the beginning, and
-generating turns cost more as they grow.
+**An iteration** is predicted from the work in its slices. A *key* is a position whose KV a slice reads. A
+*pair* is a token and a position that the token sees. A *decode* is a slice of one token, as generating turns
+have. So a piece of a prompt costs more after a long context, and generating turns cost more as they grow.
 
-If rates are known (from a data sheet or a journal), reading or computing, whichever is slower, bounds the
-dense part, and likewise attention:
+If rates are known (from a data sheet or a journal), the slower of reading and computing bounds the dense
+part, and likewise attention:
 
     seconds = max(reading weights, a · tokens) + max(b · keys, c · pairs) + overhead
 
-If points are known (`pensieve profile`), the dense part is measured at some counts, and so is what decodes
-add to it (their rows of logits, sampling, their text).  Both are straight between the points.  Attention
-first reads and then computes, so the keys of decodes count apart from the pairs of a prompt beside them:
+If points are known (`pensieve profile`), the dense part is measured at some counts, and so is the extra time
+of decodes (their rows of logits, sampling, their text). Both are linear between the points. Attention first
+reads and then computes, so keys and pairs are added:
 
     seconds = dense(tokens) + decoding(decodes) + b · keys + c · pairs
 
-The rates are then there as well: each token of a further piece adds `a` to a full batch.
+The rates are then known, too: each token of a further piece adds `a` to a full batch.
 """
 
 from __future__ import annotations
@@ -44,22 +43,22 @@ Points = tuple[tuple[int, float], ...]  # (count, seconds), ascending
 
 @dataclass(frozen=True)
 class CostProfile:
-    """Seconds to recompute one chunk behind a context of so many tokens."""
+    """Seconds to recompute one chunk, by the length of the context before it."""
 
     attention_seconds: tuple[tuple[int, float], ...]  # (context tokens, seconds), ascending
     other_seconds: float
-    measured: bool = False  # False: computed from the model's shape, not timed on this machine
-    copy_seconds: float = 0.0  # of a chunk from one tier to the other; 0: not known
+    measured: bool = False  # timed on this machine; False: computed from the model's shape
+    copy_seconds: float = 0.0  # to copy a chunk from one tier to the other; 0: unknown
 
     def __post_init__(self) -> None:
         contexts = [context for context, _ in self.attention_seconds]
         if len(contexts) < 2 or contexts != sorted(set(contexts)):
             raise ValueError("a cost profile needs two or more ascending context lengths")
         if any(context & (context - 1) for context in contexts):
-            raise ValueError("the context lengths of a cost profile are powers of two")
+            raise ValueError("the context lengths of a cost profile must be powers of two")
         attention = [seconds for _, seconds in self.attention_seconds]
         if self.other_seconds <= 0 or min(self.copy_seconds, *attention) < 0:
-            raise ValueError("the times of a cost profile are positive")
+            raise ValueError("the times of a cost profile must be positive")
 
     def chunk_seconds(self, context_tokens: int) -> float:
         points = self.attention_seconds
@@ -80,7 +79,7 @@ class CostProfile:
         return cls(points, other_seconds, measured=True, copy_seconds=copy_seconds)
 
     def of_chunks(self, scale: float) -> CostProfile:
-        """The same machine's for chunks that are so many times as large."""
+        """Return the profile for chunks that are `scale` times as large."""
         return CostProfile(
             tuple((context, scale * seconds) for context, seconds in self.attention_seconds),
             scale * self.other_seconds,
@@ -98,8 +97,11 @@ class CostProfile:
         chunk_tokens: int = 32,
         operations_per_second: float = 1e12,
     ) -> CostProfile:
-        """From the model's shape: two operations per parameter and token, and per layer four per
-        query, key and head dimension.  Only ratios matter to retention, so the rate may be rough."""
+        """Estimate from the model's shape.
+
+        Two operations per parameter and token, and four per layer, query, key and head dimension. Only ratios
+        matter to retention, so the rate may be rough.
+        """
         per_context = 4.0 * num_layers * num_heads * head_size * chunk_tokens
         return cls(
             tuple(
@@ -111,10 +113,9 @@ class CostProfile:
 
 
 class CostSteps(dict[int, float]):
-    """By chunk index: log(cost / cost of the cheapest chunk) / log(class_ratio), computed when first asked.
+    """By chunk index: log(cost / cost of the cheapest chunk) / log(class_ratio).
 
-    Costs grow with the context, so there is one number per chunk index; a hit costs a dict lookup,
-    because every decision asks.
+    Computed when first asked for. A hit costs only a dict lookup, because every decision needs it.
     """
 
     def __init__(self, cost: CostProfile, chunk_tokens: int, class_ratio: float) -> None:
@@ -132,7 +133,7 @@ class CostSteps(dict[int, float]):
 
 
 def class_at(steps: float) -> int:
-    """The class so many steps above class 0, rounded down; those beyond the ends share the last one."""
+    """Return the class so many steps above class 0, rounded down and clipped to the existing classes."""
     return min(max(int(steps), 0), NUM_CLASSES - 1)
 
 
@@ -140,7 +141,7 @@ def class_at(steps: float) -> int:
 
 
 class Work(NamedTuple):
-    """Of slices: tokens, pairs of a token and one that it sees, positions read, and slices of one token."""
+    """The work of slices: tokens, pairs of a token and a seen position, positions read, decodes."""
 
     tokens: int
     pairs: int
@@ -148,7 +149,7 @@ class Work(NamedTuple):
     decodes: int = 0
 
     def and_piece(self, start: int, stop: int) -> Work:
-        """With the slice [start, stop) beside it."""
+        """Return this work plus the slice [start, stop)."""
         tokens, pairs, keys, decodes = work_of([(start, stop)])
         return Work(
             self.tokens + tokens, self.pairs + pairs, self.keys + keys, self.decodes + decodes
@@ -156,7 +157,7 @@ class Work(NamedTuple):
 
 
 def work_of(spans: Iterable[tuple[int, int]]) -> Work:
-    """Of slices [start, stop)."""
+    """Return the work of slices [start, stop)."""
     tokens = pairs = keys = decodes = 0
     for start, stop in spans:
         tokens += stop - start
@@ -172,10 +173,10 @@ class IterationCost:
 
     dense_seconds_per_token: float
     dense_seconds_min: float  # reading the weights
-    attention_seconds_per_pair: float  # of a token and one that it sees
+    attention_seconds_per_pair: float  # computing
     attention_seconds_per_key: float  # reading a context's KV once
     overhead_seconds: float
-    dense_points: Points = field(default=(), kw_only=True)  # by tokens; () where rates are known
+    dense_points: Points = field(default=(), kw_only=True)  # by tokens; (): rates are used
     decode_points: Points = field(default=(), kw_only=True)  # by decodes, from 0 on
 
     def __post_init__(self) -> None:
@@ -183,15 +184,15 @@ class IterationCost:
             points = tuple((int(count), float(seconds)) for count, seconds in getattr(self, name))
             counts = [count for count, _ in points]
             if counts != sorted(set(counts)) or len(counts) == 1:
-                raise ValueError(f"{name} are two or more, in ascending order")
+                raise ValueError(f"{name} must be two or more points in ascending order")
             if any(not 0 <= seconds < float("inf") for _, seconds in points):
-                raise ValueError(f"{name} have seconds of at least 0")
+                raise ValueError(f"{name} must have seconds of at least 0")
             object.__setattr__(self, name, points)
         if bool(self.dense_points) != bool(self.decode_points):
-            raise ValueError("dense_points and decode_points are measured together")
+            raise ValueError("dense_points and decode_points must be measured together")
 
     def pass_seconds(self, tokens: int, pairs: int, keys: int, decodes: int = 0) -> float:
-        """Of one pass through the model; see `Work`."""
+        """Predict one pass through the model; see `Work`."""
         if not tokens:
             return 0.0
         attention = self.attention_seconds(pairs, keys)
@@ -207,22 +208,22 @@ class IterationCost:
         return reading + computing if self.dense_points else max(reading, computing)
 
     def iteration_seconds(self, spans: Iterable[tuple[int, int]]) -> float:
-        """Of slices [start, stop)."""
+        """Predict an iteration of slices [start, stop)."""
         return self.pass_seconds(*work_of(spans))
 
     def decode_seconds(self, turns: int, context: int) -> float:
-        """Of an iteration in which so many turns generate, behind contexts of so many tokens."""
+        """Predict an iteration in which `turns` turns generate, each with `context` tokens."""
         return self.pass_seconds(turns, turns * context, turns * context, turns)
 
     def piece_seconds(self, start: int, stop: int) -> float:
-        """What the piece [start, stop) of a prompt adds to an iteration that reads the weights anyway."""
+        """Predict the time that the piece [start, stop) of a prompt adds to an iteration."""
         tokens, pairs, keys, _ = work_of([(start, stop)])
         return self.dense_seconds_per_token * tokens + self.attention_seconds(pairs, keys)
 
     def tokens_within(self, seconds: float, start: int, most: int, step: int) -> int:
-        """How long a piece from `start` on may be to add no more.
+        """Return the length of a piece from `start` on that adds at most so many seconds.
 
-        A multiple of `step`, or `most` where that fits.
+        It is `most` if that fits, else a multiple of `step`.
         """
 
         def fits(num_tokens: int) -> bool:
@@ -230,7 +231,7 @@ class IterationCost:
 
         if fits(most):
             return most
-        low, high = 0, -(-most // step)  # in steps: `low` fit, or there are none; `high` do not
+        low, high = 0, -(-most // step)  # in steps: `low` fit (or are 0), `high` do not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle * step) else (low, middle)
@@ -238,7 +239,7 @@ class IterationCost:
 
 
 def between(points: Points, count: int) -> float:
-    """On the straight line between two points; level before the first, and straight on behind the last."""
+    """Interpolate linearly: constant before the first point, extrapolated after the last."""
     right = bisect_right(points, (count, float("inf")))
     if not right:
         return points[0][1]

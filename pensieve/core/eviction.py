@@ -1,35 +1,35 @@
-"""Which chunks may be evicted, which page goes when one is needed, and what is copied out ahead of need.
+"""Choose chunks to evict when a page is needed, and chunks to copy to the host ahead of need.
 
-**Candidates.**  A branch is *pinned* while a running turn holds it, else *idle*.  Only idle branches have
-chunks to give up.  `Candidates` has one queue per role (policies/queue.py): chunks to copy to the host,
-device pages to take, host pages to take.  It keeps queues and counts true whenever
+**Candidates.** A branch is *pinned* while a running turn holds it, otherwise *idle*. Only chunks of idle
+branches may be evicted. `Candidates` has one queue per role (policies/queue.py): chunks to copy to the host,
+device pages to take, host pages to take. It updates queues and counts whenever
 
     a turn pins or unpins a branch       `pin`, `unpin`
     a copy of a chunk has finished       `release`
     one chunk's state has changed        `requalify`
     the tree changes                     `branch_split`, `holders_changed`, `branch_removed`
 
-A pinned branch stays in its queues, which skip it.  Unpinning counts and queues it from scratch.  So the
-beginning of a turn costs one pass over its chunks, its end another, and a step in between none.
+A pinned branch stays in its queues, which skip it. Unpinning counts and queues the branch from scratch. So a
+turn costs one pass over its chunks when it begins, one when it ends, and none in between.
 
-**A device page** for a chunk is an empty one, or else that of the least valuable reclaimable chunk.  A
+**A device page** for a chunk is an empty page, or else the page of the least valuable reclaimable chunk. A
 conversation that returns before its pages are taken finds its chunks where they were.
 
 **Ahead of need**, when `available` falls below a mark, the least valuable dirty chunks are copied to the host
-(`plan_swap_outs`).  If the host is full, either that chunk or the least valuable chunk on the host has to go:
+(`plan_swap_outs`). If the host is full, either that chunk or the least valuable chunk on the host is dropped:
 
-    the host chunk is worth less     its host page is dropped and taken
+    the host chunk is worth less     its host page is taken
     the device chunk is worth less   it is marked to drop: reclaimable without a copy
 
-So every idle dirty chunk can become available, whatever the host holds, and no turn waits for ever.  Chunks
-are marked ahead of need.  If a chunk that is worth less becomes idle before the page is taken, the mark is
-removed and the other chunk goes instead (`_cheaper_to_drop`).
+So every idle dirty chunk can become available, whatever the host holds, and no turn waits for ever. If a less
+valuable chunk becomes idle before the page of a marked chunk is taken, the mark is removed and the other
+chunk goes instead (`_cheaper_to_drop`).
 
-Swap-ins go first: while one is in flight no swap-out starts.
+While a swap-in is in flight, no swap-out starts.
 
-**By hand**, operators move conversations: `evict` drops their pages, `move_to_host` has them copied out, as
-far as the host has room for them by value.  `copy_out` does the same for chunks of a turn that is to be
-streamed (streamed_pages.py).  Another running turn may hold some of these; they stay on the device, too.
+**By hand**, operators move conversations: `evict` drops their pages, and `move_to_host` copies them out as
+far as the host has room for their value. `copy_out` does this for the chunks of a turn that is to be streamed
+(streamed_pages.py). Chunks that another running turn holds stay on the device, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HOLDERS_NAMED_MAX = 4
 
 
 class Candidates:
-    """Listens to the tree; the pages of what the tree removes go back to the tiers here."""
+    """The queues of evictable chunks. Listens to the tree, and returns the pages of removed branches."""
 
     def __init__(self, policy: RetentionPolicy, tiers: Tiers) -> None:
         self.policy = policy
@@ -78,18 +78,18 @@ class Candidates:
             self.leave_device(branch)
 
     def leave_device(self, branch: Branch) -> None:
-        """Only streamed turns hold it: what the host has is not needed on the device."""
+        """Free the device pages of a branch that only streamed turns hold, if the host has copies."""
         for chunk in branch.chunks:
             if chunk.reclaimable:
                 self.tiers.free_device(chunk)
 
     def scan_again(self) -> None:
-        """Branches were pinned, or the policy has learned from a turn's begin or end."""
+        """Call this after branches were pinned, or a turn's begin or end has changed the policy."""
         for queue in self.queues:
             queue.scan_again()
 
     def release(self, chunk: Chunk, now: float) -> None:
-        """A copy of it has finished."""
+        """Note that a copy of a chunk has finished."""
         if self.tiers.release(chunk):
             self.requalify(chunk, now)
         branch = chunk.branch
@@ -97,7 +97,7 @@ class Candidates:
             self.leave_device(branch)
 
     def requalify(self, chunk: Chunk, now: float) -> None:
-        """An idle chunk that did not qualify for some role may do so now."""
+        """Queue an idle chunk that may now qualify for a role."""
         self.tiers.count_reclaimable(chunk, +1)
         branch = chunk.branch
         assert branch is not None
@@ -105,12 +105,12 @@ class Candidates:
             queue.requalify(chunk, branch, now)
 
     def value_of(self, chunk: Chunk, branch: Branch, now: float) -> float:
-        """The retention value of a chunk of an idle branch."""
+        """Return the retention value of a chunk of an idle branch."""
         class_index = self.policy.class_of(branch, chunk.index, now)
         return self.policy.value(class_index, now - branch.idle_since)
 
     def least_value_of(self, conversation: CachedConversation, now: float) -> float | None:
-        """Of the chunks that it holds; None while a turn runs or nothing is held."""
+        """Return the value of a conversation's least valuable chunk; None while a turn runs or without KV."""
         values = []
         for branch in conversation.path():
             if branch.num_running:
@@ -130,13 +130,13 @@ class Candidates:
             self._recount(upper, now)
 
     def holders_changed(self, branch: Branch, now: float) -> None:
-        """Its value may have fallen: with a holder fewer, or by what the policy has learned."""
+        """Queue a branch again whose value may have fallen: it lost a holder, or the policy has learned."""
         if not branch.num_running:
             for queue in self.queues:
                 queue.offer(branch, now)
 
     def branch_removed(self, branch: Branch) -> None:
-        """Chunks with a copy in flight keep their pages until it has finished (`release`)."""
+        """Free the pages of a removed branch; chunks with a copy in flight keep theirs until `release`."""
         for chunk in branch.chunks if branch.num_resident else ():
             self.tiers.count_reclaimable(chunk, -1)
             if not chunk.in_flight:
@@ -147,10 +147,10 @@ class Candidates:
     # -- counting --
 
     def _recount(self, branch: Branch, now: float) -> None:
-        """Count and queue an idle branch from scratch: one pass over its chunks.
+        """Count and queue an idle branch from scratch, in one pass over its chunks.
 
-        The same conditions as `Chunk.dirty`, `reclaimable` and `droppable`, checked together, because
-        a long turn ends with a thousand chunks.
+        Checks the conditions of `Chunk.dirty`, `reclaimable` and `droppable` together, because a long turn
+        ends with a thousand chunks.
         """
         num_chunks = len(branch.chunks)
         first_dirty = first_reclaimable = first_droppable = num_chunks
@@ -197,14 +197,14 @@ class Eviction:
         self._swap_out_mark_pages = config.swap_out_mark_pages
         self._swap_outs_max = config.swap_outs_max
         self._size = config.chunk_tokens
-        # Chunks that `move_to_host` waits to copy (False), or `copy_out` (True); one that a turn uses by then
-        # stays, unless it is full and to be copied out.
+        # Chunks to be copied for `move_to_host` (False) or `copy_out` (True). A chunk that a turn uses by
+        # then is not copied, unless it is full and for `copy_out`.
         self._to_move: dict[Chunk, bool] = {}
 
     # -- a page for a chunk --
 
     def take_device_page(self, chunk: Chunk, now: float) -> None:
-        """The caller has made sure that a page is available."""
+        """Give a chunk a device page. The caller has checked that one is available."""
         device = self._tiers.device
         page = device.take()
         if page is None:
@@ -227,8 +227,10 @@ class Eviction:
     def _cheaper_to_drop(
         self, found: tuple[float, Chunk], now: float
     ) -> tuple[float, Chunk] | None:
-        """A dirty chunk that would be marked to drop as well and is worth less than the marked one
-        that was found; the latter loses its mark then."""
+        """Return a dirty chunk that would be marked to drop, too, and is worth less than `found`.
+
+        If there is one, the found chunk loses its mark.
+        """
         value, chunk = found
         if not chunk.marked_to_drop or (other := self._dirty.least(now)) is None:
             return None
@@ -246,14 +248,14 @@ class Eviction:
         return other
 
     def drop_to_recompute(self, chunk: Chunk, now: float) -> None:
-        """Computing it is quicker than copying it in: a hole on the device, and nothing on the host."""
+        """Drop a chunk from the host because computing it is faster than copying it in."""
         self.log.record(chunk, now, "recomputed")
         self._tiers.free_host(chunk)
         chunk.filled = 0
         self._counters.dropped += 1
 
     def drop_damaged(self, chunk: Chunk, now: float) -> None:
-        """What the host has of it is not to be trusted: a hole, wherever a turn needs it."""
+        """Drop a chunk whose host page is damaged: it becomes a hole for every turn that needs it."""
         self.log.record(chunk, now, "damaged")
         self._counters.damaged += 1
         self._tiers.invalidate(chunk)
@@ -265,9 +267,9 @@ class Eviction:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Copies to the host until so many pages, or the mark, will be available.
+        """Plan copies to the host until `required_pages`, or the mark, will be available.
 
-        This iteration writes the `written` chunks.
+        `written`: the chunks that this iteration writes.
         """
         tiers = self._tiers
         if tiers.num_swapping_in:
@@ -289,7 +291,7 @@ class Eviction:
         return swap_outs
 
     def relief_expected(self, now: float) -> bool:
-        """Idle pages are about to become available, so no turn needs to be suspended for them."""
+        """Whether idle pages are about to become available, so that no turn needs to be suspended."""
         return self._tiers.num_swapping_out > 0 or self._dirty.least(now) is not None
 
     def finish_swap(self, copy_id: int, now: float) -> None:
@@ -307,7 +309,7 @@ class Eviction:
         )
 
     def _take_host_page(self, chunk: Chunk, value: float, now: float) -> bool:
-        """For a chunk on the device only; False when the host is full of more valuable ones."""
+        """Give a chunk on the device a host page; False if the host is full of more valuable chunks."""
         while (page := self._tiers.host.take()) is None:
             victim = self._droppable.least(now)
             if victim is None or victim[0] > value:
@@ -317,7 +319,7 @@ class Eviction:
         return True
 
     def take_host_page_for(self, value: float, now: float) -> int | None:
-        """For what comes from elsewhere and is worth so much; None: all that could go is worth as much."""
+        """Take a host page for a chunk of this value; None unless a page is empty or less valuable."""
         if (page := self._tiers.host.take()) is None:
             victim = self._droppable.least(now)
             if victim is None or victim[0] >= value:
@@ -327,7 +329,7 @@ class Eviction:
         return page
 
     def take_host_pages(self, count: int, now: float) -> list[int] | None:
-        """For turns that run, whatever else is worth; None: so many cannot be had."""
+        """Take host pages for running turns, whatever the value of other chunks; None: there are too few."""
         pages: list[int] = []
         while len(pages) < count:
             if (page := self._tiers.host.take()) is not None:
@@ -341,7 +343,7 @@ class Eviction:
         return pages
 
     def _drop_host_copy(self, chunk: Chunk, now: float, value: float, kept_value: float) -> None:
-        """Least valuable on the host; if it is on the device as well, it is so there, too."""
+        """Drop a chunk from the host. If it is also on the device, mark it to drop there."""
         self.log.record(chunk, now, "dropped", value, kept_value)
         self._tiers.count_reclaimable(chunk, -1)
         self._tiers.free_host(chunk)
@@ -362,7 +364,7 @@ class Eviction:
     # -- by hand --
 
     def evict(self, conversation: CachedConversation, now: float) -> int:
-        """Drop every idle page that only this conversation holds; how many chunks lost theirs."""
+        """Drop every idle page that only this conversation holds; return how many chunks lost theirs."""
         num_dropped = 0
         for branch in reversed(conversation.path()):
             if branch.num_running or len(branch.holders) > 1:
@@ -378,9 +380,10 @@ class Eviction:
         return num_dropped
 
     def move_to_host(self, conversation: CachedConversation, now: float) -> int:
-        """Have the idle pages that only this conversation holds copied to the host and freed, as far
-        as the host has room for more than what is worth more; how many chunks are gone or on their
-        way."""
+        """Move the idle pages that only this conversation holds to the host; return the number of chunks.
+
+        A chunk is copied if the host has room or a less valuable chunk. Copies may still be in flight.
+        """
         num_moving = 0
         for branch in conversation.path():
             if branch.num_running or len(branch.holders) > 1:
@@ -395,7 +398,7 @@ class Eviction:
         return num_moving
 
     def copy_out(self, chunks: Iterable[Chunk], now: float) -> None:
-        """Have these copied to the host, as far as it has room for more than what is worth more."""
+        """Have chunks copied to the host, as far as it has room or less valuable chunks."""
         for chunk in chunks:
             if chunk.marked_to_drop:
                 self._tiers.count_reclaimable(chunk, -1)
@@ -404,17 +407,17 @@ class Eviction:
             self._to_move[chunk] = True
 
     def _plan_moves(self, now: float, written: Collection[Chunk]) -> list[SwapOut]:
-        """The copies that `move_to_host` and `copy_out` wait for."""
+        """Plan the copies for `move_to_host` and `copy_out`."""
         swap_outs: list[SwapOut] = []
         for chunk in [each for each in self._to_move if not each.in_flight]:
             if len(swap_outs) == self._swap_outs_max:
                 break
             branch = chunk.branch
-            is_still = branch is not None and (
+            may_copy = branch is not None and (
                 not branch.num_running
                 or (self._to_move[chunk] and chunk.filled == self._size and chunk not in written)
             )
-            if branch is not None and is_still and chunk.dirty:
+            if branch is not None and may_copy and chunk.dirty:
                 value = self.candidates.value_of(chunk, branch, now)
                 if chunk.host_page is not None or self._take_host_page(chunk, value, now):
                     swap_outs.append(self._tiers.start_swap_out(chunk))
@@ -437,17 +440,17 @@ class EvictionEvent(NamedTuple):
     conversation_ids: tuple[str, ...]  # some of the holders
     chunk_index: int
     what: str  # a key of DESCRIPTIONS
-    value: float | None = None  # its retention value
-    kept_value: float | None = None  # that of the chunk that was kept instead
+    value: float | None = None  # retention value of the chunk
+    kept_value: float | None = None  # retention value of the chunk that was kept instead
 
 
 DESCRIPTIONS = {
     "dropped": "dropped from the host tier, which was full",
-    "marked_to_drop": "not copied to the host tier, which was full of more valuable ones, "
-    "or not worth the copy",
-    "recomputed": "dropped from the host tier: computing it again was quicker than copying it",
-    "damaged": "dropped from the host tier: it was not what had been copied there",
-    "lost": "dropped from the device tier: its page was needed and no copy was kept",
+    "marked_to_drop": "not copied to the host tier: it was full of more valuable chunks, "
+    "or the copy was not worth it",
+    "recomputed": "dropped from the host tier: recomputing was faster than copying",
+    "damaged": "dropped from the host tier: the page was damaged",
+    "lost": "dropped from the device tier: the page was needed and the host had no copy",
     "discarded": "discarded: the turn that computed it failed",
     "evicted": "dropped on request",
     "moved": "moved to the host on request",
@@ -455,7 +458,7 @@ DESCRIPTIONS = {
 
 
 class EvictionLog:
-    """What happened to chunks, and why: a bounded log for operators."""
+    """A bounded log, for operators, of evictions and their reasons."""
 
     def __init__(self) -> None:
         self._events: deque[EvictionEvent] = deque(maxlen=EVENTS_MAX)
@@ -474,7 +477,7 @@ class EvictionLog:
             self._events.append(EvictionEvent(now, some, chunk.index, what, value, kept_value))
 
     def lines_of(self, conversation_id: str, now: float) -> list[tuple[float, str]]:
-        """(seconds ago, sentence), the latest last; what happened at once to many chunks is one."""
+        """Return (seconds ago, sentence), the latest last; events at the same moment share a sentence."""
         lines: list[tuple[float, str]] = []
         group: list[EvictionEvent] = []
         for event in self._events:
@@ -495,7 +498,7 @@ def _sentence(group: list[EvictionEvent]) -> str:
     text = f"{which} {DESCRIPTIONS[group[0].what]}"
     value, kept_value = group[-1].value, group[-1].kept_value
     if value is not None and kept_value is not None:
-        text += f" (retention value {value:.3g}, that of what stayed {kept_value:.3g})"
+        text += f" (retention value {value:.3g}; the chunk kept instead: {kept_value:.3g})"
     elif value is not None:
         text += f" (retention value {value:.3g})"
     return text

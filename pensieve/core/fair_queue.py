@@ -1,48 +1,47 @@
-"""Which turn goes first: of the turns that wait, and of the prefills that have begun.
+"""Decide which waiting turn is admitted next, and which begun prefill gets tokens first.
 
-The machine is divided among shares.  A share is most often a tenant; core knows its name and its weight.
+The machine is divided among shares. A share is usually a tenant; core knows its name and weight.
 
-**Between shares.**  Each share has a counter: the tokens that were computed for it, divided by its weight.
- The waiting share with the lowest counter is next.  (If several are equal, the one whose turn came first.)
-This is fair queueing with token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
-2024):
+**Between shares.** Each share has a counter: the tokens that were computed for it, divided by its weight. The
+waiting share with the lowest counter is next; ties go to the turn that came first. This is fair queueing with
+token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
 
-* **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token that
-  a turn samples.  Tokens that are found in the cache cost nothing.
-* **Lifted**: a share saves up nothing while it does not wait.  When it begins to wait, its counter is raised
-  to the lowest of the other shares that have turns, or, if none has, to that of the share that was admitted
-  last.
+* **Charge.** A share is charged for each position of a prefill when it enters a batch, and for each sampled
+  token. Cached tokens cost nothing.
+* **Lift.** A share accumulates no credit while it does not wait. When it begins to wait, its counter is
+  raised to the lowest counter of the other shares that have turns. If no other share has turns, it is raised
+  to the counter of the share that was admitted last.
 
 So a share that submits a thousand turns delays another share's next turn by one turn, not by a thousand.
- While two shares wait, they get tokens in the proportion of their weights, up to what their running turns may
-still sample.  A prefill that has begun gives way in the same manner.
+While two shares wait, they get tokens in proportion to their weights, except for tokens that turns already
+running still sample. A begun prefill gives way to other shares by the same rule.
 
-**Within a share** turns wait in lines, each first come, first served.  There is a pair of lines for each
-priority, and the higher priorities go first.  The first line of a pair has the prompts that fit into an
-iteration, the second the longer ones.  So a document of a hundred thousand tokens does not keep everybody's
-next message waiting, not even if it does not fit into memory.  A line is overdue, and its first turn is next,
-if so many turns passed it that came after its first one:
+**Within a share**, turns wait in lines, first come, first served. Each priority has two lines: one for
+prompts that fit into an iteration, one for longer prompts. Higher priorities go first, and short prompts
+before long ones. So a document of a hundred thousand tokens does not block other messages, even if it does
+not fit into memory. A line is overdue, and its first turn is next, if so many turns have passed it that came
+later:
 
-    TURNS_A_PRIORITY      of the next higher priority (twice as many of the one above that, …)
-    SHORT_TURNS           with short prompts, of the same priority
+    TURNS_A_PRIORITY      turns of the next higher priority (twice as many of the priority above that, …)
+    SHORT_TURNS           turns with short prompts, of the same priority
 
-(Turns that do not fit into memory may be passed, too: `BlockedTurns` of scheduler.py.)
+(Turns that do not fit into memory may be passed, too: `BlockedTurns` in scheduler.py.)
 
-**Background turns** (of batch jobs) have shares of their own, which are compared only with each other.
- Tokens of a job lift no interactive share, nor the other way round.
+**Background turns** (of batch jobs) have shares of their own, which are compared only with each other. Their
+tokens lift no interactive share, and interactive tokens lift no background share.
 
-Nobody waits for ever.  As long as a share waits, tokens computed for another share raise that share's
-counter, and no lower counter can appear.  Within a share each line moves, if slowly.
+No turn waits for ever. As long as a share waits, tokens computed for another share raise that share's
+counter, and no lower counter can appear. Within a share each line moves, if slowly.
 
-**Prefills of a share** get the tokens of an iteration by level, and then **the shortest remaining one
-first**. So a message that takes one iteration does not wait for the hundred iterations of a document, which
-waits one longer.  That is best for the mean time to the first token, and alone it would starve the long ones.
-So something is **held back for the oldest prefill**: younger ones leave it HELD_BACK of the tokens that
-prompts may take in an iteration, and TOKENS_MIN at least (iteration_builder.py).  Being passed makes it at
-most 1 / HELD_BACK times as long.  If there is room for one tile only, the oldest prefill gets the tile.
+**Prefills of a share** get the tokens of an iteration by level, and then the **shortest remaining prefill
+first**. So a message of one iteration does not wait for the hundred iterations of a document, which takes one
+iteration longer. This minimizes the mean time to the first token, but would starve long prompts. So a part is
+**held back for the oldest prefill**: younger ones leave it HELD_BACK of the prompt tokens in an iteration,
+and at least TOKENS_MIN (iteration_builder.py). The oldest prefill takes at most 1 / HELD_BACK times as long.
+If there is room for only one tile, the oldest prefill gets it in every TILE_EVERY-th iteration.
 
-A waiting turn is admitted beside prefills of its share if it goes before all of them.  Otherwise it would
-take pages and no tokens.
+A waiting turn is admitted beside prefills of its share only if it goes before all of them. Otherwise it would
+take pages and get no tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from pensieve.core.turn import Turn, TurnState
 TURNS_A_PRIORITY = 64
 SHORT_TURNS = 8
 
-Line = tuple[int, bool]  # priority, and whether its prompts are short; the greatest is served first
+Line = tuple[int, bool]  # (priority, has short prompts); the greatest is served first
 
 
 def _passes_allowed(ahead: Line, behind: Line) -> int:
@@ -68,16 +67,14 @@ class Share:
     name: str
     is_background: bool = False
     weight: float = 1.0
-    used: float = 0.0  # tokens that were computed for it, divided by its weight
-    num_tokens: int = 0  # that were computed for it
-    num_turns: int = 0  # that have not ended
-    lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # that have turns
-    passed: dict[Line, int] = field(
-        default_factory=dict
-    )  # since a line moved: turns that passed it
+    used: float = 0.0  # computed tokens divided by the weight
+    num_tokens: int = 0  # computed for it
+    num_turns: int = 0  # not ended
+    lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # those with turns
+    passed: dict[Line, int] = field(default_factory=dict)  # turns that passed a line since it moved
 
     def in_order(self, excluded: Collection[Turn]) -> list[Turn]:
-        """The first turn of each line, without the excluded ones: overdue lines by arrival, then by rank."""
+        """Return the first turn of each line that is not excluded: overdue lines by arrival, then by rank."""
         firsts = (self._first_of(line, excluded) for line in self._lines_in_order())
         return [turn for turn in firsts if turn is not None]
 
@@ -103,7 +100,7 @@ class Share:
             self.passed.pop(line, None)
 
     def turn_passes(self, turn: Turn, own: Line) -> None:
-        """A turn of this line is admitted."""
+        """Count for lower lines that a turn of line `own` is admitted before them."""
         self.passed.pop(own, None)
         for line, waiting in self.lines.items():
             if line < own and waiting[0].arrival < turn.arrival:
@@ -111,16 +108,16 @@ class Share:
 
 
 class FairQueue:
-    """The turns that wait for their first iteration; all shares that ever had one are remembered."""
+    """The turns that wait for their first iteration. Remembers every share that ever had a turn."""
 
     def __init__(self, short_tokens_max: int) -> None:
-        """Prompts of at most so many new tokens are short."""
+        """`short_tokens_max`: the most new tokens of a short prompt."""
         self._short_tokens_max = short_tokens_max
         self._shares: dict[str, Share] = {}
         self._with_turns: dict[str, Share] = {}  # by name
-        self._latest: dict[bool, Share] = {}  # admitted last, of background and of others
+        self._latest: dict[bool, Share] = {}  # admitted last; by whether it is a background share
         self._num_turns = 0
-        self.num_prompt_tokens = 0  # of the interactive turns that wait
+        self.num_prompt_tokens = 0  # of the waiting interactive turns
 
     def __len__(self) -> int:
         return self._num_turns
@@ -129,7 +126,7 @@ class FairQueue:
         return any(each is turn for each in self)
 
     def __iter__(self) -> Iterator[Turn]:
-        """Share by share, and line by line, each as they came."""
+        """Iterate share by share, line by line, in order of arrival."""
         for share in self._with_turns.values():
             for line in sorted(share.lines, reverse=True):
                 yield from share.lines[line]
@@ -140,12 +137,13 @@ class FairQueue:
         may_run: Callable[[Turn], bool],
         excluded: Collection[Turn] = (),
     ) -> Turn | None:
-        """Of the turns that wait and may run: of the share that has used least, one of the highest level.
+        """Return the next waiting turn that may run: the highest level of the share that has used least.
 
-        `suspended` turns are in `resume_order`.  One of them goes before new ones of its level, unless its
-        share of time was over.  If the first of a share may not run, no other suspended turn of it may.
+        `suspended` turns are in `resume_order`. A suspended turn goes before new turns of its level, unless
+        it had used up its share of time. If a share's first suspended turn may not run, its other suspended
+        turns may not run either.
         """
-        first: dict[str, Turn] = {}  # the first suspended one of each share
+        first: dict[str, Turn] = {}  # the first suspended turn of each share
         for turn in suspended:
             first.setdefault(turn.share, turn)
         waiting = [*filter(may_run, first.values()), *self._heads(may_run, excluded)]
@@ -161,14 +159,14 @@ class FairQueue:
         )
 
     def _heads(self, may_run: Callable[[Turn], bool], excluded: Collection[Turn]) -> Iterator[Turn]:
-        """The next turn of each share that waits."""
+        """Yield the next turn of each waiting share."""
         for share in self._with_turns.values():
             turn = next(filter(may_run, share.in_order(excluded)), None)
             if turn is not None:
                 yield turn
 
     def has_other(self, share: str, level: int) -> bool:
-        """Whether anybody waits who is of another share, or above this level."""
+        """Whether a turn waits that is of another share or above this level."""
         return any(
             name != share or max(each.lines)[0] > level for name, each in self._with_turns.items()
         )
@@ -193,17 +191,17 @@ class FairQueue:
             del self._with_turns[share.name]
 
     def admit(self, turn: Turn) -> None:
-        """Take out a turn that is admitted."""
+        """Remove a turn because it is admitted."""
         self.remove(turn)
         share = self._latest[turn.is_background] = self._shares[turn.share]
         share.turn_passes(turn, self.line_of(turn))
 
     def end(self, turn: Turn) -> None:
-        """A turn has ended, wherever it was."""
+        """Note that a turn has ended, in whichever state it was."""
         self._shares[turn.share].num_turns -= 1
 
     def used(self, turn: Turn) -> float:
-        """By its share."""
+        """Return what the turn's share has used."""
         return self._shares[turn.share].used
 
     def charge(self, turn: Turn, num_tokens: int) -> None:
@@ -213,22 +211,22 @@ class FairQueue:
 
     @property
     def tokens_by_share(self) -> dict[str, int]:
-        """That were computed for each, of those that ever had a turn."""
+        """Tokens computed for each share."""
         return {name: share.num_tokens for name, share in self._shares.items()}
 
     def line_of(self, turn: Turn) -> Line:
-        """Where in its share it waits."""
+        """Return the line of its share in which a turn waits."""
         return turn.options.priority, turn.num_new_tokens <= self._short_tokens_max
 
     def check(self, num_all: int) -> None:
-        """`num_all` is the number of turns that have not ended."""
+        """Check the invariants; `num_all` is the number of turns that have not ended."""
         num_turns = 0
         assert sum(share.num_turns for share in self._shares.values()) == num_all
         for name, share in self._shares.items():
             assert bool(share.lines) == (name in self._with_turns), (
-                f"share {name!r} waits and does not"
+                f"share {name!r} is listed as waiting without turns, or not listed with turns"
             )
-            assert set(share.passed) <= set(share.lines), f"share {name!r} counts for no line"
+            assert set(share.passed) <= set(share.lines), f"share {name!r} counts an empty line"
             for line, waiting in share.lines.items():
                 assert waiting, f"share {name!r} has an empty line"
                 assert {self.line_of(turn) for turn in waiting} == {line}, (
@@ -255,23 +253,23 @@ class FairQueue:
 
 
 def prefill_order(turn: Turn) -> tuple[int, int, int]:
-    """The least goes first."""
+    """Sort key of prefills: the least goes first."""
     return -turn.level, turn.num_missing, turn.arrival
 
 
 def resume_order(turn: Turn) -> tuple[int, int, int]:
-    """Of suspended turns of one share, the least comes back first."""
+    """Sort key of a share's suspended turns: the least resumes first."""
     return -turn.level, int(turn.moved_back), turn.arrival
 
 
 def precedes_prefills(turn: Turn, started: Iterable[Turn]) -> bool:
-    """Whether it goes before all prefills of its share that have begun."""
+    """Whether a turn goes before all begun prefills of its share."""
     own = prefill_order(turn)
     return all(own < prefill_order(each) for each in started if each.share == turn.share)
 
 
 def oldest_prefill(turn: Turn, started: Iterable[Turn]) -> Turn | None:
-    """The oldest prefill of its share and of no lower level, if that came before this turn."""
+    """Return the oldest begun prefill of the share, of no lower level, that came before this turn."""
     older = [
         each
         for each in started

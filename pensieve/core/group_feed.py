@@ -1,34 +1,34 @@
-"""Which request of a batch is submitted next, such that requests with a common prefix run together.
+"""Choose the next request of a batch, so that requests with a common prefix run together.
 
-All requests are known ahead, and which share which prefix (prefix_groups.py).  A group's requests are
-submitted one after another and the groups in their order, so a prefix is computed once, is used by all of its
-requests while it is there, and is dropped with the last of them (BatchLLM, section 4.3.1).
+All requests, and the groups that share a prefix (prefix_groups.py), are known in advance. Groups are
+submitted in order, and the requests of a group one after another. So a prefix is computed once, is used by
+all of its requests while it is cached, and is dropped with the last of them (BatchLLM, section 4.3.1).
 
-**A group's prefix is computed by one of its own requests**, the *opener*.  The others wait until it is there:
+**One of a group's own requests, the *opener*, computes its prefix.** The others wait until it is computed:
 
     waiting ──submit the opener──> opening ──prefix_computed──> open ──the last request has ended──> done
        ^                              │                          │
        └────────────── none of its requests is active ───────────┘
 
-It is not brought to the device by a turn of its own: whoever computes it needs it at once, so no page is
-taken for a prefix that nobody uses, and an opener has what every turn has (a place in the queue, pages that
-it waits for, a suspension that loses nothing).  While none of a group's requests is active its prefix may be
-evicted, so the next one that is submitted opens the group again; what is still there it finds.
+No extra turn computes the prefix. So no page is taken for a prefix before a request uses it, and the opener
+queues, waits for pages and is suspended like every turn. While none of a group's requests is active, its
+prefix may be evicted. Then the next submitted request opens the group again and uses the part that is still
+cached.
 
     A request is waiting, active or done.
     A group whose prefix is not computed has at most one active request, the opener.
     A request that came back (`returned`) is submitted again, before later ones.
 
-**Limited by memory, not by a number of requests** (the paper's algorithm 2).  What is planned for are the
-prefixes of groups with active requests, and of each active request its own part: the tokens behind the
-prefix, and the reply that is expected.  So long as this fits into `pages_max` the next request goes, and no
-later one goes before it; one that does not fit goes when no other is active.  A group with more requests than
-fit goes in parts by itself.  While a group is opening, the next one opens if there is room beyond what the
-first is going to need; so prefixes are computed while the groups before them drain.
+**The limit is memory, not a number of requests** (the paper's algorithm 2). The plan counts the prefixes of
+groups with active requests, and for each active request its own part: the tokens after the prefix and the
+expected reply. As long as the next request fits into `pages_max`, it is submitted; no later request overtakes
+it. A request that does not fit is submitted when no other is active. So a group with too many requests runs
+in parts. While a group is opening, the next group opens if there is room beyond the first group's needs. So
+prefixes are computed while the groups before them drain.
 
-A reply is expected to be as long as those that ended, their mean and a standard deviation on top, and at
-most as long as it may be.  (While few have ended: as long as it may be.)  It is an estimate: where it is
-wrong, the scheduler suspends.
+The expected length of a reply is the mean plus one standard deviation of the replies that ended, at most its
+maximum. While few replies have ended, it is the maximum. If the estimate is too low, the scheduler suspends
+turns.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from typing import NamedTuple
 
 from pensieve.core.prefix_groups import PrefixGroup
 
-NUM_LEARNED_MIN = 8  # replies that have ended, until their lengths are believed
+NUM_LEARNED_MIN = 8  # ended replies before their lengths are used
 
 
 class FeedConfig(NamedTuple):
-    pages_max: int  # of the device, that the batch plans for
+    pages_max: int  # device pages for which the batch plans
     chunk_tokens: int
-    turns_max: int  # of the batch at once
+    turns_max: int  # turns of the batch at once
 
 
 class Submit(NamedTuple):
     request: int
     group: int
-    prefix_tokens: int  # that it shares with the others of its group; 0: none
-    opens: bool  # it computes them
+    prefix_tokens: int  # shared with the other requests of the group; 0: none
+    opens: bool  # the request computes them
 
 
 class DropPrefix(NamedTuple):
-    """All requests of the group have ended."""
+    """Drop a group's prefix, because all requests of the group have ended."""
 
     group: int
 
@@ -71,18 +71,18 @@ Action = Submit | DropPrefix
 @dataclass(slots=True)
 class _Group:
     index: int
-    prefix_tokens: int  # 0: its requests are alone
+    prefix_tokens: int  # 0: its requests share nothing
     num_left: int  # requests that have not ended
-    waiting: list[int]  # the next one last
+    waiting: list[int]  # the next request is last
     num_active: int = 0
-    opener: int | None = None  # active, and computes the prefix
+    opener: int | None = None  # the active request that computes the prefix
     is_open: bool = False
-    own_pages: int = 0  # planned for when the others of an opener will be submitted
+    own_pages: int = 0  # planned for the requests that wait for the opener
 
 
 @dataclass(slots=True)
 class _Lengths:
-    """Of replies that have ended."""
+    """Statistics of the lengths of ended replies."""
 
     count: int = 0
     total: int = 0
@@ -103,11 +103,11 @@ class _Lengths:
 
 @dataclass(slots=True)
 class _Planned:
-    """Pages and turns."""
+    """Pages and turns for which the batch plans."""
 
     pages: int = 0
     turns: int = 0
-    of_request: dict[int, int] = field(default_factory=dict)  # own pages of those that are active
+    of_request: dict[int, int] = field(default_factory=dict)  # own pages of each active request
 
 
 class GroupFeed:
@@ -118,7 +118,7 @@ class GroupFeed:
         max_tokens: Sequence[int],
         config: FeedConfig,
     ) -> None:
-        """By request the tokens of its prompt, and how many its reply has at most."""
+        """`num_tokens`, `max_tokens`: by request, the tokens of its prompt and the most of its reply."""
         assert min(config.pages_max, config.turns_max) > 0
         self._config = config
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
@@ -131,9 +131,9 @@ class GroupFeed:
             for member in waiting:
                 assert member not in self._group_of, f"request {member} is in two groups"
                 self._group_of[member] = self._groups[-1]
-        self._ready = list(range(len(self._groups)))  # a heap; has all with a request that may go
+        self._ready = list(range(len(self._groups)))  # a heap: every group with a request to submit
         self._planned = _Planned()
-        self._coming = _Planned()  # of the other requests of groups that are opening
+        self._coming = _Planned()  # for the requests that wait for an opener
         self._lengths = _Lengths()
         self._dropped: deque[int] = deque()
         self._done: set[int] = set()
@@ -141,7 +141,7 @@ class GroupFeed:
     # -- what goes next --
 
     def next(self) -> Action | None:
-        """What is to be done now; None: nothing before something has ended or was computed."""
+        """Return the next action; None: wait until a request has ended or a prefix is computed."""
         if self._dropped:
             return DropPrefix(self._dropped.popleft())
         group = self._first_ready()
@@ -166,13 +166,13 @@ class GroupFeed:
         return self._group_of[request].index
 
     def prefix_tokens_of(self, group: int) -> int:
-        """That its requests share; 0: none."""
+        """Return the number of tokens that a group's requests share; 0: none."""
         return self._groups[group].prefix_tokens
 
     # -- what happened --
 
     def prefix_computed(self, group: int) -> None:
-        """The prefix of a group with an active request is there; others may use it."""
+        """Note that the prefix of a group with an active request is computed, and open the group."""
         found = self._groups[group]
         assert found.prefix_tokens, f"group {group} has no prefix"
         assert found.num_active, f"group {group} computes nothing"
@@ -182,7 +182,7 @@ class GroupFeed:
             self._make_ready(found)
 
     def ended(self, request: int, num_output_tokens: int | None) -> None:
-        """It has its result; None: that is no reply."""
+        """Note that a request has its result; `num_output_tokens` None: the result is not a reply."""
         group = self._deactivate(request)
         self._done.add(request)
         group.num_left -= 1
@@ -192,7 +192,7 @@ class GroupFeed:
             self._dropped.append(group.index)
 
     def returned(self, request: int) -> None:
-        """It runs no more and has no result: it is to be submitted again."""
+        """Take back a request that stopped without a result. It is submitted again."""
         group = self._deactivate(request)
         insort(group.waiting, request, key=lambda each: -each)
         self._make_ready(group)
@@ -212,10 +212,13 @@ class GroupFeed:
 
     def _make_ready(self, group: _Group) -> None:
         if group.waiting:
-            heappush(self._ready, group.index)  # it may be there already, which does no harm
+            heappush(self._ready, group.index)  # a duplicate does no harm
 
     def _fits(self, group: _Group) -> bool:
-        """Its next request, beside those that are active; and, if it opens, those that were there before."""
+        """Whether the group's next request fits beside the active ones.
+
+        If that request opens the group, the requests that wait for other openers must fit, too.
+        """
         planned, config = self._planned, self._config
         if not planned.turns:
             return True
@@ -256,7 +259,7 @@ class GroupFeed:
         return group
 
     def _close(self, group: _Group) -> None:
-        """It is no longer opening."""
+        """Note that the group is no longer opening."""
         if group.opener is not None:
             group.opener = None
             self._coming.pages -= group.own_pages
@@ -267,7 +270,7 @@ class GroupFeed:
         return group.prefix_tokens // self._config.chunk_tokens
 
     def _own_pages(self, request: int, group: _Group) -> int:
-        """Beside the whole pages of its prefix."""
+        """Return the pages that a request needs beside the whole pages of its prefix."""
         num_tokens = self._num_tokens[request] + self._lengths.expected(self._max_tokens[request])
         return -(-num_tokens // self._config.chunk_tokens) - self._prefix_pages(group)
 
@@ -302,5 +305,5 @@ class GroupFeed:
         assert pages == planned.pages, "pages are miscounted"
         assert pages <= self._config.pages_max or planned.turns == 1, "more pages than there are"
         assert (coming.pages, coming.turns) == (coming_pages, coming_turns), (
-            "who comes is miscounted"
+            "the requests that wait for an opener are miscounted"
         )

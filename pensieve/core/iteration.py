@@ -1,36 +1,35 @@
-"""The plan of one step as plain values (`Iteration`), and what came of it (`Outcome`).
+"""The plan of one step as plain values (`Iteration`), and its result (`Outcome`).
 
-An iteration is data.  Nothing in it is a live object of the scheduler: a slice holds copies of all that its
-execution needs, so the same value serves the model, the other ranks, the simulator and a journal.
+An iteration is data. It contains no live object of the scheduler: a slice holds copies of everything that its
+execution needs. So the same value serves the model, the other ranks, the simulator and a journal.
 
-An executor gets what it must know of a turn once: `Iteration.started` lists the turns that have their first
-slices here, `Iteration.ended` those that the executor may forget.  (vLLM: `scheduled_new_reqs` and
+An executor is told about each turn once: `Iteration.started` lists the turns that have their first slices
+here, and `Iteration.ended` the turns that the executor may forget. (vLLM: `scheduled_new_reqs` and
 `finished_req_ids` of a `SchedulerOutput`.)
 
-The executor's contract, on which the bookkeeping relies:
+The bookkeeping relies on this contract of the executor:
 
-* `copies` are done before any slice of the same iteration is written, `swap_ins` before any slice
-  attends to their pages (a layer waits for that layer's copy only).  Both see every write of
-  earlier iterations; so do `swap_outs`.
-* A slice may attend to what a slice before it in the same iteration computes, and to nothing that a later
-  one does.  So in each layer the keys and values of all slices are written before any slice attends; or
-  the slices are computed in several parts, in their order.
-* A copy is named by its `copy_id` and reported once in `Outcome.finished_copies`, in this or in any
-  later outcome.  Until then the core moves neither of its pages.  Page-to-page `copies` are finished
-  when their iteration is collected and are not reported.
-* Slices of `groups` are of turns whose KV lies on the host; they come behind all others, group by group.
-  A group's pages are copied to a staging arena layer by layer, its slices write and attend there, and
-  what they have written is copied back; the copies of a group that follows see it, and so do the
-  `swap_ins` and groups of later iterations.  No slice reads what a slice of another group writes.
+* `copies` are done before any slice of the same iteration is written, and `swap_ins` before any slice attends
+  to their pages (a layer waits only for its own copy). Both see every write of earlier iterations, and so do
+  `swap_outs`.
+* A slice may attend to positions that an earlier slice of the same iteration computes, but not to those of a
+  later slice. So in each layer the keys and values of all slices are written before any slice attends, or the
+  slices are computed in several parts, in order.
+* A copy has a `copy_id` and is reported once in `Outcome.finished_copies`, in this or any later outcome.
+  Until then the core moves neither of its pages. Page-to-page `copies` are finished when their iteration is
+  collected, and are not reported.
+* Slices of `groups` belong to turns whose KV is on the host. They come after all others, group by group. A
+  group's pages are copied to a staging arena layer by layer, its slices write and attend there, and the
+  written slots are copied back. The copies of the following groups see them, and so do the `swap_ins` and
+  groups of later iterations. No slice reads positions that a slice of another group writes.
 * An iteration without slices is collected when at least one outstanding copy has finished.
-* An iteration may be launched while the one before it is not collected.  The last position of a
-  slice may then be one whose token that iteration samples (`Slice.awaits_token`); the executor copies
-  it into the batch.  If that row fails, or turns out to have ended its turn, the slice's result is thrown
-  away.
-* A slice that `needs_token` yields exactly one `SampledToken` or one `TurnFailure`; other slices yield
+* An iteration may be launched before the previous one is collected. Then that previous iteration may still be
+  sampling the token of a slice's last position (`Slice.awaits_token`); the executor copies the token into the
+  batch. If that row fails, or its token ends the turn, the slice's result is dropped.
+* A slice that `needs_token` yields exactly one `SampledToken` or one `TurnFailure`. Other slices yield
   nothing unless they fail.
-* A turn may be in `ended` while a slice of it is not collected.  What is reported for it is ignored.
-* A turn may start and end in one iteration (a warm that had nothing to compute): it is forgotten.
+* A turn may be in `ended` while a slice of it is not collected. Results for it are ignored.
+* A turn may start and end in one iteration (a warm with nothing to compute). It is forgotten.
 """
 
 from __future__ import annotations
@@ -44,26 +43,25 @@ from pensieve.sampling import Sampling
 
 
 class TurnStart(NamedTuple):
-    """What an executor has to know of a turn until it ends."""
+    """What an executor must know about a turn until it ends."""
 
     turn_id: int
-    context: array[int]  # 'I': token ids of its conversation's log and of its prompt
+    context: array[int]  # 'I': token ids of the conversation's log and of the prompt
     sampling: Sampling
     constraint: Constraint | None = None
 
 
 class Slice(NamedTuple):
-    """Positions [start, stop) of a turn; they attend to everything before them."""
+    """Positions [start, stop) of a turn. They attend to all positions before them."""
 
     turn_id: int
     start: int
     stop: int
-    token_ids: array[int]  # 'I': of these positions; one less where the last one is awaited
-    page_table: array[
-        int
-    ]  # 'i': device page of each chunk up to `stop`; in a group, see `PageGroup`
+    token_ids: array[int]  # 'I': of these positions; without the last token if it is awaited
+    # 'i': device page of each chunk up to `stop`; in a group, see `PageGroup`
+    page_table: array[int]
     needs_token: bool = False  # the logits of position stop - 1 are sampled
-    is_last: bool = False  # that token ends the reply, which then has its maximal length
+    is_last: bool = False  # the sampled token ends the reply, which then has its maximal length
 
     @property
     def num_tokens(self) -> int:
@@ -71,11 +69,11 @@ class Slice(NamedTuple):
 
     @property
     def awaits_token(self) -> bool:
-        """Whether the token at position stop - 1 is still being sampled, by the iteration before."""
+        """Whether the previous iteration is still sampling the token at position stop - 1."""
         return len(self.token_ids) < self.stop - self.start
 
     def split(self, position: int) -> tuple[Slice, Slice]:
-        """Cut it into two slices: the positions before `position`, and the others."""
+        """Cut the slice into two: the positions before `position`, and the rest."""
         assert self.start < position < self.stop, (self.start, position, self.stop)
         num_first = position - self.start
         first = self._replace(
@@ -107,19 +105,17 @@ class SwapOut(NamedTuple):
 
 
 class PageGroup(NamedTuple):
-    """Slices of streamed turns that attend together, while their pages lie in a staging arena.
+    """Slices of streamed turns that attend together, while their pages are in a staging arena.
 
-    Those are slices [first_slice, stop_slice) of the iteration, and the entries of their page tables are
-    indexes into `host_pages`, ascending; each page is there once.
+    They are slices [first_slice, stop_slice) of the iteration. The entries of their page tables are ascending
+    indexes into `host_pages`, which has each page once.
     """
 
     first_slice: int
     stop_slice: int
     host_pages: array[int]  # 'i'
-    loaded_slots: array[int]  # 'i', of each page: so many leading slots are copied in, before
-    stored_slots: array[
-        int
-    ]  # 'i', of each page: so many are copied back, after; 0: none was written
+    loaded_slots: array[int]  # 'i': leading slots of each page that are copied in before
+    stored_slots: array[int]  # 'i': leading slots copied back after; 0: none was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,7 @@ class Iteration:
     swap_outs: tuple[SwapOut, ...] = ()
     started: tuple[TurnStart, ...] = ()
     ended: tuple[int, ...] = ()  # turn ids
-    predicted_seconds: float = 0.0  # that it takes (time_budget.py); 0: nothing is known yet
+    predicted_seconds: float = 0.0  # duration (time_budget.py); 0: unknown
     groups: tuple[PageGroup, ...] = ()
 
     @property
@@ -146,15 +142,15 @@ class Logprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token that was sampled for a turn, with the text that it releases.
+    """A token sampled for a turn, with the text that it releases.
 
-    The same record goes from the executor through the core and over the pipe to the turn's readers.
+    This record goes from the executor through the core and over the pipe to the turn's readers.
     """
 
     turn_id: int
     token_id: int
     text: str = ""
-    stopped: bool = False  # it ends the reply: an end-of-turn token, a stop token or a stop string
+    stopped: bool = False  # it ends the reply, as end-of-turn token, stop token or stop string
     logprob: float | None = None
     top_logprobs: tuple[Logprob, ...] = ()
 

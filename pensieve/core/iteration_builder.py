@@ -1,15 +1,14 @@
-"""An iteration while it is being planned: what it holds so far, and how many tokens it may still take.
+"""Build an iteration: its slices so far, and the room for more tokens.
 
-A turn's work is spent from its lowest missing position upward, across the holes of its context.  So when a
+A turn's missing positions are computed from the lowest upward, across the holes of its context. So when a
 slice is launched, every position before its end is on the device, on its way there in the same iteration, or
-in a slice of it.  Planning a slice raises `chunk.filled` at once: the first turn that is planned computes a
-missing chunk that several turns share, and the others find it done.
+in a slice of it. Planning a slice raises `chunk.filled` at once. So if several turns share a missing chunk,
+the first planned turn computes it and the others use it.
 
 If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit, given the length of
-its context, but at least TOKENS_MIN.  There is room for another prompt as long as TOKENS_MIN tokens at the
-beginning of a context would fit.  There is always room for the first prompt.  A turn
-that goes before an older prefill leaves it HELD_BACK of what prompts may take, and TOKENS_MIN at least
-(fair_queue.py).
+its context, but at least TOKENS_MIN. There is room for another prompt as long as TOKENS_MIN tokens at the
+beginning of a context would fit, and always room for the first prompt. A turn that goes before an older
+prefill leaves it HELD_BACK of the room for prompts, and at least TOKENS_MIN tokens (fair_queue.py).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.tiers import PageReservation
 from pensieve.core.turn import Turn
 
-TOKENS_MIN = 16  # of a prompt, where time is short
-HELD_BACK = 0.25
-TILE_EVERY = 4  # iterations, where there is room for one
+TOKENS_MIN = 16  # of a prompt, even if time is short: one tile
+HELD_BACK = 0.25  # of the room for prompts, for the oldest prefill
+TILE_EVERY = 4  # if only one tile fits, the oldest prefill gets it once in so many iterations
 
 _new_tuple = tuple.__new__
 
@@ -45,26 +44,26 @@ class IterationBuilder:
         self.planned_at = 0.0
         self.num_decodes = 0  # of interactive turns
         self.others_generate = False  # in uncommitted iterations; see pipeline_stages.py
-        self.predicted_without = 0.0  # of its decodes alone; see time_budget.py
-        self.num_interactive: int | None = None  # tokens before the background turns; None: all are
-        self.holds_back = holds_back  # also if there is room for one tile only
-        self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
-        self.seconds_added = 0.0  # by prompts, as predicted
-        self.predicted_seconds = 0.0  # of the whole iteration; 0: nothing is known yet
+        self.predicted_without = 0.0  # seconds of its decodes alone; see time_budget.py
+        self.num_interactive: int | None = None  # tokens before background turns; None: all tokens
+        self.holds_back = holds_back  # for the oldest prefill, even if there is room for one tile
+        self.seconds_max: float | None = None  # predicted seconds that prompts may add; None: any
+        self.seconds_added = 0.0  # predicted seconds added by prompts
+        self.predicted_seconds = 0.0  # of the whole iteration; 0: unknown
         self._cost, self._copy_seconds = config.cost, config.copy_seconds
         self._pairs = self._keys = self._num_ones = 0  # see `Work`
-        self.streamed: dict[int, Turn] = {}  # with a slice in it, by turn_id
-        self.num_staged = 0  # their pages
+        self.streamed: dict[int, Turn] = {}  # streamed turns with a slice, by turn_id
+        self.num_staged = 0  # pages of the streamed turns
         self.slices: list[Slice] = []
         self.groups: tuple[PageGroup, ...] = ()  # of the streamed turns' slices
         self.copies: list[PageCopy] = []
         self.swap_ins: list[SwapIn] = []
         self.sources: list[Chunk] = []  # of `copies`
-        self.turns: list[Turn] = []  # with a slice in it, each once
-        self.filled_before: dict[Chunk, int] = {}  # of chunks that it writes
-        self.num_recomputed = 0  # positions whose KV had been there before
+        self.turns: list[Turn] = []  # with a slice, each once
+        self.filled_before: dict[Chunk, int] = {}  # of the chunks that it writes
+        self.num_recomputed = 0  # positions that had KV before
         self.num_ranges_max = 0  # most disconnected slices of one turn
-        self.required_pages = 0  # that should become available
+        self.required_pages = 0  # pages that should become available
         self._size = chunk_tokens
 
     @property
@@ -72,17 +71,17 @@ class IterationBuilder:
         return not (self.slices or self.copies or self.swap_ins)
 
     def require_pages(self, num_pages: int) -> None:
-        """So many pages should become available for turns that found none."""
+        """Note that so many pages should become available, for a turn that found none."""
         self.required_pages = max(self.required_pages, num_pages)
 
     def admit(self, admission: PageReservation) -> None:
-        """Take over what has to move for a turn's context."""
+        """Take the copies and swap-ins of an admitted turn."""
         self.copies += admission.copies
         self.swap_ins += admission.swap_ins
         self.sources += admission.sources
 
     def decode(self, turn: Turn, num_tokens: int) -> None:
-        """The last of the turn's `num_tokens` positions, all others having KV; it samples the next."""
+        """Add a slice of the last of the turn's `num_tokens` positions; all others have KV."""
         chunks = turn.chunks
         last = chunks[-1]
         if turn.streamed:
@@ -102,7 +101,7 @@ class IterationBuilder:
         self._num_ones += 1
         start, is_last = num_tokens - 1, num_tokens + 1 >= turn.length_max  # `Turn.ends_at`
         token_ids, pages = turn.tokens[start:num_tokens], turn.page_table[: len(chunks)]
-        # As `Slice(...)` does, in two thirds of the time: there is one for each turn that generates.
+        # `Slice(...)` would take 1.5 times as long, and every generating turn needs a slice.
         self.slices.append(
             _new_tuple(Slice, (turn.turn_id, start, num_tokens, token_ids, pages, True, is_last))
         )
@@ -115,7 +114,7 @@ class IterationBuilder:
         started: Iterable[TurnStart],
         ended: Iterable[int],
     ) -> Iteration:
-        """Return what is to be launched."""
+        """Return the finished iteration."""
         return Iteration(
             index,
             tuple(self.slices),
@@ -129,7 +128,7 @@ class IterationBuilder:
         )
 
     def predicted(self) -> float:
-        """Seconds of what it holds."""
+        """Predict the seconds of the iteration so far."""
         seconds = self._cost.pass_seconds(*self.work)
         return max(seconds, self._copy_seconds * self.num_staged) if self.streamed else seconds
 
@@ -138,7 +137,7 @@ class IterationBuilder:
         return Work(self.num_tokens, self._pairs, self._keys, self._num_ones)
 
     def has_room(self, held_for: Turn | None = None) -> bool:
-        """For tokens of another prompt, beside what is held back for one that came earlier."""
+        """Whether tokens of another prompt fit, beside the room held back for an older prefill."""
         left = self.num_tokens_left
         if held_for is not None:
             if self._within(0, held_for) >= TOKENS_MIN:
@@ -151,14 +150,14 @@ class IterationBuilder:
 
     @property
     def _is_narrow(self) -> bool:
-        """There is no room for two tiles, even at the beginning of a context."""
+        """Whether two tiles would not fit, even at the beginning of a context."""
         two = min(2 * TOKENS_MIN, self.num_tokens_max - self.num_decodes)
         if self.seconds_max is not None:
             two = self._cost.tokens_within(self.seconds_max, 0, two, TOKENS_MIN)
         return two < 2 * TOKENS_MIN
 
     def _within(self, start: int, held_for: Turn | None = None) -> int:
-        """How many tokens of a prompt the time allows, behind a context of `start`."""
+        """Return how many tokens of a prompt the time allows after a context of `start` tokens."""
         num_held, seconds_held = self._held(held_for) if held_for is not None else (0, 0.0)
         left = max(self.num_tokens_left - num_held, 0)
         if self.seconds_max is None:
@@ -167,7 +166,7 @@ class IterationBuilder:
         return self._cost.tokens_within(seconds, start, left, TOKENS_MIN)
 
     def _held(self, turn: Turn) -> tuple[int, float]:
-        """Tokens and seconds of this iteration that are the turn's, whatever goes before it."""
+        """Return the tokens and seconds of this iteration that are held back for a turn."""
         start, end = turn.frontier, len(turn.tokens) + turn.pending_tokens
         num_tokens = int(HELD_BACK * (self.num_tokens_max - self.num_decodes))
         num_tokens = min(max(num_tokens, TOKENS_MIN), end - start)
@@ -183,27 +182,27 @@ class IterationBuilder:
 
     @property
     def only_decodes(self) -> bool:
-        """Interactive turns generate, and there is nothing else."""
+        """Whether the iteration has decodes of interactive turns and nothing else."""
         return 0 < self.num_decodes == self.num_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of interactive turns."""
+        """Prompt tokens of interactive turns."""
         return self.num_tokens - self.num_background - self.num_decodes
 
     def limit(self, num_tokens: int) -> None:
-        """Take at most so many further tokens."""
+        """Limit the further tokens to `num_tokens`."""
         over = max(self.num_tokens_left - num_tokens, 0)
         self.num_tokens_max -= over
         self.num_tokens_left -= over
 
     def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
-        """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""
+        """Add slices of the turn's missing positions, lowest first, up to the budget; return the tokens."""
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
         within = self._within(position, held_for)
         allowed = left = min(self.num_tokens_left, max(within, TOKENS_MIN))
-        start = None  # of the run of missing positions being gathered
+        start = None  # of the current run of missing positions
         while position < end and left:
             chunk = turn.chunks[position // size]
             base = chunk.index * size

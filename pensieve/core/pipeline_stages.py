@@ -1,16 +1,16 @@
-"""Pipeline stages: which generating turns an iteration has, and when each stage becomes free.
+"""Pipeline stages: choose the generating turns of an iteration, and estimate when stages become free.
 
-With S stages up to S iterations are in flight, each in another stage.  The first stage needs a turn's last
-token, and the last stage samples it.  So a turn whose token is not known yet (`Turn.pending_tokens`) is in no
-further iteration, and generating turns are divided into *micro-batches* which take turns.  A prompt needs no
-token that is sampled: its pieces follow each other through the stages without waiting.
+With S stages, up to S iterations are in flight, each in another stage. The first stage needs a turn's last
+token, and the last stage samples it. So a turn whose token is not known yet (`Turn.pending_tokens`) is in no
+further iteration, and generating turns are divided into *micro-batches* that alternate. A prompt needs no
+sampled token: its pieces follow each other through the stages without waiting.
 
     stage 1    A  B  A  B  …        A, B: micro-batches of two stages;
     stage 2       A  B  A  …        A's tokens are known when it begins again
 
-A stage stands idle behind an iteration that takes longer in the next one (a *bubble*), so micro-batches
-should take the same time.  `MicroBatches` chooses their turns, and `StageTimes` tells the time budget how
-long the next iteration may take.  Neither is made for a model in one stage.
+If micro-batches take different times, stages are idle in between (*bubbles*). `MicroBatches` chooses turns so
+that micro-batches take the same time, and `StageTimes` tells the time budget how long the next iteration may
+take. Neither exists for a model in one stage.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pensieve.core.turn import Turn
 class MicroBatches:
     """Choose the generating turns of the next iteration.
 
-    What each turn adds to an iteration is predicted (cost.py).  Each micro-batch has an S-th of what all
-    generating turns add, to the nearest turn, and one turn at least.  Turns that have waited longest come
-    first.  So turns that come and go change the micro-batches one by one, and none is left out for longer
-    than a round.
+    The time that each turn adds to an iteration is predicted (cost.py). Each micro-batch has an S-th of the
+    time of all generating turns, rounded to the nearest turn, and at least one turn. The turns that have
+    waited longest go first. So arriving and ending turns change the micro-batches one by one, and no turn is
+    left out for longer than a round.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages, self._cost = config.stages, config.cost
-        self._chosen: dict[int, int] = {}  # by turn_id: when it was chosen last
+        self._chosen: dict[int, int] = {}  # by turn_id: number of its latest choice
         self._num_chosen = 0
 
     def chosen(
@@ -47,7 +47,7 @@ class MicroBatches:
     ) -> list[Turn]:
         """Return the turns that may be in this iteration, in their order.
 
-        They are background turns or the others, of those `with_place` among the running turns.
+        They are chosen from `with_place`: only background turns, or only interactive turns.
         """
         turns = [turn for turn in with_place if turn.is_background == background]
         ready = [turn for turn in turns if not turn.pending_tokens]
@@ -68,7 +68,7 @@ class MicroBatches:
         return [turn for turn in ready if turn.turn_id in there]
 
     def _added_seconds(self, turns: Sequence[Turn]) -> dict[int, float]:
-        """What each adds to an iteration; by turn_id, and more than nothing."""
+        """Predict the seconds that each turn adds to an iteration, by turn_id; all are positive."""
         predict, most = self._cost.pass_seconds, len(turns)
         of_a_token = (predict(most, 0, 0, most) - predict(1, 0, 0, 1)) / max(most - 1, 1)
         added = {
@@ -86,16 +86,17 @@ class StageTimes:
 
         left[i] = max(left[i-1], free[i]) + c
 
-    where left[-1] is when it was planned, and free[i] when the iteration before has left stage i.
+    where left[-1] is the time when it was planned, and free[i] the time when the previous iteration has left
+    stage i.
 
     `committed` infers c from the time between two commits: the largest c with which the iteration would have
-    left by then.  So a bubble is not mistaken for slow compute.  `longest` returns the largest c with which
-    this iteration meets the objective, and those behind it do, as many as are in flight, if they take c as
-    well.  Without those behind it one micro-batch would take all that the objective has room for.
+    left by then. So a bubble is not mistaken for slow compute. `longest` returns the largest c with which
+    this iteration meets the objective, and the iterations in flight behind it do so, too, if they take c.
+    Without these, one micro-batch would use up the whole objective.
 
-    The longest way from stage i to where the j-th iteration behind leaves the last stage is S - i + j times
-    c, so both answers are the least of a few quotients.  All stages are assumed equally fast; c is the
-    slowest stage's.
+    The longest way from stage i to the moment when the j-th iteration behind leaves the last stage is S - i +
+    j times c, so both answers are minima of a few quotients. All stages are assumed equally fast; c is the
+    slowest stage's time.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -103,11 +104,11 @@ class StageTimes:
         self._uncommitted: deque[tuple[float, float]] = deque()  # planned at; seconds in each stage
 
     def planned(self, now: float, seconds: float) -> None:
-        """An iteration is launched that is thought to take so long in each stage."""
+        """Note the launch of an iteration that is predicted to take `seconds` in each stage."""
         self._uncommitted.append((now, seconds))
 
     def committed(self, now: float) -> float:
-        """The oldest iteration has left the last stage; what it took in each."""
+        """Note that the oldest iteration has left the last stage; return its seconds per stage."""
         at, _ = self._uncommitted.popleft()
         num_stages = len(self._free)
         ways = [(at, num_stages)]
@@ -118,10 +119,13 @@ class StageTimes:
         return seconds
 
     def longest(self, now: float, since: float, limit: float) -> float:
-        """What an iteration that is planned now may take in each stage, if nobody is to wait for longer than
-        `limit` from one token to the next; its turns have waited `since` then."""
+        """Return the seconds that an iteration planned now may take in each stage.
+
+        No turn may wait longer than `limit` from one token to the next; this iteration's turns wait `since`
+        that time.
+        """
         free, num_stages = self._free, len(self._free)
-        leaves = [min(since, now)]  # for each iteration, the one that had its turns' last tokens
+        leaves = [min(since, now)]  # for each iteration: when its turns had their last tokens
         for at, seconds in self._uncommitted:
             free = self._left(free, at, seconds)
             leaves.append(max(free[-1], now))

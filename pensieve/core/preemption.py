@@ -1,34 +1,34 @@
-"""Which running turns give their places to a waiting one: by priority within a share, by need between shares.
+"""Choose running turns to preempt: by priority within a share, by need between shares.
 
-Before an iteration is planned, the turn that is next may find no place: as many turns run as may, or the
-running turns leave too few pages.  Others then give up their places, if the turn is *entitled* to them:
+Before an iteration is planned, the next turn may find no place: the maximum number of turns runs, or the
+running turns leave too few pages. Then other turns give up their places if the next turn is *entitled* to
+them:
 
-* **In its own share**, it has a higher level than they.  A turn's level is its priority, and one more each
-  time that it lost its place in this way.  So no turn is preempted without end, and a preempted turn is back
-  before new turns of the level that preempted it.
-* **In its own share and level**, if time is shared (`time_share` tokens), they have had so many tokens of
-  their replies since they were admitted.  They go to the end of the queue, as if they had come now.  So if
-  more turns run than fit, each has its first token after a round, and not after the replies of those before
-  it.
-* **Background turns** (background_room.py) give way to any interactive turn, all of them at once, because
-  others may wait behind it.  No turn gives way to them.
-* **Another share** gives way if it has used no less (fair_queue.py), and if it would still hold no less of
-  what is missing (pages, or places), over its weight, than the share that gets them.  So a share that filled
-  the memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It
-  cannot take that back the same way, so places do not go to and fro.
+* **Same share, lower level.** A turn's level is its priority, plus one for each time that it was preempted in
+  this way. So no turn is preempted without end, and a preempted turn resumes before new turns of the level
+  that preempted it.
+* **Same share and level, if time is shared** (`time_share` tokens): a turn gives way once it has had so many
+  tokens of its reply since it was admitted. It goes to the end of the queue, as if it had come now. So if
+  there are more turns than places, each has its first token after one round, and not after whole replies.
+* **Background turns** (background_room.py) give way to any interactive turn. All of them do so at once,
+  because more interactive turns may be waiting. No turn gives way to a background turn.
+* **Another share** gives way if it has used at least as much (fair_queue.py) as the waiting share, and would
+  still hold at least as much of the missing resource (pages, or places). Holdings are divided by weights. So
+  a share that filled the memory while it was alone gives a part back when another share comes. It cannot take
+  that part back in the same way, so places do not alternate.
 
-A background turn goes first, then a turn of the other share that holds most, then a warm, then the latest
-turn of the lowest level.  Nobody gives way to a warm.  Nobody gives way if that would not be enough: for the
-turn's pages, or for all remaining turns to meet the objective together.  The reserve for generating turns is
-kept if possible.
+Victims are chosen in this order: background turns, turns of the other share that holds most, warms, and the
+latest turn of the lowest level. No turn gives way to a warm. No turn gives way if that would not suffice: for
+the turn's pages, or for all remaining turns to meet the objective together. The reserve for generating turns
+is kept if possible.
 
-The turn that others gave way to is next until it runs (`claimant`), also before these others, which have
-risen to its level.  It gives the claim up to a turn of a higher level, to a share that has used less, and if
-the running turns have meanwhile grown into its pages.
+The turn for which others gave way is the *claimant*: it is next until it runs, even before its victims, which
+may have risen to its level. It loses the claim to a turn of a higher level and to a share that has used less,
+and if the running turns have grown into its pages.
 
-**A preempted turn loses its place**, and nothing that it has computed.  It is suspended, as if a page had
-been missing (scheduler.py).  Its chunks stay where they are until somebody takes their pages, and leave for
-the host by the policy.  Chunks that are still held when it resumes are not computed again.
+**A preempted turn loses its place**, but nothing that it has computed. It is suspended, as if a page had been
+missing (scheduler.py). Its chunks stay until another turn takes their pages, or the policy moves them to the
+host. Chunks that are still cached when it resumes are not recomputed.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Preemption:
         has_room_for: Callable[[Turn, Collection[Turn]], bool],
         time_share: int,
     ) -> None:
-        """`has_room_for` tells whether a turn may run beside others; `time_share` 0: places are kept."""
+        """`has_room_for`: whether a turn may run beside others. `time_share` 0: time is not shared."""
         self._cache, self._queued, self._used = cache, queued, queued.used
         self._has_room_for, self._time_share = has_room_for, time_share
-        self.claimant: Turn | None = None  # it is next, because others gave way to it
-        self._places: dict[int, Place] = {}  # of the turns that run, by id
-        self._num_running: Counter[Place] = Counter()  # in each
+        self.claimant: Turn | None = None  # the turn for which others gave way
+        self._places: dict[int, Place] = {}  # of the running turns, by id
+        self._num_running: Counter[Place] = Counter()  # by place
 
     def began(self, turn: Turn) -> None:
-        """It runs."""
+        """Note that a turn runs."""
         level = PRIORITY_MIN - 1 if turn.warm else turn.level
         place = self._places[turn.turn_id] = (turn.share, level)
         self._num_running[place] += 1
@@ -68,7 +68,7 @@ class Preemption:
             self.claimant = None
 
     def ended(self, turn: Turn) -> None:
-        """It has given up its place, or never had one."""
+        """Note that a turn has given up its place, or has ended without one."""
         if (place := self._places.pop(turn.turn_id, None)) is not None:
             self._num_running[place] -= 1
             if not self._num_running[place]:
@@ -89,7 +89,7 @@ class Preemption:
         assert not claims, "a turn that runs still claims a place"
 
     def is_impossible(self, suspended: Collection[Turn]) -> bool:
-        """Check quickly that all turns are of one share, and that no waiting turn is above a running one."""
+        """Whether no preemption can happen: one share, and no waiting turn above a running one. Fast."""
         if not suspended and not len(self._queued):
             return True
         if self.claimant is not None or self._time_share or len(self._num_running) > 1:
@@ -101,7 +101,7 @@ class Preemption:
         )
 
     def victims(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
-        """Return the running turns that give way; `first` is next among those that wait."""
+        """Return the running turns that give way; `first` is the next waiting turn."""
         before, self.claimant = self.claimant, None
         turn = before if before is not None and not self._outranks(first, before) else first
         if turn is None or (turn is not before and not self._may_give(turn, running)):
@@ -129,7 +129,7 @@ class Preemption:
         return any(each.share != waiting.share or self._is_below(each, waiting) for each in running)
 
     def _is_below(self, turn: Turn, waiting: Turn) -> bool:
-        """Of its share, and has to give way to it."""
+        """Whether a running turn of the same share must give way to a waiting turn."""
         if turn.warm or waiting.level > turn.level:
             return True
         return waiting.level == turn.level and 0 < self._time_share <= turn.outputs_since
@@ -137,25 +137,25 @@ class Preemption:
     def _chosen(
         self, waiting: Turn, running: Collection[Turn], num_pages: int, pages_over: int, spare: int
     ) -> list[Turn]:
-        """Who gives way to one that lacks so many pages, of which it can do without the spare ones."""
+        """Return the victims for a turn that lacks `pages_over` pages, of which `spare` are optional."""
         by_pages = pages_over > 0  # else it lacks a place
         left = {turn.turn_id: turn for turn in running}
-        if by_pages:  # of which a streamed turn holds none
+        if by_pages:  # streamed turns hold no device pages
             running = [turn for turn in running if not turn.streamed]
         held = _held(running, by_pages)
         would_hold = (num_pages if by_pages else 1) / waiting.weight + held.get(waiting.share, 0.0)
         used = self._used(waiting)
 
         def goes_after(turn: Turn) -> tuple[bool, int, int, int]:
-            """The greatest goes first: a warm, the lowest level, who has had most, the latest."""
+            """Sort key; the greatest goes first: warms, the lowest level, the most tokens, the latest."""
             had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
             return turn.warm, -turn.level, had, turn.arrival
 
-        by_share: dict[str, list[Turn]] = {}  # who goes first is last
+        by_share: dict[str, list[Turn]] = {}  # the first victim is last
         for turn in sorted(running, key=goes_after):
             if turn.share != waiting.share or self._is_below(turn, waiting):
                 by_share.setdefault(turn.share, []).append(turn)
-        num_holders: dict[Branch, int] = {}  # of the turns that are left
+        num_holders: dict[Branch, int] = {}  # among the turns that keep their places
         for turn in running:
             for branch in self._cache.path_of(turn):
                 num_holders[branch] = num_holders.get(branch, 0) + 1
@@ -186,8 +186,10 @@ class Preemption:
 
 
 def turn_to_suspend(running: Collection[Turn]) -> Turn:
-    """Choose when a page is missing: a background turn, a warm, or the lowest and latest of the share that
-    holds most."""
+    """Choose the turn to suspend for a missing page.
+
+    In this order: a background turn, a warm, or the lowest and latest turn of the share that holds most.
+    """
     held = _held(running)
     return max(
         running,
@@ -199,7 +201,7 @@ def turn_to_suspend(running: Collection[Turn]) -> Turn:
 
 
 def _held(running: Collection[Turn], by_pages: bool = True) -> dict[str, float]:
-    """By each share: pages of its running turns, or how many they are, over its weight."""
+    """Return by share: the pages (or the number) of its running turns, over its weight."""
     held: dict[str, float] = {}
     for turn in running:
         taken = (len(turn.chunks) if by_pages else 1) / turn.weight

@@ -1,29 +1,29 @@
-"""Which requests of a batch share which prefix: one prefix for each, chosen so that most tokens are saved.
+"""Group the requests of a batch by common prefixes, one prefix per request, so that most tokens are saved.
 
-All requests are known ahead.  Where many begin alike, what they begin with is computed once, and each goes on
-from there (a fork of a conversation).  Prefixes may lie within one another: instructions that all requests
-share, a document behind them that ten share.  A batch attends to one shared run of pages for each group of
-requests (BatchLLM, section 4.2), so each request has one prefix, and where the tree of prefixes branches one
-has to choose: the instructions are computed once more for each document.
+All requests are known in advance. If several begin with the same tokens, that prefix is computed once, and
+each request continues from it (as a fork of a conversation). Prefixes may be nested: all requests share
+instructions, and ten of them also share a document after these. A batch attends to one shared run of pages
+for each group of requests (BatchLLM, section 4.2), so each request has one prefix. Where the tree of prefixes
+branches, a choice is needed: here, the instructions are computed once more for each document.
 
-**The choice.**  In the compact prefix tree (a node is a run of tokens that the same requests share, a leaf a
-request) some nodes are *chosen*.  A request's prefix ends at the lowest chosen node above it, and what is
-computed is
+**The choice.** In the compact prefix tree, a node is a run of tokens that the same requests share, and a leaf
+is a request. Some nodes are *chosen*. A request's prefix ends at the lowest chosen node above it. The tokens
+to compute are
 
-    the depth of each chosen node  +  each request's tokens behind the lowest chosen node above it
+    the depth of each chosen node  +  each request's tokens after the lowest chosen node above it
 
-in tokens from the root.  This finds the least sum there is.  (The paper's algorithm 1 compares each node with
-its grandchildren one by one, from the leaves up, and comes close; tests/core/test_prefix_groups.py holds
-both against all choices in small trees.)
+with depths in tokens from the root. This module finds the least sum. (The paper's algorithm 1 compares each
+node with its grandchildren one by one, from the leaves up, and comes close; tests/core/test_prefix_groups.py
+compares both with all choices in small trees.)
 
-How: what the requests under a node cost depends only on the depth d of the lowest chosen node above them.
-If the node is not chosen, it is `F(d)`, the sum of its children's costs.  Each request that has no lower
-chosen node costs one token less for each token of d, so F falls, the steeper the larger d is: it is concave,
-and made of straight pieces.  If the node is chosen, the cost is the same whatever d is: its own depth and F
-there.  So there is a *threshold*, and the node is chosen where d lies below it; that is one more corner of a
-concave function, and the corners below it are gone.  Going up, functions are added, the smaller list of
-corners into the larger; going down, d says who is chosen.  With sorting, the whole takes n log n steps and
-memory in proportion to the requests.
+**How.** The cost of the requests under a node depends only on the depth d of the lowest chosen node above
+them. If the node is not chosen, the cost is `F(d)`, the sum of its children's costs. Each request without a
+lower chosen node costs one token less for each token of d, so F falls more steeply as d grows: it is concave
+and piecewise linear. If the node is chosen, the cost does not depend on d: it is the node's own depth plus F
+at that depth. So there is a *threshold*, and the node is chosen if d is below it. The threshold is one more
+corner of a concave function, and replaces the corners below it. From the leaves up, functions are added, the
+smaller list of corners into the larger. From the root down, d decides which nodes are chosen. With sorting,
+this takes O(n log n) steps and memory proportional to the requests.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from itertools import pairwise
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-RUN = 2048  # requests that are sorted at once
+RUN = 2048  # requests sorted at once
 
 
 class PrefixGroup(NamedTuple):
-    """Requests that share their first `prefix_tokens` tokens; one alone shares none."""
+    """Requests that share their first `prefix_tokens` tokens. A single request shares none."""
 
     prefix_tokens: int
     members: tuple[int, ...]  # indices of requests
 
     def num_computed(self, requests: Sequence[array[int]]) -> int:
-        """Tokens of prompts, the prefix once."""
+        """Return the prompt tokens to compute: the prefix once, and the rest of each request."""
         distinct = sum(len(requests[each]) - self.prefix_tokens for each in self.members)
         return self.prefix_tokens + distinct
 
 
 def prefix_groups(requests: Sequence[array[int]]) -> list[PrefixGroup]:
-    """Each request is in one group; `array('I')` of token ids.
+    """Group requests (`array('I')` of token ids); each is in one group.
 
-    The groups with the fewest tokens to compute come first: their replies take a larger part of their time,
-    so later prompts have more of them to run beside (the paper's equation 4).
+    Groups with the fewest tokens to compute come first. Replies take a larger part of their time, so later
+    prompts have more replies to run beside (the paper's equation 4).
     """
     return sorted(
         _chosen(_tree(requests)),
@@ -66,14 +66,14 @@ def prefix_groups(requests: Sequence[array[int]]) -> list[PrefixGroup]:
 
 
 def saving(groups: Iterable[PrefixGroup], requests: Sequence[array[int]]) -> float:
-    """The share of the prompts' tokens that need not be computed (the paper's equation 2)."""
+    """Return the share of the prompts' tokens that need not be computed (the paper's equation 2)."""
     total = sum(map(len, requests))
     saved = sum((len(group.members) - 1) * group.prefix_tokens for group in groups)
     return saved / total if total else 0.0
 
 
 def saving_of_tree(requests: Sequence[array[int]]) -> float:
-    """The same where prefixes may lie within one another: no system can save more."""
+    """Return that share if a request could use nested prefixes: no system can save more."""
     total = sum(map(len, requests))
     keys = sorted(map(_sortable, requests))
     saved = sum(_num_common(one, other) for one, other in pairwise(keys))
@@ -87,18 +87,18 @@ def saving_of_tree(requests: Sequence[array[int]]) -> float:
 class _Node:
     depth: int  # tokens from the root to its end
     children: list[_Node] = field(default_factory=list)
-    ending: list[int] = field(default_factory=list)  # requests that end with it
-    threshold: float = 0.0  # it is chosen if the lowest chosen node above it ends before
+    ending: list[int] = field(default_factory=list)  # requests that end here
+    threshold: float = 0.0  # chosen if the lowest chosen node above ends before this depth
 
 
 def _tree(requests: Sequence[array[int]]) -> _Node:
-    """Compact: a node has two children, or one and a request that ends with it, or it is a leaf."""
+    """Build the compact tree: a node has two children, or one child and an ending request, or is a leaf."""
     keys = [_sortable(request) for request in requests]
-    # In runs, then merged: sorting all at once would keep other threads waiting for its whole time.
+    # Sorted in runs and merged, because one long sort would block other threads for its whole time.
     runs = (range(at, min(at + RUN, len(keys))) for at in range(0, len(keys), RUN))
     order = merge(*(sorted(run, key=keys.__getitem__) for run in runs), key=keys.__getitem__)
     root = _Node(0)
-    path = [root]  # from the root to the request before
+    path = [root]  # from the root to the previous request
     last = b""
     for index in order:
         key = keys[index]
@@ -106,7 +106,7 @@ def _tree(requests: Sequence[array[int]]) -> _Node:
         below: _Node | None = None
         while path[-1].depth > common:
             below = path.pop()
-        if path[-1].depth < common:  # it branches within a node
+        if path[-1].depth < common:  # the branch point is within a node
             assert below is not None
             above = path[-1]
             branch = _Node(common, [below])
@@ -122,7 +122,7 @@ def _tree(requests: Sequence[array[int]]) -> _Node:
 
 
 def _sortable(request: array[int]) -> bytes:
-    """Bytes that are in the order of the tokens."""
+    """Return bytes that sort as the tokens do."""
     assert request.itemsize == TOKEN_BYTES
     if sys.byteorder == "big":
         return request.tobytes()
@@ -132,7 +132,7 @@ def _sortable(request: array[int]) -> bytes:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Tokens that both begin with."""
+    """Return the number of first tokens that both share."""
     least, most = 0, min(len(one), len(other)) // TOKEN_BYTES
     while least < most:
         middle = (least + most + 1) // 2
@@ -149,7 +149,7 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 @dataclass(slots=True)
 class _Cost:
-    """What the requests under a node cost, by the depth of the lowest chosen node above: from 0 to `top`.
+    """The cost of the requests under a node, by the depth (0 to `top`) of the lowest chosen node above.
 
     Between two corners it falls by one token for each request whose prefix ends above.
     """
@@ -159,10 +159,10 @@ class _Cost:
     slope_at_top: int
     at_zero: float
     slope_at_zero: int
-    corners: list[tuple[float, int]]  # ascending: where, and by how much it is steeper behind
+    corners: list[tuple[float, int]]  # ascending: (depth, how much steeper after it)
 
     def lower(self, top: int) -> None:
-        """Nothing is asked of it behind that depth any more."""
+        """Restrict the function to depths up to `top`."""
         while self.corners and self.corners[-1][0] > top:
             where, bend = self.corners.pop()
             self.at_top += self.slope_at_top * (self.top - where)
@@ -182,8 +182,8 @@ class _Cost:
             insort(self.corners, corner)
 
     def cut(self, most: float) -> float:
-        """It is no more than that; from which depth on it is less."""
-        if most > self.at_zero - 0.5:  # both are whole numbers, but for rounding
+        """Limit the cost to `most`; return the depth from which it is less."""
+        if most > self.at_zero - 0.5:  # both are whole numbers, up to rounding
             return 0.0
         where, cost, slope, num_gone = 0.0, self.at_zero, self.slope_at_zero, 0
         for corner, bend in self.corners:
@@ -202,11 +202,10 @@ class _Cost:
 def _chosen(root: _Node) -> list[PrefixGroup]:
     _find_thresholds(root)
     groups: list[PrefixGroup] = []
-    members: dict[int, list[int]] = {}  # of the chosen nodes, by their order
+    members: dict[int, list[int]] = {}  # by number of the chosen node
     prefixes: dict[int, int] = {}
-    stack: list[tuple[_Node, int, int]] = [
-        (root, 0, 0)
-    ]  # with the depth of the lowest chosen above, and which
+    # (node, depth and number of the lowest chosen node above it)
+    stack: list[tuple[_Node, int, int]] = [(root, 0, 0)]
     while stack:
         node, depth, chosen = stack.pop()
         if depth < node.threshold:
@@ -218,13 +217,13 @@ def _chosen(root: _Node) -> list[PrefixGroup]:
             else:
                 groups += (PrefixGroup(0, (each,)) for each in node.ending)
         stack += ((child, depth, chosen) for child in node.children)
-    for chosen, of_it in members.items():
-        groups.append(PrefixGroup(prefixes[chosen] if len(of_it) > 1 else 0, tuple(sorted(of_it))))
+    for chosen, own in members.items():
+        groups.append(PrefixGroup(prefixes[chosen] if len(own) > 1 else 0, tuple(sorted(own))))
     return groups
 
 
 def _find_thresholds(root: _Node) -> None:
-    """From the leaves up, without recursion: prompts may be prefixes of one another a thousand times over."""
+    """Set the thresholds from the leaves up. Not recursive, because a thousand prefixes may be nested."""
     order = [root]
     for node in order:
         order += node.children

@@ -1,19 +1,18 @@
-"""Chunks of KV and whether their pages may be taken, and the branches that conversations share.
+"""The prefix tree: chunks of KV, and the branches of chunks that conversations share.
 
-A chunk belongs to the token prefix that it closes, so conversations that share a prefix share its
-chunks.  Chunks with the same holders form one *branch*; branches form a forest, and a conversation is
-the path from a root to its leaf:
+A chunk belongs to the token prefix that it ends, so conversations that share a prefix share its chunks.
+Chunks with the same holders form one *branch*. Branches form a forest, and a conversation is the path from a
+root to its leaf:
 
     system prompt            trip-42
     [c0 c1 c2 c3] ────┬──── [c4 c5 c6]          holders of the left branch: trip-42, trip-43
                       └──── [c4' c5']           trip-43
 
-A fork splits a branch where the shared part ends; nothing is copied.  The last chunk of a
-conversation may be used partly (`num_tokens` is how far): a fork or a rewind inside a chunk just
-refers to its first slots, and the conversation gets a chunk of its own (copy on write) when it next
-writes there.
+A fork splits a branch where the shared part ends; nothing is copied. A conversation may use its last chunk
+partly (up to `num_tokens`). So a fork or a rewind inside a chunk only refers to its first slots. When the
+conversation next writes there, it gets a chunk of its own (copy on write).
 
-Where a chunk lies follows from its pages:
+A chunk's pages determine its location:
 
     device_page  host_page     name
     -            -             dropped (a hole)
@@ -21,20 +20,18 @@ Where a chunk lies follows from its pages:
     page         page          clean when the host copy covers all that is filled, else dirty
     -            page          host
 
-* `filled` counts the leading slots whose keys and values exist in the best copy (on the device if
-  there is a device page) or are being computed by a launched iteration.  The slots behind it are a
-  hole.  A chunk never has a hole inside, because work is always spent from the lowest missing
-  position upward.
-* A host copy covers `host_filled` leading slots.  Chunks are append-only, so an old copy is short,
-  never wrong.
-* At most one turn at a time appends to a partly used chunk: a turn appends only where its
-  conversation was the sole holder when it was admitted, or to a chunk that it made.  The slots of a
-  *shared full* chunk are the same for all holders, so any of them may fill them.
-* A chunk that is *marked to drop* lies on the device only and will not be copied: the host is full of
-  more valuable ones.  It stays valid until its page is needed.
+* `filled` counts the leading slots whose keys and values exist in the best copy (on the device if there is a
+  device page) or are being computed by a launched iteration. The slots after them are a hole. A chunk has no
+  hole between filled slots, because missing positions are computed from the lowest upward.
+* A host copy covers `host_filled` leading slots. Chunks are append-only, so an old copy is short, never
+  wrong.
+* At most one turn at a time appends to a partly used chunk: a turn appends only if its conversation was the
+  sole holder when the turn was admitted, or if the turn made the chunk. The slots of a *shared full* chunk
+  are the same for all holders, so any of them may fill it.
+* A chunk that is *marked to drop* is on the device only and will not be copied, because the host is full of
+  more valuable chunks. It stays valid until its page is needed.
 
-The tree knows which chunks there are and who holds them.  It owns no page and no queue: whoever does
-is its `BranchListener` and learns of each change that concerns them.
+The tree owns no page and no queue. Their owner is its `BranchListener` and is told of each change.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-HOLDERS_SUMMED_MAX = 64  # how many holders of a branch are weighed one by one
+HOLDERS_SUMMED_MAX = 64  # holders of a branch that are weighed one by one
 
 
 class Chunk:
@@ -61,8 +58,8 @@ class Chunk:
     )
 
     def __init__(self, index: int, branch: Branch) -> None:
-        self.index = index  # in its context: positions from index * chunk_tokens
-        self.branch: Branch | None = branch  # None: it has no holder; a copy is still in flight
+        self.index = index  # its positions begin at index * chunk_tokens
+        self.branch: Branch | None = branch  # None: no holder, but a copy is still in flight
         self.filled = 0
         self.device_page: int | None = None
         self.host_page: int | None = None
@@ -83,17 +80,17 @@ class Chunk:
 
     @property
     def idle(self) -> bool:
-        """Held, but by no running turn."""
+        """Whether it is held, but by no running turn."""
         return self.branch is not None and not self.branch.num_running
 
     @property
     def is_streamed(self) -> bool:
-        """A running turn uses its host page."""
+        """Whether a running turn uses its host page."""
         return self.branch is not None and self.branch.num_streamed > 0
 
     @property
     def dirty(self) -> bool:
-        """On the device, and its loss would cost recompute."""
+        """Whether it is on the device, and its loss would cost recompute."""
         return (
             self.device_page is not None
             and self.host_filled < self.filled
@@ -103,7 +100,7 @@ class Chunk:
 
     @property
     def reclaimable(self) -> bool:
-        """Its device page may be taken at once (if no running turn holds it)."""
+        """Whether its device page may be taken at once (if no running turn holds it)."""
         return (
             self.device_page is not None
             and (self.marked_to_drop or self.host_filled >= self.filled)
@@ -112,7 +109,7 @@ class Chunk:
 
     @property
     def droppable(self) -> bool:
-        """Its host page may be taken at once (if no running turn holds it)."""
+        """Whether its host page may be taken at once (if no running turn holds it)."""
         return self.host_page is not None and not self.in_flight
 
     def __repr__(self) -> str:
@@ -123,7 +120,7 @@ class Chunk:
 
 
 class CachedConversation:
-    """What the cache knows of a conversation: its path of chunks, and when it was last active."""
+    """A conversation in the cache: its path of chunks, and when it was last active."""
 
     __slots__ = (
         "conversation_id",
@@ -139,15 +136,15 @@ class CachedConversation:
     def __init__(self, conversation_id: str, now: float) -> None:
         self.conversation_id = conversation_id
         self.leaf: Branch | None = None
-        self.log = array("I")  # its token ids; those of its turn while that holds its pages
-        self.num_tokens = 0  # positions [0, num_tokens) have chunks, if not necessarily KV
+        self.log = array("I")  # its token ids; while a turn holds its pages, the turn's tokens
+        self.num_tokens = 0  # positions [0, num_tokens) have chunks, but not necessarily KV
         self.idle_since = now  # end of its last turn
-        self.ratio = 1.0  # how much likelier than others to return; from the retention policy
+        self.ratio = 1.0  # how much likelier than others it is to return; from the policy
         self.turn_id: int | None = None  # the turn that holds its pages
-        self.is_streamed = False  # that turn's, which then are host pages
+        self.is_streamed = False  # that turn holds host pages
 
     def path(self) -> list[Branch]:
-        """Its branches, root first."""
+        """Return its branches, root first."""
         branches = []
         branch = self.leaf
         while branch is not None:
@@ -164,10 +161,10 @@ class CachedConversation:
 
 
 class Branch:
-    """A run of chunks with the same holders: one unit of retention.
+    """A run of chunks with the same holders: the unit of retention.
 
-    Its chunks have the same idle time, and later ones cost more, so the least valuable of them is
-    the first that qualifies: a cursor per role of retention (policies/queue.py) finds it.
+    Its chunks have the same idle time, and later ones cost more, so the first chunk that qualifies is the
+    least valuable. A cursor per role of retention (policies/queue.py) finds it.
     """
 
     __slots__ = (
@@ -194,8 +191,8 @@ class Branch:
         self.chunks: list[Chunk] = []
         self.holders: dict[CachedConversation, None] = {}  # least recently active first
         self.idle_since = since  # of the most recently active holder
-        self.num_running = 0  # running turns that hold it; its pages are pinned while any does
-        self.num_streamed = 0  # of them, turns that use its host pages
+        self.num_running = 0  # running turns that hold it, and so pin its pages
+        self.num_streamed = 0  # those of them that use its host pages
         self.num_resident = 0  # chunks with a page in some tier; kept while idle
         self.num_reclaimable = 0  # kept while idle
         self.cursors = [0] * num_roles  # no chunk before it qualifies
@@ -208,12 +205,12 @@ class Branch:
     def weight(self, now: float) -> float:
         """Return the retention value of a chunk with several holders, relative to its most recent holder.
 
-        That is the sum over the holders of ratio · T_min / T_holder, with T their idle times.
+        It is the sum over the holders of ratio · T_min / T_holder, with T their idle times (at least one
+        second).
 
-        As long as no holder becomes active it only grows (towards the sum of the ratios), so an older
-        weight is a lower bound.  (Idle times count as one second at least, so the weight of the first
-        second is that of its end.)  Beyond the 64 most recent, holders are counted as idle as the
-        longest idle one, and as likely as that to return, which keeps it growing.
+        As long as no holder becomes active, the weight only grows (towards the sum of the ratios), so an
+        older weight is a lower bound. Holders beyond the 64 most recent count with the idle time and the
+        ratio of the longest idle holder, which keeps the weight growing.
         """
         count = len(self.holders)
         if count <= 1:
@@ -230,7 +227,7 @@ class Branch:
         return total
 
     def touch(self, holder: CachedConversation) -> None:
-        """The idle time of `holder` has changed: keep the holders sorted by it (it is mostly last)."""
+        """Sort the holders again after the idle time of `holder` has changed. It is usually the last."""
         del self.holders[holder]
         later = []
         for other in reversed(self.holders):
@@ -252,7 +249,7 @@ class Branch:
 
 
 class ChunkRun(NamedTuple):
-    """Consecutive chunks of a conversation in the same location, with as many holders."""
+    """Consecutive chunks of a conversation with the same location and number of holders."""
 
     first_index: int
     num_chunks: int
@@ -273,7 +270,7 @@ def chunk_runs(conversation: CachedConversation) -> list[ChunkRun]:
 
 
 class QueueEntry:
-    """A branch in a retention queue: a lower bound of its value (policies/queue.py)."""
+    """A branch in a retention queue, with a lower bound of its value (policies/queue.py)."""
 
     __slots__ = ("branch", "class_index", "serial", "since", "start")
 
@@ -285,7 +282,7 @@ class QueueEntry:
         self.start = branch.start
 
     def __lt__(self, other: QueueEntry) -> bool:
-        """Longest idle first; of one conversation's branches the leading one."""
+        """Longest idle first; of one conversation's branches, the leading one first."""
         if self.since != other.since:
             return self.since < other.since
         if self.start != other.start:
@@ -294,20 +291,20 @@ class QueueEntry:
 
 
 class BranchListener(Protocol):
-    """Keeps the pages of the branches and queues the idle ones; learns what the tree does to them."""
+    """The owner of pages and queues, which the tree tells about changes of branches."""
 
     def branch_split(self, upper: Branch, lower: Branch, now: float) -> None:
-        """`upper` has taken the first chunks of `lower`."""
+        """Called when `upper` has taken the first chunks of `lower`."""
 
     def holders_changed(self, branch: Branch, now: float) -> None:
-        """Another conversation holds it, or one no longer does and others still do."""
+        """Called when a branch has a new holder, or has lost one and has others."""
 
     def branch_removed(self, branch: Branch) -> None:
-        """It has no holder any more; or neither it nor anything behind it has a page."""
+        """Called when a branch has no holder any more, or neither it nor its descendants have pages."""
 
 
 class PrefixTree:
-    """Which conversations are cached, and the operations that change who holds which chunk."""
+    """The cached conversations, and the operations that change which chunks they hold."""
 
     def __init__(self, chunk_tokens: int, num_roles: int, listener: BranchListener) -> None:
         self.chunk_tokens = chunk_tokens
@@ -316,18 +313,18 @@ class PrefixTree:
         self._listener = listener
 
     def fork(self, source: CachedConversation, num_tokens: int, target_id: str, now: float) -> None:
-        """A second conversation over the first `num_tokens` positions; nothing is copied.
+        """Make another conversation over the first `num_tokens` positions. Nothing is copied.
 
-        None is made where `source` holds no chunk of them.
+        If `source` holds no chunk of these, no conversation is made.
         """
         target = CachedConversation(target_id, now)
         target.ratio = source.ratio
         target.log = source.log[:num_tokens]
-        # A running source's chunks count as far as they go: only committed positions are forked.
+        # All chunks of a running source count, because only committed positions are forked.
         held = source.num_tokens
         if source.turn_id is not None:
             held = sum(len(branch.chunks) for branch in source.path()) * self.chunk_tokens
-        # The log of one that waits for its cut ends there already, though its chunks do not.
+        # If the source waits to be cut, its log is already cut, but its chunks are not.
         target.num_tokens = min(num_tokens, held, len(source.log))
         branch, end = source.leaf, -(-target.num_tokens // self.chunk_tokens)
         while branch is not None and branch.start >= end:
@@ -342,7 +339,7 @@ class PrefixTree:
         self.conversations[target_id] = target
 
     def truncate(self, conversation: CachedConversation, num_tokens: int, now: float) -> None:
-        """Cut the path behind `num_tokens`; what no other conversation holds is freed."""
+        """Cut the path after `num_tokens`, and free chunks that no other conversation holds."""
         conversation.num_tokens = num_tokens
         end = -(-num_tokens // self.chunk_tokens)
         while (leaf := conversation.leaf) is not None and leaf.end > end:
@@ -352,7 +349,7 @@ class PrefixTree:
             self._remove_holder(leaf, conversation, now)
 
     def append_chunk(self, conversation: CachedConversation) -> Chunk:
-        """The next chunk of a conversation whose turn runs."""
+        """Add the next chunk of a conversation whose turn runs."""
         leaf = conversation.leaf
         if leaf is None or len(leaf.holders) > 1:
             start, since = leaf.end if leaf else 0, conversation.idle_since
@@ -366,7 +363,7 @@ class PrefixTree:
         return chunk
 
     def add_holes(self, conversation: CachedConversation, num_chunks: int) -> None:
-        """A conversation that was not known, with so many chunks of its own that have no page yet."""
+        """Add a new conversation with so many chunks of its own, which have no pages yet."""
         assert conversation.conversation_id not in self.conversations
         leaf = Branch(None, 0, conversation.idle_since, self._num_roles)
         leaf.holders[conversation] = None
@@ -375,9 +372,9 @@ class PrefixTree:
         self.conversations[conversation.conversation_id] = conversation
 
     def prune(self, branch: Branch | None) -> None:
-        """Forget `branch` and its ancestors while they have no page and nothing behind them.
+        """Remove `branch` and its ancestors while they have no page and no child.
 
-        Trailing chunks without a page need no bookkeeping: their tokens are in the log.
+        Trailing chunks without a page need no bookkeeping, because their tokens are in the log.
         """
         while (
             branch is not None
@@ -395,12 +392,12 @@ class PrefixTree:
             branch = branch.parent
 
     def forget_if_empty(self, conversation: CachedConversation) -> None:
-        """A conversation without a chunk is not kept in memory."""
+        """Remove a conversation that has no chunk."""
         if conversation.leaf is None:
             self.conversations.pop(conversation.conversation_id, None)
 
     def _split(self, branch: Branch, end: int, now: float) -> Branch:
-        """Part `branch` before chunk `end`; the new upper part."""
+        """Split `branch` before chunk `end`; return the new upper part."""
         upper = Branch(branch.parent, branch.start, branch.idle_since, self._num_roles)
         if branch.parent is not None:
             branch.parent.num_children -= 1

@@ -1,48 +1,47 @@
 """Decide what runs next: fill one iteration under a token budget.
 
-Read `Scheduler.plan` first: it has the order of filling, and the methods it calls stand below it in the order
-of their calls.  The iteration takes, as long as tokens, seconds and pages last,
+Read `Scheduler.plan` first: it has the order of filling, and the methods that it calls follow in the order of
+their calls. As long as tokens, seconds and pages last, an iteration takes
 
-1. **decodes**: one token of each turn that generates;
-2. **prefills** that have begun, and waiting turns, with as many tokens as do not hold up the decodes for long
-   (time_budget.py).  The share that has used least goes first, and in a share the shortest prefill
-   (fair_queue.py).  An admitted turn brings its swap-ins, and its holes are recomputed like a prompt.
-3. **streamed turns**: turns that find no room on the device may run with their KV on the host;
-4. **background turns** of batch jobs, by the same three steps, in what the others leave free;
+1. **decodes**: one token of each generating turn;
+2. **prefills** that have begun, and waiting turns, with as many tokens as do not delay the decodes for long
+   (time_budget.py). The share that has used least goes first, and within a share the shortest prefill
+   (fair_queue.py). An admitted turn brings its swap-ins, and its holes are recomputed like a prompt;
+3. **streamed turns**: turns without room on the device may run with their KV on the host;
+4. **background turns** of batch jobs, by the same three steps, in the remaining room;
 5. **swap-outs**, ahead of need, so that pages become available for the turns that found none.
 
-A prefill, a recomputed hole and a decode are the same thing: slices of a turn (iteration_builder.py).
+Prefills, recomputed holes and decodes are all slices of a turn (iteration_builder.py).
 
-Before anything is filled, running turns may have to give up their places to the turn that is next
-(preemption.py).  If a generating turn needs a page and none is available, it waits one iteration if idle
-pages are being copied out anyway.  Otherwise a running turn is suspended (`turn_to_suspend`).  It keeps every
-token, and each chunk whose page nobody takes meanwhile.
+Before an iteration is filled, running turns may have to give up their places to the next turn
+(preemption.py). If a generating turn needs a page and none is available, it waits one iteration if idle pages
+are being copied out. Otherwise a running turn is suspended (`turn_to_suspend`). It keeps its tokens, and each
+chunk whose page no other turn takes.
 
-Features plug in at named points and are not made while they are off:
+Features plug in at named points and are not created while they are off:
 
-    streaming.py         `streaming`       where turns may stream: admits, stops and returns streamed turns
+    streaming.py         `streaming`       if turns may stream: admits, stops and returns streamed turns
     background_room.py   `background`      from the first background turn on: limits the tokens of step 4
-    pipeline_stages.py   `micro_batches`   with pipeline stages: chooses whose decodes are in an iteration
+    pipeline_stages.py   `micro_batches`   with pipeline stages: chooses the decodes of an iteration
 
-States.  The scheduler moves turns from one state to the other:
+**States.** The scheduler moves turns between these collections:
 
-    queued      they wait for their first iteration (fair_queue.py)
-    running     they hold pages, of the device or of the host; in order of admission
-    suspended   they have held pages; in `resume_order`
+    queued      waiting for their first iteration (fair_queue.py)
+    running     holding pages, of the device or of the host; in order of admission
+    suspended   have held pages before; in `resume_order`
 
-Uncommitted iterations.  `plan` may be called while an iteration is uncommitted, and with pipeline stages
-while one for each stage is.  It plans for a token that such an iteration will sample as if the token were
-known (`pending_tokens`; the executor resolves it).  If the turn turns out finished, its slice was computed
-for nothing and is counted in `idle_tokens`.
+**Uncommitted iterations.** `plan` may be called while an iteration is uncommitted, or one per pipeline stage.
+It plans for a token that such an iteration will sample as if the token were known (`pending_tokens`; the
+executor fills it in). If that token ends the turn, the turn's slice is wasted and counted in `idle_tokens`.
 
-A turn that ends or is suspended keeps its pages while it has an uncommitted slice.  Until then it is
-*releasing*: among the running turns, and without a place.  A rewind or an eviction of its conversation waits
-for that (`_pending_cuts`, `_pending_evictions`).  The log is cut at once, because nobody may build on the
-rest.
+A turn that ends or is suspended keeps its pages while it has an uncommitted slice. Until then it is
+*releasing*: among the running turns, but without a place. A rewind or an eviction of its conversation waits
+for that (`_pending_cuts`, `_pending_evictions`). The log is cut at once, because no turn may use the rest.
 
-Liveness: the turn that is next is admitted as soon as the pages for its whole context are available.  A
-bounded number of others is admitted before it (fair_queue.py, `BlockedTurns`).  Every idle page can become
-available (eviction.py), and running turns end.  A preempted turn has advanced, or rises (preemption.py).
+**Liveness.** The next turn is admitted as soon as the pages for its whole context are available. Only a
+bounded number of others is admitted before it (fair_queue.py, `BlockedTurns`). Every idle page can become
+available (eviction.py), and running turns end. A preempted turn has advanced, or rises in level
+(preemption.py).
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ from pensieve.core.tiers import PageReservation, Shortage
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 
-PASSES_MAX = 8  # turns that are admitted before one that does not fit
+PASSES_MAX = 8  # turns admitted before a turn that does not fit
 BLOCKED_MAX = 4  # turns that do not fit, in one plan
 
 
@@ -89,12 +88,14 @@ class Scheduler:
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
-        self._ended: list[Ended] = []  # ends that no outcome reports
+        self._ended: list[Ended] = []  # ends that are in no outcome
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
-        self._pending_cuts: dict[str, int] = {}  # by conversation: how much is to stay
-        self._pending_evictions: dict[str, bool] = {}  # by conversation: whether to the host
+        self._pending_cuts: dict[str, int] = {}  # by conversation: the tokens to keep
+        self._pending_evictions: dict[
+            str, bool
+        ] = {}  # by conversation: whether to move to the host
         self._uncommitted: deque[tuple[Iteration, IterationBuilder]] = deque()
         self._committed_at = self._interactive_at = float("-inf")
         self._decode_ratios = deque[float](maxlen=NUM_KEPT)  # see `_learn`
@@ -114,25 +115,25 @@ class Scheduler:
         return len(self._turns)
 
     def turns(self) -> list[Turn]:
-        """Every turn that has not finished."""
+        """Return every turn that has not finished."""
         return [turn for turn in self._turns.values() if turn.finish is None]
 
     def turn(self, turn_id: int) -> Turn | None:
-        """A turn that has not given up its pages."""
+        """Return a turn that has not given up its pages."""
         return self._turns.get(turn_id)
 
     def turn_of(self, conversation_id: str) -> Turn | None:
-        """The conversation's turn that has not finished."""
+        """Return the conversation's turn that has not finished."""
         return next(
             (turn for turn in self.turns() if turn.conversation_id == conversation_id), None
         )
 
     def drain_ended(self) -> list[Ended]:
-        """Turns that ended without an outcome: cancelled, or warmed."""
+        """Return the turns that have ended without an outcome: cancelled or warmed ones."""
         ended, self._ended = self._ended, []
         return ended
 
-    # -- what happens to turns and conversations --
+    # -- turns and conversations change --
 
     def submit(self, turn: Turn, now: float) -> None:
         assert turn.turn_id not in self._turns, f"turn {turn.turn_id} was submitted twice"
@@ -151,14 +152,14 @@ class Scheduler:
                 self.background = BackgroundRoom(self._decode_ratios)
 
     def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
-        """End a turn; its conversation keeps the KV of the first `keep_tokens` positions."""
+        """End a turn. Its conversation keeps the KV of the first `keep_tokens` positions."""
         if (turn := self._turns.get(turn_id)) is None or turn.finish is not None:
             return
         turn.keep_tokens = keep_tokens
         self._finish(turn, FinishReason.CANCELLED, now)
 
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
-        """Cut a conversation; if its last turn has an uncommitted slice, cut it after that."""
+        """Cut a conversation, or plan the cut if its last turn has an uncommitted slice."""
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is None or conversation.turn_id is None:
             self.cache.rewind(conversation_id, num_tokens, now)
@@ -174,7 +175,10 @@ class Scheduler:
         self.rewind(conversation_id, 0, now)
 
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
-        """Evict a resting conversation's KV, if need be after an uncommitted slice; how many chunks go."""
+        """Evict the KV of a conversation without a running turn; return the number of chunks.
+
+        If its last turn has an uncommitted slice, the eviction happens after that.
+        """
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is not None and conversation.turn_id in self._releasing:
             self._pending_evictions[conversation_id] = to_host
@@ -187,7 +191,7 @@ class Scheduler:
     def plan(self, now: float, extra_pages: int = 0) -> Iteration | None:
         """Return the next iteration, or None if there is nothing to do.
 
-        `extra_pages` should become available beyond what turns lack.
+        `extra_pages`: pages that should become available beyond those that turns lack.
         """
         builder = IterationBuilder(self.config, self._size, self._index % TILE_EVERY == 0)
         # Running turns give up their places.
@@ -212,12 +216,12 @@ class Scheduler:
                     return None
                 changed = self._num_changes() != changes or self.cache.available > available
                 assert changed, "turns wait for nothing"
-                # Pages became available without a copy, but some may be of the turn that lacks them.
+                # Pages became available without a copy, but may belong to the turn that lacks them.
                 return self.plan(now, 2 * extra_pages + 1)
         return self._launch(builder, swap_outs, now)
 
     def _preempt(self, now: float) -> None:
-        """Suspend running turns if the turn that is next is entitled to their places."""
+        """Suspend running turns if the next turn is entitled to their places."""
         if self.preemption.is_impossible(self.suspended):
             return
         running = self._with_place()
@@ -237,7 +241,7 @@ class Scheduler:
             self._suspend(victim, now)
 
     def _stop_streaming(self, builder: IterationBuilder, now: float) -> None:
-        """Suspend streamed turns if streaming does not pay, or if one fits the device again."""
+        """Suspend streamed turns if streaming does not pay, or one of them if it fits the device again."""
         if (streaming := self.streaming) is None:
             return
         running = self._with_place()
@@ -255,9 +259,9 @@ class Scheduler:
     def _plan_decodes(
         self, builder: IterationBuilder, now: float, background: bool = False
     ) -> list[Turn]:
-        """Take a token of each turn that generates; return the prefills that have begun."""
+        """Take a token of each generating turn; return the prefills that have begun."""
         size, prefills = self._size, list[Turn]()
-        # The highest level and the oldest first: a turn that is suspended for a page mostly comes later.
+        # The highest level and the oldest first: a turn suspended for a page usually comes later.
         running = sorted(self.running.values(), key=QUEUE_ORDER)
         if self.micro_batches is not None:
             with_place = [turn for turn in running if self._has_place(turn)]
@@ -267,7 +271,7 @@ class Scheduler:
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
             if turn.warm or turn.frontier < num_tokens - 1:  # `Turn.is_prefill`
-                # Only a turn that generated already, and lost its KV to a failure, may need a page.
+                # Only a turn that has generated before, and lost its KV to a failure, may need a page.
                 if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
                     builder.require_pages(1)
                     continue
@@ -282,7 +286,10 @@ class Scheduler:
         return prefills
 
     def _extend(self, turn: Turn, now: float) -> bool:
-        """Take a page for the turn's next chunk; suspend a running turn if there is none."""
+        """Take a page for the turn's next chunk, and suspend a running turn if there is none.
+
+        False if the turn has to wait, or was suspended itself.
+        """
         while not self.cache.extend(turn, now):
             if turn.streamed:
                 self._suspend(turn, now)
@@ -298,7 +305,7 @@ class Scheduler:
     def _plan_prefills(
         self, builder: IterationBuilder, started: list[Turn], blocked: BlockedTurns, now: float
     ) -> None:
-        """Take tokens of prefills that have begun, and admit turns that wait."""
+        """Take tokens of prefills that have begun, and admit waiting turns."""
         used = self.queued.used
         while builder.has_room():
             started = [each for each in started if self._has_place(each)]
@@ -328,9 +335,9 @@ class Scheduler:
     def _next_to_admit(
         self, started: Collection[Turn], builder: IterationBuilder, blocked: BlockedTurns
     ) -> Turn | None:
-        """A waiting turn that has a place, and goes before the prefills of its share that have begun.
+        """Return the next waiting turn that has a place and goes before its share's begun prefills.
 
-        A turn that others gave way to is next.  Background turns wait only for each other.
+        The claimant is always next. Background turns wait only for each other.
         """
         background, claimant = blocked.background, self.preemption.claimant
         if not blocked.may_admit or (claimant is not None and background):
@@ -351,13 +358,13 @@ class Scheduler:
     def _admit(
         self, turn: Turn, now: float, filled_before: dict[Chunk, int], streamed: bool = False
     ) -> PageReservation | Shortage | None:
-        """Admit a turn, or return what has to become available first; None: wait for a commit."""
+        """Admit a turn, or return its shortage of pages; None: it must wait for a commit."""
         conversation = self.cache.conversations.get(turn.conversation_id)
         if conversation is not None and conversation.turn_id is not None:
-            return None  # the turn before it has an uncommitted slice
+            return None  # the conversation's previous turn has an uncommitted slice
         reserve = self.cache.config.reserve_pages if self.running else 0
         if turn is self.preemption.claimant:
-            reserve = 0  # the pages of the turns that gave way are on their way to it
+            reserve = 0  # it gets the pages of the turns that gave way
         if turn.warm:
             reserve = self.cache.config.swap_out_mark_pages
         if turn.is_background and self.streaming is not None:
@@ -385,7 +392,7 @@ class Scheduler:
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
         if found.copied is not None:
-            # The writers of what is copied are held responsible for the copy, too.
+            # If a writer of the source fails, the copy is discarded, too.
             source, target = found.copied
             for writer in self._turns.values():
                 if source in writer.written:
@@ -393,7 +400,7 @@ class Scheduler:
         return found
 
     def _plan_streamed(self, builder: IterationBuilder, blocked: BlockedTurns, now: float) -> None:
-        """Admit turns that find no room on the device, as far as streaming their contexts pays."""
+        """Admit turns without room on the device, as far as streaming their contexts pays."""
         if (streaming := self.streaming) is None:
             return
         if blocked.background and self._has_interactive:
@@ -411,7 +418,7 @@ class Scheduler:
     def _plan_background(
         self, builder: IterationBuilder, interactive: BlockedTurns, now: float
     ) -> None:
-        """Fill with background turns what is left; admit none while an interactive turn lacks pages."""
+        """Fill the rest with background turns; admit none while an interactive turn lacks pages."""
         if self._has_interactive:
             self._interactive_at = now
         if not self._num_background:
@@ -432,14 +439,14 @@ class Scheduler:
     def _plan_swap_outs(
         self, builder: IterationBuilder, extra_pages: int, now: float
     ) -> list[SwapOut]:
-        """Copy idle pages to the host; not beside a swap-in or a copy, which may be of the same pages."""
+        """Copy idle pages to the host, but not beside swap-ins or copies, which may use the same pages."""
         if builder.swap_ins or builder.copies:
             return []
         required_pages = builder.required_pages + extra_pages
         return self.cache.plan_swap_outs(now, required_pages, builder.filled_before)
 
     def _launch(self, builder: IterationBuilder, swap_outs: list[SwapOut], now: float) -> Iteration:
-        """Make an iteration of the builder, which is uncommitted from now on."""
+        """Make the builder's iteration, which is uncommitted from now on."""
         self._index += 1
         builder.planned_at = now
         builder.predicted_seconds = self.time_budget.planned(builder, now)
@@ -459,15 +466,15 @@ class Scheduler:
         counters.repaired_ranges_max = max(counters.repaired_ranges_max, builder.num_ranges_max)
         return iteration
 
-    # What `plan` asks:
+    # Used by `plan`:
 
     def _num_changes(self) -> tuple[int, ...]:
-        """What planning itself can change, after which another attempt may succeed."""
+        """Counts that planning itself may change. After a change, another attempt may succeed."""
         counters = self.counters
         return len(self._ended), counters.suspensions, self.cache.counters.damaged
 
     def _has_place(self, turn: Turn) -> bool:
-        """It runs, and has not given up its pages."""
+        """Whether a turn runs and is not about to give up its pages."""
         return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing
 
     def _with_place(self) -> list[Turn]:
@@ -475,7 +482,7 @@ class Scheduler:
 
     @property
     def _has_interactive(self) -> bool:
-        """Somebody waits for a reply."""
+        """Whether there are interactive turns."""
         return len(self._turns) > self._num_background
 
     def _turns_wait(self) -> bool:
@@ -490,9 +497,9 @@ class Scheduler:
     def commit(
         self, iteration: Iteration, outcome: Outcome, now: float
     ) -> list[SampledToken | Ended]:
-        """Take in what the executor answered to the oldest uncommitted iteration.
+        """Apply the outcome of the oldest uncommitted iteration.
 
-        Return tokens of turns that go on or end with them, and ends, in the order in which they are sent.
+        Return sampled tokens and ends of turns, in the order in which they are sent.
         """
         oldest, builder = self._uncommitted.popleft()
         assert oldest is iteration, "iterations are committed in order"
@@ -505,7 +512,7 @@ class Scheduler:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
-            self._discard(turn, now)  # also if it was cancelled meanwhile
+            self._discard(turn, now)  # also if it was cancelled in the meantime
             if turn.finish is None:
                 turn.keep_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
@@ -514,7 +521,7 @@ class Scheduler:
         for sample in outcome.samples:
             turn = self._turns[sample.turn_id]
             turn.pending_tokens -= 1
-            if turn.finish is not None:  # it ended while this was computed
+            if turn.finish is not None:  # it ended while this token was computed
                 self.counters.idle_tokens += 1
                 continue
             turn.tokens.append(sample.token_id)
@@ -538,19 +545,19 @@ class Scheduler:
         return news
 
     def _learn(self, builder: IterationBuilder, now: float) -> None:
-        """Learn from how long the iteration took."""
+        """Learn from the time that the iteration took."""
         seconds, self._committed_at = now - max(builder.planned_at, self._committed_at), now
         self.time_budget.committed(builder, now)
         if self.background is not None:
             self.background.committed(builder, seconds)
         if builder.only_decodes:
-            if builder.predicted_without:  # background turns are measured against these
+            if builder.predicted_without:  # `BackgroundRoom` compares with these ratios
                 self._decode_ratios.append(seconds / builder.predicted_without)
             if self.streaming is not None:
                 self.streaming.committed(builder, seconds)
 
     def _discard(self, turn: Turn, now: float) -> None:
-        """Make holes of what the turn has computed, for every turn that uses it."""
+        """Make holes of the chunks that the turn has computed, for every turn that uses them."""
         for chunk in self.cache.discard(turn, now):
             for other in self.running.values():
                 if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
@@ -575,7 +582,7 @@ class Scheduler:
         turn.finish = reason
         turn.usage.finished_at = now
         self.counters.finished += 1
-        if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # no outcome reports these
+        if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # in no outcome
             self._ended.append(Ended(turn, reason))
         if turn.usage.admitted_at is not None:
             self._forgotten.append(turn.turn_id)
@@ -586,7 +593,7 @@ class Scheduler:
             self._release(turn, now)
 
     def _release(self, turn: Turn, now: float) -> None:
-        """Give up the turn's pages: it is suspended, or it has ended."""
+        """Give up the pages of a turn that is suspended or has ended."""
         was = turn.state
         if was is TurnState.RUNNING:
             del self.running[turn.turn_id]
@@ -610,15 +617,15 @@ class Scheduler:
         del self._turns[turn.turn_id]
         self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
-            # A turn that was never admitted has computed nothing: what KV there is behind its history
-            # belongs to a turn that is in no log, and its own prompt may join the log now.
+            # A turn that was never admitted has computed nothing. KV after its history belongs to a turn that
+            # is in no log, and its own prompt may join the log now.
             admitted = turn.usage.admitted_at is not None
             known = turn.keep_tokens if admitted else turn.history_tokens
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
         self._carry_out_pending(turn.conversation_id, now)
 
     def _carry_out_pending(self, conversation_id: str, now: float) -> None:
-        """If no turn holds the conversation's pages any more, do what has waited for that."""
+        """Carry out a pending cut or eviction, if no turn holds the conversation's pages any more."""
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is not None and conversation.turn_id is not None:
             return
@@ -643,40 +650,40 @@ def may_stream(cache: KVCache, config: SchedulerConfig) -> bool:
 
 @dataclass
 class SchedulerCounters:
-    """Counts since the scheduler was made."""
+    """Counts since the scheduler was created."""
 
     iterations: int = 0
-    tokens: int = 0  # positions computed
-    recomputed_tokens: int = 0  # of them, positions whose KV had been there before
+    tokens: int = 0  # computed positions
+    recomputed_tokens: int = 0  # computed positions that had KV before
     repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
     suspensions: int = 0
     resumptions: int = 0
     streamed: int = 0  # admissions of turns whose KV stays on the host
-    returned: int = 0  # of them turns, to the device
-    preemptions: int = 0  # of them suspensions, for a turn that was next
+    returned: int = 0  # streamed turns that returned to the device
+    preemptions: int = 0  # suspensions in favour of the next turn
     idle_tokens: int = 0  # computed for a turn that had already finished
     finished: int = 0
     failed: int = 0
 
 
 class BlockedTurns:
-    """The turns that are next in one plan and do not fit into memory: which others may be admitted first.
+    """The next turns of one plan that do not fit into memory. Decides whether other turns may pass them.
 
-    A short message behind a long history may need most of the device.  It waits until running turns have
-    ended, and turns behind it that fit need not wait.  These are new turns that need nothing from the host:
-    an iteration with swap-ins has no swap-outs, and swap-outs are what the blocked turn waits for.  A turn
-    that was suspended, or that others gave way to, is not passed.
+    A short message after a long history may need most of the device. It waits until running turns have ended.
+    Turns behind it that fit may pass it if they are new and need nothing from the host: an iteration with
+    swap-ins has no swap-outs, and the blocked turn waits for swap-outs. Suspended turns and the claimant are
+    never passed.
     """
 
     def __init__(self, cache: KVCache, background: bool = False, may_admit: bool = True) -> None:
         self._cache = cache
-        self.background = background  # the plan is for background turns
+        self.background = background  # whether background turns are being planned
         self.turns: list[Turn] = []
-        self.required_pages = 0  # of the first
+        self.required_pages = 0  # of the first blocked turn
         self.may_admit = may_admit  # whether any turn may still be admitted
 
     def add(self, turn: Turn, shortage: Shortage | None, is_claimant: bool) -> None:
-        """The turn does not fit; without a shortage, it waits for a commit."""
+        """Add a turn that does not fit. Without a shortage, it waits for a commit."""
         if not self.turns and shortage is not None:
             self.required_pages = shortage.required_pages
         self.turns.append(turn)
@@ -684,7 +691,7 @@ class BlockedTurns:
         self.may_admit = is_passed and self._may_pass()
 
     def defers(self, turn: Turn) -> bool:
-        """Defer a turn behind these if it needs something from the host."""
+        """Add a turn if others are blocked and it needs a swap-in; return whether it was added."""
         if not self.turns or not self._cache.needs_swap_in(turn):
             return False
         self.turns.append(turn)
@@ -692,7 +699,7 @@ class BlockedTurns:
         return True
 
     def passed(self) -> None:
-        """Another turn is admitted."""
+        """Count that another turn was admitted before these."""
         for turn in self.turns:
             turn.num_passed += 1
         self.may_admit = self._may_pass()

@@ -1,13 +1,14 @@
-"""Which streamed turns of an iteration attend together, and the pages that each group stages.
+"""Group the streamed turns of an iteration: turns that attend together, with the pages that they stage.
 
-A group's pages fill a staging arena at most (`packed` chooses the turns of a group, and the order).
-Turns that begin with the same chunks are kept together as far as an arena holds them, so what they share is
-copied once for all of them.
+The pages of a group must fit into a staging arena; `packed` chooses the turns of each group and the order.
+Turns that begin with the same chunks stay together as far as an arena holds them, so shared chunks are copied
+once.
 
-Packing takes milliseconds, so groups are kept from one iteration to the next and *mended*: whoever streams no
-more is taken out, and who is new, or outgrows its group's arena, goes to the group with the fewest pages,
-or begins one.  Any groups whose pages fit are right; these are only less even.  They are packed anew every
-PACK_EVERY iterations, and once as many turns have come and left as half of them.
+Packing takes milliseconds, so groups are kept from one iteration to the next and *mended*: turns that no
+longer stream are removed. New turns, and turns for which their group has no room, go to the group with the
+fewest pages, or begin a new one. Any groups that fit are correct; mended ones are only less even. Groups are
+packed again every PACK_EVERY iterations, and when the turns that came or left are half as many as the
+streamed ones.
 """
 
 from __future__ import annotations
@@ -27,20 +28,14 @@ from pensieve.core.turn import Turn
 
 PACK_EVERY = 512
 CHANGED_SHARE = 0.5
-MENDED_TWICE = 2  # once for who came and left, once for what has grown
-GROWING = (
-    8  # one turn in so many may grow by a page in an iteration (those that generate: one in 32)
-)
-SLACK = (
-    1 / 16
-)  # of an arena, is left to a group that was full, so that it is not full again at once
-MANY_GROUPS = (
-    40  # finer groups gain nothing: what the ends of the lanes cost is one part in so many
-)
+MENDED_TWICE = 2  # once for turns that came and left, once for contexts that have grown
+GROWING = 8  # one turn in so many may grow by a page in an iteration (generating turns: one in 32)
+SLACK = 1 / 16  # of an arena, left free in a group that was full, so it does not fill up at once
+MANY_GROUPS = 40  # more groups gain nothing: the ends of the lanes cost one part in so many
 SOME_GROUPS = 12
-FEW_ITEMS = 7  # 877 divisions at most, which take some 8 ms
-FEW_GROUPS = 4  # of which every order is tried
-LOOKED_AT = 16  # turns that are looked at for one with few enough pages, from the longest down
+FEW_ITEMS = 7  # all their divisions are tried: at most 877, in some 8 ms
+FEW_GROUPS = 4  # all their orders are tried
+LOOKED_AT = 16  # items tried, from the longest down, for one with few enough pages
 PathOf = Callable[[Turn], list[Branch]]
 
 
@@ -55,8 +50,8 @@ class StreamGroups:
         self.full = array("i", [chunk_tokens]) * pages_max
         self.none = array("i", [0]) * pages_max
         self._kept: list[list[int]] = []  # the turn ids of each group
-        self._sizes: list[int] = []  # pages of each, in the iteration before
-        self._age = self._num_changed = 0  # iterations and turns since they were packed
+        self._sizes: list[int] = []  # pages of each group in the previous iteration
+        self._age = self._num_changed = 0  # iterations, and changed turns, since the last packing
 
     def arranged(
         self,
@@ -64,7 +59,7 @@ class StreamGroups:
         streamed: Mapping[int, Turn],
         filled_before: Mapping[Chunk, int],
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
-        """The iteration's slices, those of streamed turns behind the others, and their groups."""
+        """Return the iteration's slices, with those of streamed turns last, and the groups."""
         resident: list[Slice] = []
         pieces: dict[int, list[Slice]] = {turn_id: [] for turn_id in streamed}
         for piece in slices:
@@ -87,7 +82,7 @@ class StreamGroups:
         return self._made(resident, streamed, pieces, filled_before, {})
 
     def _mend(self, streamed: Mapping[int, Turn], pieces: Mapping[int, list[Slice]]) -> None:
-        """Keep the groups, with the turns that stream now; those that share chunks may be parted."""
+        """Adapt the groups to the turns that stream now. Turns that share chunks may be separated."""
         stays = [[each for each in group if each in pieces] for group in self._kept]
         sizes = [size for size, group in zip(self._sizes, stays, strict=True) if group]
         groups = [group for group in stays if group]
@@ -119,7 +114,7 @@ class StreamGroups:
         filled_before: Mapping[Chunk, int],
         known: dict[tuple[int, ...], _GroupBuilder],
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
-        """`known`: groups of this iteration that have been made before, by their turns."""
+        """Make the groups. `known`: groups already made for this iteration, by their turns."""
         arranged, made = list(resident), []
         for turn_ids in map(tuple, self._kept):
             group = known.get(turn_ids)
@@ -135,7 +130,7 @@ class StreamGroups:
     def _packed(
         self, turns: Sequence[Turn], pieces: Mapping[int, list[Slice]], resident: Sequence[Slice]
     ) -> list[list[int]]:
-        """The turns of each group, by their ids."""
+        """Pack the turns into groups of turn ids."""
         clusters = self._clusters(turns, pieces)
         items = [self._item(cluster, pieces) for cluster in clusters]
         before = self._cost.iteration_seconds((each.start, each.stop) for each in resident)
@@ -145,7 +140,7 @@ class StreamGroups:
     def _clusters(
         self, turns: Sequence[Turn], pieces: Mapping[int, list[Slice]]
     ) -> list[list[Turn]]:
-        """Turns that share their first chunks, parted where an arena does not hold them all."""
+        """Cluster turns that share their first chunks, split where an arena cannot hold them all."""
         by_root: dict[int, list[Turn]] = {}
         for turn in turns:
             branch = turn.chunks[0].branch
@@ -186,7 +181,7 @@ class StreamGroups:
         return StreamItem(num_pages, self._copy_seconds * num_pages, attention)
 
     def _num_own_pages(self, turn: Turn, pieces: Sequence[Slice]) -> int:
-        """Of chunks that nobody else holds."""
+        """Return the pages of chunks that no other conversation holds."""
         stop = self.num_pages(pieces)
         if _is_alone(turn):
             return stop
@@ -198,13 +193,13 @@ class StreamGroups:
 
 
 class _GroupBuilder:
-    """A group while its turns are put into it."""
+    """A group to which turns are being added."""
 
     def __init__(self, groups: StreamGroups, filled_before: Mapping[Chunk, int]) -> None:
         self._groups, self._filled_before = groups, filled_before
         self._host_pages, self._loaded, self._stored = array("i"), array("i"), array("i")
-        self._begins: dict[Branch, int] = {}  # where the pages of a shared branch are
-        self.slices: list[Slice] = []  # their page tables are indexes into the pages
+        self._begins: dict[Branch, int] = {}  # index of the first page of each shared branch
+        self.slices: list[Slice] = []  # with page tables that are indexes into the pages
 
     def add(self, turn: Turn, pieces: Sequence[Slice]) -> None:
         groups, first = self._groups, pieces[0]
@@ -237,7 +232,7 @@ class _GroupBuilder:
             self.slices.append(_with_table(each, table[: -(-each.stop // groups.size)]))
 
     def _add(self, pages: array[int], chunks: Sequence[Chunk], is_decode: bool) -> None:
-        """Pages of a branch's first chunks; a decode writes to the last of them, and to nothing else."""
+        """Add the pages of a branch's first chunks. A decode writes only to the last of them."""
         groups, before = self._groups, self._filled_before
         self._host_pages += pages
         if is_decode:
@@ -252,24 +247,24 @@ class _GroupBuilder:
             self._stored.append(chunk.filled if chunk in before else 0)
 
     def closed(self, first_slice: int) -> PageGroup:
-        """The group, its slices beginning there in the iteration."""
+        """Return the group; `first_slice` is the index of its first slice in the iteration."""
         stop_slice = first_slice + len(self.slices)
         return PageGroup(first_slice, stop_slice, self._host_pages, self._loaded, self._stored)
 
 
 def _with_table(piece: Slice, page_table: array[int]) -> Slice:
-    """As `_replace` does, in a third of the time: there is one for each turn that generates."""
+    """Replace the page table, three times as fast as `_replace`: every generating turn needs it."""
     return Slice(*piece[:4], page_table, *piece[5:])
 
 
 def _is_alone(turn: Turn) -> bool:
-    """Nobody else holds its chunks."""
+    """Whether no other conversation holds the turn's chunks."""
     first, last = turn.chunks[0].branch, turn.chunks[-1].branch
     return first is last and first is not None and len(first.holders) == 1
 
 
 def _length(branch: Branch, stop: int) -> int:
-    """How many of its chunks are among the first `stop` of a context."""
+    """Return how many of a branch's chunks are among the first `stop` of a context."""
     return max(min(branch.end, stop) - branch.start, 0)
 
 
@@ -280,7 +275,7 @@ class StreamItem(NamedTuple):
     """A streamed turn, or turns that share pages, in one layer."""
 
     pages: int
-    copy_seconds: float  # of its pages in and of what it writes out
+    copy_seconds: float  # for its pages in, and its written slots out
     attention_seconds: float
 
 
@@ -295,19 +290,19 @@ def packed(
 ) -> Groups:
     """Return groups of at most `pages_max` pages each, in an order in which a layer ends early.
 
-    A layer has two lanes.  The copy lane loads one group after the other.  The compute lane is first busy for
-    `before_seconds` (the dense parts, the attention of resident turns), and then attends to one group after
-    the other, each with `group_seconds` more for its launches.  There are two staging arenas, so
+    A layer has two lanes. The copy lane loads one group after the other. The compute lane is first busy for
+    `before_seconds` (the dense parts, and the attention of resident turns), and then attends to one group
+    after the other, each with `group_seconds` more for its launches. There are two staging arenas, so
 
         load(g)       begins when load(g - 1) and attention(g - 2) have ended
         attention(g)  begins when load(g) and attention(g - 1) have ended
 
     From the second group on, load(g + 1) and attention(g) begin at the same moment, and the next two begin
-    when both have ended.  So a group should copy for as long as the group in front of it attends.
+    when both have ended. So a group should copy for as long as the group before it attends.
 
-    Of few items, all divisions are tried, each in its best order (`_ordered`).  Of more: groups that are
-    filled so (`_Filling`), the same with two in front that fill their arenas, each item by itself, and all
-    items together.
+    For few items, all divisions are tried, each in its best order (`_ordered`). For more items, four
+    candidates are tried: groups filled by this rule (`_Filling`), the same with two full arenas in front,
+    each item alone, and all items together.
     """
     if not items:
         return []
@@ -320,7 +315,7 @@ def packed(
     copying = sum(item.copy_seconds for item in items)
     attention = sum(item.attention_seconds for item in items)
     most = MANY_GROUPS
-    if group_seconds > 0:  # what the ends cost falls with the number of groups, and launches rise
+    if group_seconds > 0:  # with more groups, the ends cost less and the launches more
         most = min(most, int((min(copying, attention) / group_seconds) ** 0.5))
     most = min(num, max(most, fewest))
     copies_longer = copying > before_seconds + attention + fewest * group_seconds
@@ -350,24 +345,26 @@ def _partitions(num: int, pages: Sequence[int], pages_max: int) -> Iterator[Grou
 
 
 class _Filling:
-    """Fills groups one by one: the longest first, then the longest that fits the gap.
+    """Fill groups one by one: the longest item first, then the longest that fits the gap.
 
-    This is figure 9 of the FluidInfer paper.  Lengths are shares of all copying and of all attention.  Lane 0
-    has the items whose share of the copying is the larger one (or equal), lane 1 the others; a gap is what a
-    group still lacks in each.  The lane that lags further behind its gap chooses the next item.
+    This is figure 9 of the FluidInfer paper. Lengths are shares of all copying and of all attention. Lane 0
+    has the items with a larger (or equal) share of the copying, lane 1 the others. A gap is the length that a
+    group still lacks in a lane. The next item comes from the lane with the larger gap.
     """
 
     def __init__(
         self, items: Sequence[StreamItem], pages_max: int, before_seconds: float, leader: int
     ) -> None:
-        """The lane that takes longer leads: groups take of the other what the leader took of the group
-        before."""
+        """`leader`: the lane that takes longer.
+
+        A group takes as much of the other lane as its predecessor took of the leader.
+        """
         self._pages_max, self._leader = pages_max, leader
         self._pages_min = min(item.pages for item in items)
         copying = sum(item.copy_seconds for item in items) or 1.0
         attention = sum(item.attention_seconds for item in items) or 1.0
         self._attention_per_copying = attention / copying
-        # Two loads lie before the end of the first attention: so long each, to end with it.
+        # Two loads come before the end of the first attention. With this length they end together with it.
         self._head = before_seconds / copying / (2.0 - min(1.0, attention / copying))
         self._lanes: tuple[list[tuple[float, int, int, float]], ...] = ([], [])
         for index, item in enumerate(items):
@@ -380,11 +377,11 @@ class _Filling:
             lane.sort()
 
     def groups(self, count: int, full_ahead: int = 0) -> Groups:
-        """About so many; the first `full_ahead` fill their arenas with copying."""
+        """Return about `count` groups; the first `full_ahead` fill their arenas with copying."""
         lanes = [list(lane) for lane in self._lanes]
         lengths = [[entry[0] for entry in lane] for lane in lanes]
         left = [1.0, 1.0]
-        last = [0.0, 0.0]  # what the group before took
+        last = [0.0, 0.0]  # the lengths that the previous group took
         groups: Groups = []
         while lanes[0] or lanes[1]:
             is_full = len(groups) < full_ahead and bool(lanes[0])
@@ -394,7 +391,7 @@ class _Filling:
             if is_full:
                 sides, gap[1] = (0,), 0.0
             elif full_ahead:
-                if gap[0] > 0:  # as long as the one before attends
+                if gap[0] > 0:  # copy as long as the previous group attends
                     factor = max(1.0, last[1] * self._attention_per_copying / gap[0])
                     gap = [gap[0] * factor, gap[1] * factor]
             else:
@@ -436,7 +433,7 @@ class _Filling:
         gap: list[float],
         last: Sequence[float],
     ) -> tuple[tuple[int, ...], list[float]]:
-        """From which lanes the next group is filled, and with how much."""
+        """Return the lanes from which the next group is filled, and its gaps."""
         leader = self._leader
         if at == 0 and lanes[leader]:
             gap[1 - leader] = 0.0
@@ -454,7 +451,7 @@ def makespan(
     before_seconds: float = 0.0,
     group_seconds: float = 0.0,
 ) -> float:
-    """When the last attention of the layer ends."""
+    """Return the time when the last attention of the layer ends."""
     copies, attentions = _sums(groups, items, group_seconds)
     return _end(range(len(groups)), copies, attentions, before_seconds)
 
@@ -488,9 +485,9 @@ def _end(
 def _ordered(
     groups: Groups, items: Sequence[StreamItem], before: float, group_seconds: float
 ) -> tuple[Groups, float]:
-    """Return the groups in an order, and its makespan.
+    """Return the groups in a good order, and its makespan.
 
-    It is the least for few groups, and if nothing is before the first attention.
+    The order is optimal for few groups, and if nothing comes before the first attention.
     """
     copies, attentions = _sums(groups, items, group_seconds)
     every = range(len(groups))
@@ -498,26 +495,26 @@ def _ordered(
     if len(groups) <= FEW_GROUPS:
         orders = list(permutations(every))
     else:
-        orders = [path_of(every, copies, attentions, before)]
+        orders = [cheapest_order(every, copies, attentions, before)]
     if before > 0 and len(groups) > FEW_GROUPS:
         quickest = min(every, key=lambda i: max(before - copies[i], 0.0) + attentions[i])
         for first in dict.fromkeys((orders[0][0], quickest)):
             rest = [i for i in every if i != first]
             gap = max(before - copies[first], 0.0) + attentions[first]
-            orders.append([first, *path_of(rest, copies, attentions, gap)])
+            orders.append([first, *cheapest_order(rest, copies, attentions, gap)])
     ends = [_end(order, copies, attentions, before) for order in orders]
     end = min(ends)
     return [groups[index] for index in orders[ends.index(end)]], end
 
 
-def path_of(
+def cheapest_order(
     members: Sequence[int], copies: list[float], attentions: list[float], gap: float
 ) -> list[int]:
-    """The order with the least sum of max(attention, the next one's copying), where `gap` is in front.
+    """Return the order with the least sum of max(attention, copying of the next group), after a `gap`.
 
-    Gilmore and Gomory (1964): attentions and copies matched in sorted order have the least sum; it is made
-    one cycle by the cheapest exchanges of neighbours, those that lift carried out from above, the others from
-    below.  Member 0 here is the start, whose attention is the gap, and the end, which copies nothing.
+    Gilmore and Gomory (1964): attentions and copies matched in sorted order have the least sum. The cheapest
+    exchanges of neighbours make one cycle of the matching. Those that lift are carried out from above, the
+    others from below. Member 0 is the start, whose attention is the gap, and the end, which copies nothing.
     """
     a = [gap, *[attentions[i] for i in members]]
     c = [0.0, *[copies[i] for i in members]]

@@ -1,22 +1,22 @@
-"""The pages of streamed turns: their contexts lie on the host, and every layer stages them (iteration.py).
+"""The pages of streamed turns: their contexts are on the host, and every layer stages them (iteration.py).
 
-A running turn is *resident*, and then each chunk of its context has a device page, or *streamed*, and then
-each has a host page.  Which of them is decided when it is admitted, and holds until it gives up its pages.
-Of a branch that turns hold, `num_running` counts both kinds and `num_streamed` the latter.
+A running turn is either *resident* (each chunk of its context has a device page) or *streamed* (each chunk
+has a host page). This is decided when the turn is admitted, and holds until it gives up its pages. A branch
+counts both kinds of turns in `num_running`, and streamed ones in `num_streamed`.
 
-Why nothing reads what another writes:
+No turn reads slots that another turn writes at the same time:
 
-* A resident turn writes device pages only, a streamed one host pages only, and of a chunk without device page
-  `filled` and `host_filled` are one number.  So a chunk that is used by both kinds must be *complete*: filled
-  as far as either uses it, before the iteration that is planned, in both tiers.
-* A chunk that is not complete has one turn at most, if that one is streamed.  A turn that would be the second
-  waits (`is_clear_of_streamed`, `may_take`).  So a page that a group writes is in no other group.
-* What is not to be trusted any more (`KVCache.discard`) is not complete: the scheduler suspends the streamed
-  turns that hold it.
+* A resident turn writes only device pages, and a streamed turn only host pages. For a chunk without a device
+  page, `filled` equals `host_filled`. So a chunk that both kinds use must be *complete*: filled as far as
+  either uses it, in both tiers, before the planned iteration.
+* A chunk that is not complete and has a streamed turn has no other turn. A second turn waits
+  (`is_clear_of_streamed`, `may_take`). So a page that a group writes is in no other group.
+* A discarded chunk (`KVCache.discard`) is not complete: the scheduler suspends the streamed turns that hold
+  it.
 * Host pages of a running turn are pinned: the retention queues skip its branches.
 
-What lies on the device alone is copied out first (`Eviction.copy_out`); what nobody but streamed turns uses
-leaves the device.  A chunk that is used partly, and not appended to (copy on write), is computed again.
+Chunks that are only on the device are copied out first (`Eviction.copy_out`). Chunks that only streamed turns
+use leave the device. A partly used chunk to which the turn may not append (copy on write) is recomputed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StreamedPages:
     def is_clear_of_streamed(
         self, chunks: Sequence[Chunk], num_tokens: int, filled_before: Mapping[Chunk, int]
     ) -> bool:
-        """Whether a resident turn may use these: none is still being filled by a streamed one."""
+        """Whether a resident turn may use these chunks: no streamed turn is still filling one."""
         return all(
             not chunk.branch.num_streamed  # type: ignore[union-attr]
             or filled_before.get(chunk, chunk.filled) >= self._used(chunk, num_tokens)
@@ -62,9 +62,9 @@ class StreamedPages:
         filled_before: Mapping[Chunk, int],
         now: float,
     ) -> bool:
-        """Whether a turn may stream over its chunks, of which its conversation uses so many tokens.
+        """Whether a turn may stream its chunks, of which its conversation uses `num_tokens` tokens.
 
-        If something has to be copied out for that, it begins to be.
+        If chunks must be copied out first, their copies are started, and the answer is False.
         """
         if -(-len(turn.tokens) // self._size) > self._config.staging_pages:
             return False
@@ -85,7 +85,7 @@ class StreamedPages:
     def take(
         self, conversation: CachedConversation, turn: Turn, now: float
     ) -> PageReservation | None:
-        """Pin the turn's chunks, with a host page for each of its context; None: there are too few."""
+        """Pin the turn's chunks and give its whole context host pages; None if there are too few."""
         for chunk in conversation.chunks():
             assert chunk.branch is not None
             page = None if chunk.branch.num_running else chunk.host_page
@@ -120,7 +120,10 @@ class StreamedPages:
         return admission
 
     def extend(self, conversation: CachedConversation, turn: Turn, now: float) -> bool:
-        """A host page for the turn's next chunk; False: there is none, or a group cannot be so large."""
+        """Take a host page for the turn's next chunk.
+
+        False if there is none, or if the context would not fit into a group.
+        """
         if len(turn.chunks) >= self._config.staging_pages:
             return False
         pages = self._eviction.take_host_pages(1, now)
@@ -138,5 +141,5 @@ class StreamedPages:
         chunk.host_page = page
 
     def _used(self, chunk: Chunk, num_tokens: int) -> int:
-        """How many of its slots a conversation of so many tokens uses."""
+        """Return how many slots of a chunk a conversation of so many tokens uses."""
         return min(self._size, num_tokens - chunk.index * self._size)

@@ -1,29 +1,26 @@
-"""Which turns stream their contexts from the host, because the device has no room for them.
+"""Choose turns that stream their contexts from the host, because the device has no room for them.
 
-Only attention needs KV on the device, so tokens of more turns than fit may share an iteration.  The weights
-are read once for all of them, and are the largest part of the iteration while few turns generate.  A streamed
-turn brings its pages' copies into every iteration.  So streaming pays as long as another turn adds less to an
-iteration than its share of it:
+Only attention needs KV on the device, so more turns than fit may share an iteration. The weights are read
+once for all of them, which takes most of the iteration while few turns generate. A streamed turn adds the
+copies of its pages to every iteration. So streaming pays as long as n / seconds rises with another turn. n is
+the number of running turns, and `seconds` the time of their iteration (`StreamCost` learns it).
 
-    n / seconds rises with it
+A part of the cost comes with the first streamed turn, so waiting turns are considered together. `auto`
+streams as many of them, in order, as are predicted to deliver the most tokens per second, if that is GAIN
+times the current rate. It meets the objective for the time between tokens (`--tbt`). `on` streams every turn
+that it can. With `off` this module is not used.
 
-n turns run, and `seconds` is what their iteration takes (`StreamCost` learns it).  A part of that is for the
-first streamed turn alone, so waiting turns are looked at together.  `auto` streams as many of them, in their
-order, as are predicted to deliver most, if that is GAIN times what is delivered now.  An objective for the
-time between tokens is kept (`--tbt`).  `on` streams whatever it can.  With `off` this module is not used.
+Background turns stream only among themselves. Beside interactive turns they get a few percent of an iteration
+(background_room.py), and streaming alone may take more. So they give up their places and wait for pages.
 
-Background turns stream only among themselves.  Beside interactive turns they have a few percent of an
-iteration (background_room.py), which streaming alone may take.  So then they give up their places and wait
-for pages.
+A turn that fits the device once idle pages are copied out waits for these pages instead.
 
-A turn that fits the device beside the running ones, once idle pages are copied out, waits for that.
+If, after TRIED_FOR iterations of streaming, the resident turns alone are predicted to deliver more tokens per
+second than all turns together, streaming pauses. The pause doubles each time.
 
-When TRIED_FOR iterations have streamed, and the resident turns alone are predicted to deliver more tokens a
-second than all of them do, streaming stops, for a number of iterations that doubles each time.
-
-**Back to the device.**  When nobody waits any more, and pages are available, the largest streamed turn that
-fits gives up its place and is admitted again, with pages of the device (`turn_to_return`), one an iteration.
- For the smallest, idle pages are made available ahead.
+**Back to the device.** When no turn waits and pages are available, the largest streamed turn that fits gives
+up its place and is admitted again with device pages (`turn_to_return`), one per iteration. If none fits, idle
+pages are made available for the smallest one.
 """
 
 from __future__ import annotations
@@ -41,10 +38,10 @@ from pensieve.core.turn import QUEUE_ORDER, Turn
 GAIN = 1.05
 TRIED_FOR = 16
 PAUSE_MIN, PAUSE_MAX = 64, 1024
-LOOKED_AT_MAX = 32  # turns that wait, in one plan
-FADING = 0.97  # of an observation's weight, with each that follows
-PULL = 1.5  # of what was configured, in observations of a term
-NEVER_SEEN = 1e-12  # of a term that nothing was observed of
+LOOKED_AT_MAX = 32  # waiting turns considered in one plan
+FADING = 0.97  # factor of an observation's weight with each further observation
+PULL = 1.5  # weight of the configured factors, in observations of a term
+NEVER_SEEN = 1e-12  # pull of a term without observations
 CONFIGURED = (1.0, 0.0, 1.0, 1.0)
 
 
@@ -55,7 +52,7 @@ class Streaming:
         cache: KVCache,
         has_room_for: Callable[[Turn, Collection[Turn]], bool],
     ) -> None:
-        """`has_room_for` tells whether a turn may run beside others."""
+        """`has_room_for`: whether a turn may run beside others."""
         self._room_beside, self._has_room_for = cache.room_beside, has_room_for
         sizes = cache.config
         self._always = config.stream == "on"
@@ -64,9 +61,10 @@ class Streaming:
         self._device_pages, self._reserve_pages = sizes.device_pages, sizes.reserve_pages
         self._tbt = config.tbt_seconds
         self.cost = StreamCost(config, sizes.staging_pages)
-        self._paused, self._pause = 0, PAUSE_MIN  # iterations without: now, and the next time
-        self._num_streamed = 0  # iterations since it began
-        self.required_pages = 0  # for one that could return
+        self._paused = 0  # iterations left of this pause
+        self._pause = PAUSE_MIN  # iterations of the next pause
+        self._num_streamed = 0  # iterations since streaming began
+        self.required_pages = 0  # for a streamed turn that could return
         self.lacked = False  # a turn lacked pages in the last plan
 
     # -- which turns begin, stop and return --
@@ -79,7 +77,7 @@ class Streaming:
         builder: IterationBuilder,
         background: bool,
     ) -> Iterator[Turn]:
-        """Yield the waiting turns for which it pays; each may be admitted before the next is asked for."""
+        """Yield the waiting turns for which streaming pays. The caller may admit each before the next."""
         if self._paused:
             return
         started = [turn for turn in running if turn.is_prefill]
@@ -98,7 +96,7 @@ class Streaming:
             tried.append(turn)
             num_pages, pages_left = pages_for(turn)
             if num_pages + claimed <= pages_left:
-                claimed += num_pages  # it waits for copies
+                claimed += num_pages  # it waits for idle pages to be copied out
             elif num_pages <= self._pages_max:
                 chosen.append(turn)
         # Turns that wait only for pages keep their places.
@@ -109,7 +107,7 @@ class Streaming:
             yield turn
 
     def _how_many(self, turns: Sequence[Turn], running: Iterable[Turn]) -> int:
-        """How many of these, in their order, deliver the most tokens a second."""
+        """Return how many of these turns, in order, deliver the most tokens per second."""
         if self._always:
             return len(turns)
         load = load_of(running)
@@ -127,8 +125,11 @@ class Streaming:
         return load.num_turns / seconds if seconds else 0.0
 
     def turns_to_stop(self, running: Collection[Turn], beside_interactive: bool) -> list[Turn]:
-        """Return streamed turns if it does not pay or the objective is missed, and background turns beside
-        interactive ones."""
+        """Return streamed turns that must stop.
+
+        These are all if streaming does not pay, one if the objective is missed, and background turns beside
+        interactive ones.
+        """
         stops = self._if_it_does_not_pay(running)
         if self._tbt and self.cost.seconds(load_of(running)) > self._tbt:
             streamed = [turn for turn in running if turn.streamed]
@@ -146,7 +147,7 @@ class Streaming:
         if self._num_streamed < TRIED_FOR or self._always:
             return []
         if self._num_streamed > self._pause:
-            self._pause = PAUSE_MIN  # it has paid
+            self._pause = PAUSE_MIN  # streaming has paid
         resident = load_of(turn for turn in running if not turn.streamed)
         if GAIN * self._rate(load_of(running)) >= self._rate(resident):
             return []
@@ -155,7 +156,7 @@ class Streaming:
         return streamed
 
     def turn_to_return(self, running: Collection[Turn], num_available: int) -> Turn | None:
-        """Return a streamed turn for which the device has room."""
+        """Return the largest streamed turn for which the device has room."""
         sizes = {turn: len(turn.chunks) for turn in running if turn.streamed}
         if self.lacked or not sizes:
             return None
@@ -170,14 +171,14 @@ class Streaming:
     # -- iterations --
 
     def arrange(self, builder: IterationBuilder) -> None:
-        """Put slices of streamed turns behind the others, in groups."""
+        """Put slices of streamed turns after the others, in groups."""
         slices, builder.groups = self._groups.arranged(
             builder.slices, builder.streamed, builder.filled_before
         )
         builder.slices = list(slices)
 
     def committed(self, builder: IterationBuilder, seconds: float) -> None:
-        """Learn from how long an iteration took in which interactive turns generate and nothing else."""
+        """Learn from the time of an iteration with only decodes of interactive turns."""
         self.cost.took(
             StreamLoad(builder.num_decodes, builder.work.keys, builder.num_staged), seconds
         )
@@ -192,7 +193,7 @@ def load_of(running: Iterable[Turn]) -> StreamLoad:
 
 
 class StreamLoad(NamedTuple):
-    """What an iteration holds in which some turns generate."""
+    """The load of an iteration in which turns generate."""
 
     num_turns: int
     num_positions: int
@@ -205,26 +206,25 @@ class StreamLoad(NamedTuple):
 
 
 class StreamCost:
-    """Learn what iterations take with streamed turns and without.
+    """Learn the time of iterations with and without streamed turns.
 
-    What is predicted (cost.py) is often off: costs may be estimates, rows become dearer when a
-    batch is large, and how well copies hide behind computing depends on the machine.  So the seconds of an
-    iteration in which turns generate are taken to be
+    The prediction of cost.py is often wrong: costs may be estimates, rows cost more in a large batch, and the
+    overlap of copies and computing depends on the machine. So the seconds of an iteration in which turns
+    generate are modelled as
 
         a · predicted + b · rows + c · groups + d · copies
 
     Each term is in seconds as configured (a pass, its dense part per token, `group_seconds`, `copy_seconds`).
-    The factors are fitted to the last iterations by least squares of the relative error, and old iterations
-    fade. The factors are pulled towards 1, 0, 1, 1, which also are the answer before anything is measured,
-    and none is negative.  An iteration that was late for another reason has a relative error below 1, and one
-    iteration weighs less than what was configured, so it changes little.
+    The factors are fitted to the last iterations by least squares of the relative error; old iterations fade.
+    The factors are pulled towards 1, 0, 1, 1 (their values before any measurement), and none is negative. A
+    single late iteration changes little: its relative error is below 1, and it weighs less than the pull.
     """
 
     def __init__(self, config: SchedulerConfig, pages_max: int) -> None:
-        """A group has so many pages at most."""
+        """`pages_max`: the most pages of a group."""
         self._config, self._pages_max = config, max(pages_max, 1)
         size = len(CONFIGURED)
-        # Of the terms, over the seconds squared.
+        # Sums of products of two terms, over the seconds squared.
         self._products = [[0.0] * size for _ in range(size)]
         self._sums = [0.0] * size
         self._counts = [0.0] * size  # observations of each term
@@ -237,7 +237,7 @@ class StreamCost:
         return sum(factor * term for factor, term in zip(self._factors, terms, strict=True))
 
     def took(self, load: StreamLoad, seconds: float) -> None:
-        """An iteration with this load."""
+        """Learn the time of an iteration with this load."""
         if seconds <= 0.0 or not load.num_turns:
             return
         shares = [term / seconds for term in self._terms(load)]
@@ -261,7 +261,7 @@ class StreamCost:
         )
 
     def _fitted(self) -> list[float]:
-        """Terms whose factor would be negative are left out, the lowest first."""
+        """Fit the factors. Terms whose factor would be negative are left out, the lowest first."""
         products, used = self._products, list(range(len(CONFIGURED)))
         pulls = [PULL * products[i][i] / max(self._counts[i], 1.0) + NEVER_SEEN for i in used]
         factors = [0.0] * len(CONFIGURED)

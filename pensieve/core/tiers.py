@@ -1,27 +1,24 @@
-"""The pages of the device and the host, which may be taken, and the copies between them.
+"""The pages of device and host, and the copies in flight between them.
 
-Pages of the device are, at any time, exactly one of
+At any time, a device page is exactly one of
 
     empty         in the pool
     pinned        held by a running turn
     moving        an unfinished copy reads or writes them
-    reclaimable   idle, and the host has a copy (clean) or they are marked to be dropped
-    dirty         idle, and their loss would cost recompute
+    reclaimable   idle, and the host has a copy (clean) or its chunk is marked to drop
+    dirty         idle, and its loss would cost recompute
 
-and `available` = empty + reclaimable.  Which of these a chunk's page is follows from
-`Chunk.reclaimable` and `Chunk.idle` (prefix_tree.py).
+and `available` = empty + reclaimable. `Chunk.reclaimable` and `Chunk.idle` (prefix_tree.py) tell which.
 
-Why no page is taken while it is in use:
+No page is taken while it is in use:
 
-* A running turn pins every branch of its path; the retention queues skip pinned branches, and
-  `available` does not count them.
-* A copy in flight counts in `chunk.in_flight`; such a chunk does not qualify for any role, and when
-  its last holder is gone, its pages go back only after the last copy has finished.
-* The pages of a turn are given up only after every iteration with a slice of it was committed (the
-  scheduler's duty).
+* A running turn pins every branch of its path. The retention queues skip pinned branches, and `available`
+  does not count them.
+* A copy in flight counts in `chunk.in_flight`. Such a chunk qualifies for no role. If its last holder is
+  gone, its pages are freed after the last copy has finished.
+* The scheduler gives up the pages of a turn only after every iteration with a slice of it was committed.
 
-Here a page is given back and a copy is begun or finished; which chunk that happens to is decided in
-eviction.py and cache.py.
+This module frees pages, and begins and finishes copies. eviction.py and cache.py choose the chunks.
 """
 
 from __future__ import annotations
@@ -33,47 +30,47 @@ from typing import NamedTuple
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.prefix_tree import Chunk
 
-IsIntact = Callable[[int], bool]  # of a host page: it holds what was copied to it
+IsIntact = Callable[[int], bool]  # whether a host page still holds the bytes copied to it
 
 
 def trusted(host_page: int) -> bool:
-    """Trust every page: nobody looks, and nothing else writes to the host tier."""
+    """The `IsIntact` without checks: every page counts as intact."""
     return True
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The sizes of the two tiers, and the marks for copying out and for the reserve."""
+    """The sizes of the two tiers, and the marks for swap-outs and for the reserve."""
 
     device_pages: int
     host_pages: int
     chunk_tokens: int = 32
-    swap_out_below: float = 0.25  # of device pages available: copy to the host ahead of need
-    reserve: float = 0.10  # of device pages: kept for turns that are generating
-    swap_outs_max: int = 64  # copies started by one iteration
-    staging_pages: int = (
-        0  # of each of two arenas, for one layer of streamed turns; 0: none is streamed
+    swap_out_below: float = (
+        0.25  # share of available device pages below which chunks are copied out
     )
+    reserve: float = 0.10  # share of device pages kept for generating turns
+    swap_outs_max: int = 64  # copies started by one iteration
+    staging_pages: int = 0  # of each of two arenas for streamed turns; 0: no turn is streamed
 
     def __post_init__(self) -> None:
         if self.device_pages < 2:
-            raise ValueError("the device tier needs two or more pages")
+            raise ValueError("the device tier needs at least two pages")
         if (
             min(self.host_pages, self.staging_pages) < 0
             or min(self.chunk_tokens, self.swap_outs_max) < 1
         ):
             raise ValueError("page counts must not be negative, and chunks hold at least one token")
         if not 0.0 <= self.reserve <= self.swap_out_below <= 1.0:
-            raise ValueError("0 <= reserve <= swap_out_below <= 1 does not hold")
+            raise ValueError("0 <= reserve <= swap_out_below <= 1 must hold")
 
     @property
     def can_stream(self) -> bool:
-        """There is room for turns whose KV stays on the host."""
+        """Whether there is room for turns whose KV stays on the host."""
         return self.staging_pages > 0 and self.host_pages > 0
 
     @property
     def device_tokens_max(self) -> int:
-        """The longest context that fits the device tier, one chunk set aside for copy on write."""
+        """The longest context that fits the device tier, with one chunk reserved for copy on write."""
         return (self.device_pages - 1) * self.chunk_tokens
 
     @property
@@ -86,7 +83,7 @@ class CacheConfig:
 
 
 class PagePool:
-    """Hands out page numbers, last freed first (its rows are the warmest), and refuses double frees."""
+    """Hand out page numbers, the last freed first because it is in the caches. Double frees fail."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -110,7 +107,7 @@ class PagePool:
         self._empty.append(page)
 
     def check(self, used_pages: list[int]) -> None:
-        """`used_pages` are all pages that are not empty, each once."""
+        """Check the pool against `used_pages`: all pages that are not empty."""
         assert len(set(used_pages)) == len(used_pages), "a page has two holders"
         assert sorted(used_pages) == [i for i, taken in enumerate(self._taken) if taken], (
             "the pool and its users disagree on which pages are taken"
@@ -120,34 +117,34 @@ class PagePool:
 
 @dataclass
 class CacheCounters:
-    """What has happened since the start, in chunks unless the name says tokens."""
+    """Counts of chunks since the start."""
 
     swapped_out: int = 0
     swapped_in: int = 0
     reclaimed: int = 0  # device page taken, host copy stays
     reclaim_hits: int = 0  # copied to the host ahead of need, and still on the device on return
-    dropped: int = 0  # last copy forgotten
-    marked_to_drop: int = 0  # not copied to the host, or no longer there
+    dropped: int = 0  # last copy dropped
+    marked_to_drop: int = 0  # the host has no copy, or no longer has it
     copied_on_write: int = 0
     discarded: int = 0  # computed by a turn that failed
-    damaged: int = 0  # not on the host any more as they were copied there
+    damaged: int = 0  # host page changed since the copy
     adopted: int = 0  # came from another engine
 
 
 @dataclass(slots=True)
 class PageReservation:
-    """The pages of a turn's whole present context are reserved; what has to move for that."""
+    """The reserved pages of a turn's whole context, with the copies that they need."""
 
     copies: list[PageCopy] = field(default_factory=list)
     swap_ins: list[SwapIn] = field(default_factory=list)
     sources: list[Chunk] = field(default_factory=list)  # of `copies`; released at the commit
-    device_tokens: int = 0  # of the turn's history, found on the device
-    host_tokens: int = 0  # of the turn's history, on their way from the host
+    device_tokens: int = 0  # of the turn's history, on the device
+    host_tokens: int = 0  # of the turn's history, from the host
     copied: tuple[Chunk, Chunk] | None = None  # (source, target) of a copy on write
 
 
 class Shortage(NamedTuple):
-    """The turn does not fit now; it would if so many pages were available."""
+    """The pages that must be available before a turn fits."""
 
     required_pages: int
 
@@ -157,13 +154,13 @@ class SwapInFlight:
     """A swap-in or swap-out that has not finished."""
 
     source: Chunk
-    target: Chunk  # the same chunk but for a swap-in that is a copy on write
+    target: Chunk  # the source itself, except in a swap-in that is a copy on write
     inward: bool
-    num_slots: int  # valid at the target when it has finished
+    num_slots: int  # valid at the target when the copy has finished
 
 
 class Tiers:
-    """Both tiers' pages, the copies in flight, and how many device pages may be taken at once."""
+    """The pages of both tiers, the copies in flight, and the number of reclaimable device pages."""
 
     def __init__(self, device_pages: int, host_pages: int) -> None:
         self.device = PagePool(device_pages)
@@ -219,7 +216,7 @@ class Tiers:
             self.free_device(chunk)
 
     def count_reclaimable(self, chunk: Chunk, sign: int) -> None:
-        """Called with -1 before, and with +1 after, something changes whether it is reclaimable."""
+        """Call with -1 before, and with +1 after a change that affects whether a chunk is reclaimable."""
         if chunk.reclaimable and chunk.idle:
             assert chunk.branch is not None
             chunk.branch.num_reclaimable += sign
@@ -248,7 +245,7 @@ class Tiers:
         return SwapOut(copy_id, chunk.device_page, chunk.host_page, chunk.filled)
 
     def finish_swap(self, copy_id: int) -> SwapInFlight:
-        """What is copied is valid now; its source and target are still to be released."""
+        """Mark the copied slots as valid. The caller still has to release source and target."""
         swap = self.swaps.pop(copy_id)
         if swap.inward:
             self.num_swapping_in -= 1
@@ -259,13 +256,13 @@ class Tiers:
         return swap
 
     def hold_source(self, chunk: Chunk) -> None:
-        """A page-to-page copy is going to read it."""
+        """Hold a chunk that a page-to-page copy is going to read."""
         self.count_reclaimable(chunk, -1)
         chunk.in_flight += 1
         self.held_sources.append(chunk)
 
     def release(self, chunk: Chunk) -> bool:
-        """One copy of it has finished; True if it was the last and the chunk is idle now."""
+        """Note that a copy of a chunk has finished; True if it was the last and the chunk is idle."""
         chunk.in_flight -= 1
         if chunk.in_flight:
             return False
@@ -278,7 +275,7 @@ class Tiers:
         return True
 
     def invalidate(self, chunk: Chunk) -> None:
-        """Its KV is not to be trusted: copies in flight of it will yield nothing valid."""
+        """Declare a chunk's KV invalid, also in its copies in flight."""
         self.count_reclaimable(chunk, -1)
         chunk.filled = chunk.host_filled = 0
         for swap in self.swaps.values():

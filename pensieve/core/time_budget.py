@@ -1,50 +1,46 @@
-"""How many prompt tokens may join an iteration that generating turns wait for.
+"""Limit the prompt tokens of an iteration for which generating turns wait.
 
-A generating turn waits for the whole iteration, so a long piece of somebody's prompt is a gap in everybody
-else's reply.  `TimeBudget` predicts what an iteration takes (cost.py).  Prompts join as long as the
-prediction stays within the lesser of
+A generating turn waits for the whole iteration, so a long piece of one client's prompt is a gap in all other
+replies. `TimeBudget` predicts the time of an iteration (cost.py). Prompts join as long as the prediction
+stays within the smaller of
 
-    tbt_seconds             the objective: the time between two tokens of a reply
-    prompt_seconds_max      what prompts may add to what the iteration takes without them: up to twice that
-                            if more than BACKLOG_SECONDS of prompts wait, in proportion
+    tbt_seconds             the objective for the time between two tokens of a reply prompt_seconds_max
+    added to the time without prompts; up to twice as much, in proportion, if more than
+                            BACKLOG_SECONDS of prompts wait
 
-A turn is also not admitted beside others if all of them together would miss the objective once they generate,
-without any prompt.  So a batch is as large as the objective allows.  A turn that would miss it alone limits
-no batch.
+Also, a turn is not admitted beside others if all of them would miss the objective once they generate, without
+any prompt. So a batch is as large as the objective allows. A turn that alone would miss the objective is
+admitted all the same.
 
-0 is no limit.  There is also none while no turn generates, because nobody waits.  A prompt ends however slow
-the machine is: TOKENS_MIN of the first prompt are always allowed.  They cost little if reading the weights
-takes most of the time.
+0 means no limit. There is also no limit while no turn generates. TOKENS_MIN of the first prompt are always
+allowed, so a prompt ends however slow the machine is. They cost little if reading the weights takes most of
+the time.
 
-**A closed loop.**  The time of generating turns and what prompts add to it are predicted apart, and each is
-corrected by measurement:
+**A closed loop.** The time of generating turns and the time added by prompts are predicted separately, and
+measurements correct both:
 
     seconds = a · predicted without prompts + b · predicted of the prompts' pieces
 
-b is the second highest of the last few ratios.  Before the first ratio, b is a.  One late iteration changes
-nothing, and two are believed.  A machine whose times vary has shorter pieces, because the P99 of the times
-counts and not their median.  (Iterations full of a document, beside other work on two cores, took 1.28 times
-the prediction at their P99 with the second highest of seven, and 1.47 times with the median; 0.95 and 1.01
-times in the middle.)
+b is the second highest of the last few measured ratios (a, before the first). So one late iteration changes
+nothing, but two do. If a machine's times vary, pieces become shorter, because the P99 of the times matters
+and not their median.
 
-a is the ratio of the last iteration without prompts.  So the prediction need only know how iterations differ,
-and not how fast the machine is, which other work on it changes.  a is measured before any prompt joins.  If
-prompts never end, one iteration goes without them after PROBE_AFTER with some.  Otherwise the error of a
-prediction for more turns or longer contexts would be charged to the prompts, whose pieces would become
-shorter and shorter.  If an iteration with prompts takes clearly less than it should without, a is measured
-anew.
+a is the ratio of the last iteration without prompts. So the prediction must know only how iterations differ,
+not how fast the machine is at the moment. a is measured before any prompt joins. If there are always prompts,
+every PROBE_AFTER-th iteration has none. Otherwise prediction errors for more turns or longer contexts would
+be charged to the prompts, whose pieces would become shorter and shorter. If an iteration with prompts takes
+clearly less time than predicted without them, a is measured again.
 
-Few tokens cost nothing if reading the weights takes most of the time, and a b learned from them would let in
-pieces that are far too long.  So no iteration takes more than GROWTH times as much of prompts as the most
-that was measured lately, and no more than that if the last one took its time.  Pieces double until they take
-time, or reach what is allowed.
+If reading the weights takes most of the time, a few tokens cost nothing, and a b learned from them would
+allow pieces that are far too long. So no iteration has more than GROWTH times the most prompt seconds (as
+predicted) that were measured recently, and not more than that most if the last one was slow. Pieces double
+until they take time, or reach the limit.
 
-`plan` and `commit` are given the times, so the budget is as repeatable as the rest: a journal replays to the
-same pieces.  With pipeline stages a turn's next token comes with the last of as many iterations as there are
-stages.  So each of them is allowed its part of what prompts may add, and the objective is kept by what the
-iterations in flight make of it (pipeline_stages.py).  An iteration in which a turn generates took from the
-last commit to its own, because a generating turn waits for that long: all that is done between two
-iterations counts.
+`plan` and `commit` get the times as arguments, so a journal replays to the same pieces. With pipeline stages,
+a turn's next token comes after as many iterations as there are stages. So each iteration may add its part of
+prompt_seconds_max, and the iterations in flight determine the objective (pipeline_stages.py). The time of an
+iteration in which a turn generates is from the last commit to its own, because a generating turn waits for
+all of that.
 """
 
 from __future__ import annotations
@@ -61,23 +57,24 @@ from pensieve.core.turn import Turn
 NUM_KEPT = 7  # measurements of what prompts add
 TYPICAL = 256  # tokens of a piece
 PROBE_AFTER = 16  # iterations with prompts, until there is one without
-GROWTH = 2.0  # of what is predicted of prompts, from one iteration to the next
+GROWTH = 2.0  # of the predicted seconds of prompts, from one iteration to the next
 BACKLOG_SECONDS = 2.0  # of prompts that wait or have begun, as predicted and corrected
 BACKLOG_FACTOR = 2.0
-STALE_SHARE = 0.75  # of what an iteration should take without prompts
+STALE_SHARE = 0.75  # of the time without prompts; an iteration below it shows that `a` is outdated
 
 
 class _Measured(NamedTuple):
-    """What prompts added to an iteration."""
+    """The time that prompts added to an iteration."""
 
-    ratio: float  # of what was predicted
+    ratio: float  # measured over predicted seconds
     predicted: float
 
 
 class TimeBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages = config.stages
-        self._tbt = config.tbt_seconds / config.stages  # of one iteration, where all are alike
+        # For one iteration, if all take the same time.
+        self._tbt = config.tbt_seconds / config.stages
         self._stage_times = StageTimes(config.stages) if config.stages > 1 else None
         self._added_max = config.prompt_seconds_max / config.stages
         self._turns_max = min(config.turns_max, config.batch_tokens_max)
@@ -92,16 +89,16 @@ class TimeBudget:
     def limit(
         self, builder: IterationBuilder, started: Iterable[Turn], num_waiting: int, now: float
     ) -> None:
-        """Let prompts join for so long; the builder has all its decodes and nothing else.
+        """Limit the time of prompts in an iteration that has all its decodes and nothing else.
 
-        Beside the prefills that have started, so many tokens of prompts wait.
+        `started`: the prefills that have begun. `num_waiting`: tokens of other prompts that wait.
         """
         builder.num_decodes = len(builder.slices)
         without = builder.predicted() if builder.num_decodes else self._predict(1, 0, 0, 1)
         builder.predicted_without = without
         somebody_waits = builder.num_decodes > 0 or builder.others_generate
         if not self._limits or not somebody_waits or not without:
-            return  # nobody waits, or nothing takes time
+            return  # no turn waits for the iteration, or the model takes no time
         a = self._without
         if a is None or self._num_with >= PROBE_AFTER:
             builder.limit(0)
@@ -113,9 +110,10 @@ class TimeBudget:
             builder.seconds_max = self._predicted_within(max(allowed, 0.0), a)
 
     def has_room_for(self, turn: Turn, running: Collection[Turn]) -> bool:
-        """Whether it may run beside these.
+        """Whether a turn may run beside the running ones.
 
-        As many run as may, and as could generate together within the objective, if this one alone could.
+        It may if a place is free and all of them could generate together within the objective. A turn that
+        could not even do so alone is allowed.
         """
         if len(running) >= self._turns_max:
             return False
@@ -130,7 +128,7 @@ class TimeBudget:
         return together <= most or most < self._predict(1, alone, alone, 1)
 
     def planned(self, builder: IterationBuilder, now: float) -> float:
-        """What the iteration is predicted to take; 0 where it computes nothing, or nothing is known yet."""
+        """Predict the seconds of an iteration at its launch; 0 if it computes nothing or `a` is unknown."""
         num_prompt_tokens = builder.num_prompt_tokens
         self._num_with = self._num_with + 1 if num_prompt_tokens else 0
         a = self._without or 0.0
@@ -149,7 +147,7 @@ class TimeBudget:
         measured, self._committed_at = now - since, now
         if self._stage_times is not None:
             measured = self._stage_times.committed(now)
-        if builder.num_background or not without:  # background turns took time, or nothing does
+        if builder.num_background or not without:  # background turns distort the measurement
             return
         if not builder.num_prompt_tokens:
             if builder.num_decodes:
@@ -160,37 +158,37 @@ class TimeBudget:
             self._without = None
         elif builder.num_prompt_tokens >= TOKENS_MIN and added:
             if not builder.num_decodes and self._added:
-                return  # nobody waited for it, and it may be of another size altogether
+                return  # it had no limit, so its size may be out of proportion
             self._added.append(_Measured(max(measured - base, 0.0) / added, added))
 
     def _longest(self, now: float) -> float:
-        """What an iteration may take, in each stage, if the objective is to be met."""
+        """Return the time that an iteration may take in each stage, to meet the objective."""
         if self._stage_times is None:
             return self._tbt
         return self._stage_times.longest(now, self._committed_at, self._tbt * self._stages)
 
     def _backlog_factor(self, num_tokens: int) -> float:
-        """Who generates waits a little longer where others wait much longer for their first tokens."""
+        """Let generating turns wait a little longer if many prompts wait for their first tokens."""
         slowness = self._slowness if self._added else self._without or 0.0
         seconds = slowness * self._seconds_per_token * num_tokens
         return min(max(seconds / BACKLOG_SECONDS, 1.0), BACKLOG_FACTOR)
 
     @property
     def _slowness(self) -> float:
-        """b, where anything was measured."""
+        """b, once a ratio was measured."""
         return second_highest([each.ratio for each in self._added])
 
     def _predicted_within(self, seconds: float, a: float) -> float:
-        """How much may be predicted of prompts that are to take so long."""
+        """Return the predicted seconds of prompts that really take `seconds`."""
         if not self._added:
             return seconds / a
         b, most = self._slowness, max(each.predicted for each in self._added)
-        if b * most < seconds:  # it may be more than was measured: as far as the last one says
+        if b * most < seconds:  # more than was measured: grow, unless the last one was slow
             latest = max(b, self._added[-1].ratio)
             return max(most, min(seconds / latest, GROWTH * most) if latest else GROWTH * most)
         return seconds / b if seconds else 0.0
 
 
 def second_highest(values: Sequence[float]) -> float:
-    """Of one value, that."""
+    """Return the second highest value, or the only one."""
     return sorted(values)[max(len(values) - 2, 0)]

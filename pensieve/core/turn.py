@@ -1,13 +1,13 @@
-"""A turn (a message and its reply), from the queue to its last token, for the scheduler.
+"""A turn (new messages and their reply) in the scheduler, from the queue to its last token.
 
     QUEUED ──admit──> RUNNING ──finish──> FINISHED
                        │   ^
                        v   │
                    SUSPENDED   (holds no page; its progress is kept)
 
-A turn's progress is one number, `frontier`: every position below it has its KV on the device (that of a
-streamed turn: on the host) or in a launched iteration.  `tokens` is the conversation's whole log followed
-by the new prompt and by what has been sampled; it is kept until the turn ends.
+A turn's progress is one number, `frontier`: every position below it has KV on the device (for a streamed
+turn: on the host) or in a launched iteration. `tokens` is the conversation's whole log, the new prompt and
+the sampled tokens. It is kept until the turn ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
 BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns, also warms
-QUEUE_ORDER = attrgetter("queue_order")  # of turns of one share, the least first
+QUEUE_ORDER = attrgetter("queue_order")  # sort key for turns of one share
 
 
 class FinishReason(StrEnum):
@@ -52,10 +52,10 @@ LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
 
 @dataclass(slots=True)
 class Usage:
-    """Where the tokens of a turn's context came from, and when its stages were reached (engine seconds).
+    """The sources of the tokens of a turn's context, and the times of its stages (engine seconds).
 
-    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.  Of device and host tokens,
-    shared_tokens are those that another conversation has computed.
+    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens. shared_tokens are those of
+    the device and host tokens that another conversation has computed.
     """
 
     new_tokens: int = 0
@@ -81,17 +81,17 @@ class TurnOptions:
 
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
-    away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
-    background: bool = False  # nobody waits for it: it takes what the others leave free
-    constraint: Constraint | None = None  # what its reply has to be
+    away_seconds: float = 0.0  # how long the client expects to be away after the turn
+    background: bool = False  # no client waits: it takes the room that others leave
+    constraint: Constraint | None = None  # the required form of the reply
 
 
 class Ended(NamedTuple):
-    """A turn has ended."""
+    """The end of a turn."""
 
     turn: Turn
     finish: FinishReason
-    failure: str | None = None  # why, when it failed
+    failure: str | None = None  # the reason, if it failed
 
 
 @dataclass(slots=True, eq=False)
@@ -104,29 +104,25 @@ class Turn:
     length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # fill the holes, sample nothing
-    share: str = ""  # whose it is, where several share the machine; see fair_queue.py
+    share: str = ""  # its owner in fair queueing, usually a tenant; see fair_queue.py
     weight: float = 1.0  # of that share
-    shared_tokens: int = 0  # with which its conversation begins as another one's fork
+    shared_tokens: int = 0  # with which its conversation begins as a fork of another one
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # its number in the order of arrival
-    streamed: bool = False  # its KV lies on the host while it runs; see streamed_pages.py
-    moved_back: bool = False  # suspended because it had its share of time
+    streamed: bool = False  # its KV is on the host while it runs; see streamed_pages.py
+    moved_back: bool = False  # suspended because it had used up its share of time
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
-    outputs_before: int = 0  # its output tokens when it was admitted, or resumed
-    level: int = 0  # its priority, and one more each time that a higher one took its place
-    queue_order: tuple[int, int] = (0, 0)  # of those of one share: by level, then as they came
+    outputs_before: int = 0  # its output tokens when it was last admitted
+    level: int = 0  # its priority, plus one for each time that it was preempted by a higher level
+    queue_order: tuple[int, int] = (0, 0)  # within a share: by level, then by arrival
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
-    page_table: array[int] = field(default_factory=lambda: array("i"))  # their pages, by `streamed`
-    written: dict[Chunk, None] = field(
-        default_factory=dict
-    )  # chunks that it has computed at least a part of
+    page_table: array[int] = field(default_factory=lambda: array("i"))  # host pages if `streamed`
+    written: dict[Chunk, None] = field(default_factory=dict)  # chunks that it has computed in part
     num_uncommitted: int = 0  # launched iterations with a slice of this turn
-    pending_tokens: int = 0  # that uncommitted iterations sample
-    computed_to: int = (
-        0  # positions below it have been computed before, by this turn or an earlier one
-    )
+    pending_tokens: int = 0  # sampled by uncommitted iterations
+    computed_to: int = 0  # positions below this were computed before, by this or an earlier turn
     finish: FinishReason | None = None
     keep_tokens: int | None = None  # after a cancel: the log's length
     usage: Usage = field(default_factory=Usage)
@@ -137,20 +133,20 @@ class Turn:
 
     @property
     def history_kv(self) -> int:
-        """How many positions of its history can have KV: all but the last, which the turn computes."""
+        """Positions of its history that can have KV: all but the last, which the turn computes."""
         return max(self.history_tokens - 1, 0)
 
     @property
     def num_new_tokens(self) -> int:
-        """Of its prompt."""
+        """Tokens of its prompt."""
         return self.prompt_end - self.history_tokens
 
     @property
     def num_missing(self) -> int:
-        """At most so many positions of its context are computed before its next token.
+        """The most positions of its context that must be computed before its next token.
 
-        Before its admission nobody knows what of its history is held: only its prompt counts, and nothing if
-        it was suspended.
+        Before admission, it is unknown which part of the history has KV. Then only the prompt counts, and
+        nothing for a suspended turn.
         """
         if self.state is TurnState.RUNNING:
             return len(self.tokens) + self.pending_tokens - self.frontier
@@ -163,7 +159,7 @@ class Turn:
         return len(self.tokens) - self.prompt_end
 
     def first_admitted(self, device_tokens: int, host_tokens: int, now: float) -> None:
-        """So much of its history was found in the tiers; the rest is to be computed again."""
+        """Set the usage at the first admission: history tokens found in the tiers, the rest recomputed."""
         history_kv = self.computed_to = self.history_kv
         self.usage.admitted_at = now
         self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
@@ -173,12 +169,12 @@ class Turn:
 
     @property
     def is_prefill(self) -> bool:
-        """More than its next token is to be computed."""
+        """Whether more than its next token must be computed."""
         return self.warm or self.frontier < len(self.tokens) + self.pending_tokens - 1
 
     @property
     def outputs_since(self) -> int:
-        """Tokens of its reply since it was admitted or resumed."""
+        """Tokens of its reply since it was last admitted."""
         return self.num_output_tokens - self.outputs_before
 
     def ends_at(self, num_tokens: int) -> bool:
@@ -186,7 +182,7 @@ class Turn:
         return num_tokens >= self.length_max
 
     def enqueue(self, arrival: int) -> None:
-        """It is the `arrival`-th turn that came."""
+        """Set level and order of a new turn, the `arrival`-th one."""
         self.arrival = arrival
         self.level = BACKGROUND_LEVEL if self.is_background else self.options.priority
         self.queue_order = (-self.level, arrival)
@@ -194,8 +190,8 @@ class Turn:
     def give_way(self, other: Turn, arrival: int) -> None:
         """Let another turn take this turn's place.
 
-        A turn that gives way to a higher priority of its own share rises by one level, so it gives way only
-        so often.  A turn that has used its share of time is queued again with this `arrival` number.
+        A turn that gives way to a higher level of its own share rises by one level, so this happens only a
+        few times. A turn that has used up its share of time is queued again with this `arrival` number.
         """
         if other.share == self.share and self.level < other.level:
             self.level += 1

@@ -2,7 +2,6 @@
 
     mailbox → plan → launch → collect → commit → sink
 
-The same `Engine` runs in the daemon, in tests and under the simulator's virtual clock; only the four ports
-differ.  The mailbox and the outbox are the two objects that other threads may touch, and have its only
-locks.
+The same `Engine` runs in the daemon, in tests and under the simulator's virtual clock; only its ports differ.
+Other threads may use only the mailbox and the outbox, which have the engine's only locks.
 """

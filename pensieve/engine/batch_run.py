@@ -1,32 +1,32 @@
-"""A batch of requests as turns of an engine: what is put into its mailbox, and what its events bring.
+"""Run a batch of requests as turns of an engine: make its messages, and collect results from its events.
 
-Each request is a turn in a conversation that only the engine knows, and that is deleted when the request has
-its result.  What is submitted when is group_feed.py's to decide.
+Each request is a turn in a conversation that only the engine knows. The conversation is deleted when the
+request has its result. group_feed.py decides which request is submitted next.
 
-**How a prefix is shared.**  The opener of a group is submitted with its whole prompt.  With its first token
-its prompt is computed, so its conversation is forked where the prefix ends, and the others begin as forks of
-that fork:
+**How a prefix is shared.** The opener of a group is submitted with its whole prompt. Its first token shows
+that its prompt is computed. Then its conversation is forked at the end of the prefix, and the other requests
+begin as forks of that fork:
 
     ~batch/night/7      [prefix ··········|its own]                     the opener; deleted when it has ended
     ~batch/night/p2     [prefix ··········]                             a fork of it; deleted with the group
     ~batch/night/8      [prefix ··········|its own]                     a fork of p2
 
-Nobody relies on p2.  A fork of what was evicted shares what is left, and the engine computes the rest; and a
-request that had to compute a part of its prefix has it with its first token, so p2 is made anew as a fork of
-that one.  So the same few messages serve after an eviction, a pause and the loss of an engine.
+No request depends on p2. A fork of an evicted conversation shares the part that is left, and the engine
+computes the rest. If a request had to compute a part of its prefix, p2 is made again as a fork of its
+conversation. So no special case is needed after an eviction, a pause or the loss of an engine.
 
-    go ──> messages for the engine          after the beginning, and whenever `take` or `resume` was called
-    take(event) ──> Finished or nothing     of events of its own turns (`owns`)
+    go ──> messages for the engine          call it at the start, and after each `take` or `resume`
+    take(event) ──> Finished or None        for events of its own turns (`owns`)
 
-Each request has one result.  A turn that was cancelled, or that ended because the engine failed or its queue
-was full, is none: its request is submitted again and computed from its beginning.  Its seed is the same, so
-is its reply.
+Each request has one result. If its turn was cancelled, or ended because the engine failed or its queue was
+full, the request is submitted again. It is then computed from the start, with the same seed and so the same
+reply.
 
-After QUEUE_FULL nothing is submitted until something happens to a turn of the batch, or none is left.
+After QUEUE_FULL nothing is submitted until there is an event of a turn of the batch, or no turn is left.
 
-Other ways of sharing, to compare with: `off`, each request by itself, in the order of the file; and `lru`, in
-that order, each as a fork of the latest one that begins like it, while conversations stay in the cache until
-they are evicted.
+There are two other ways of sharing, for comparison. `off` runs each request by itself, in the order of the
+file. `lru` runs them in that order, each as a fork of the latest request with the same beginning, and keeps
+conversations in the cache until they are evicted.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from pensieve.engine.messages import (
 )
 
 PrefixSharing = Literal["groups", "lru", "off"]
-_TurnEvent = SampledToken | TurnAdmitted | TurnEnded  # the events that tell of its turns
-TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that say nothing of the request
+_TurnEvent = SampledToken | TurnAdmitted | TurnEnded
+TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that are not the request's fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Finished(NamedTuple):
     request: int
     samples: tuple[SampledToken, ...]
     finish: FinishReason
-    failure: str | None  # why, when finish is FAILED
+    failure: str | None  # the reason, if finish is FAILED
     usage: Usage
 
     @property
@@ -84,13 +84,13 @@ class Finished(NamedTuple):
 class _Active:
     request: int
     group: int
-    shared_tokens: int  # of its prompt, that a fork may bring
+    shared_tokens: int  # tokens of its prompt that a fork may bring
     opens: bool
     missing_tokens: int | None = None  # when it was admitted
     samples: list[SampledToken] = field(default_factory=list)
 
     def has_computed_of_prefix(self, num_tokens: int) -> bool:
-        """Of its prompt of so many: more than a fork of a whole prefix would have left it."""
+        """Whether it computed more of its prompt than a fork of the whole prefix would have left."""
         return (
             self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens + 1
         )
@@ -119,17 +119,17 @@ class BatchRun:
         max_tokens = [each.options.sampling.max_tokens for each in requests]
         self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
         self._active: dict[int, _Active] = {}  # by turn_id
-        self._messages: list[EngineMessage] = []  # that follow from events
+        self._messages: list[EngineMessage] = []  # to be sent because of events
         self._kept: dict[str, None] = {}  # conversations that outlive their turn
         self._is_paused = self._holds_back = False
-        self.saved_tokens = 0  # of prompts, that were found in the cache
+        self.saved_tokens = 0  # cached tokens of prompts
         self.prompt_tokens = 0  # of requests that have their result
         self.output_tokens = 0
 
     # -- to the engine --
 
     def go(self, submits: bool = True) -> list[EngineMessage]:
-        """What is to be put now, in this order; without new turns unless it `submits`."""
+        """Return the messages to send now, in order. `submits=False`: no new turns."""
         messages, self._messages = self._messages, []
         while (
             (submits or not self.num_left)
@@ -146,7 +146,7 @@ class BatchRun:
         return messages
 
     def pause(self) -> list[EngineMessage]:
-        """Cancel what runs: it is computed again after `resume`.  Nothing is submitted until then."""
+        """Cancel all turns and submit none until `resume`. They are then computed again."""
         self._is_paused = True
         return [CancelTurn(turn_id, 0) for turn_id in self._active]
 
@@ -154,14 +154,14 @@ class BatchRun:
         self._is_paused = False
 
     def stop(self) -> list[EngineMessage]:
-        """Cancel what runs, and leave nothing behind in the engine."""
+        """Cancel all turns and delete everything in the engine."""
         messages, self._messages = [*self._messages, *self.pause()], []
         for kept in list(self._kept):
             messages += self._delete(kept)
         return messages
 
     def engine_lost(self) -> None:
-        """Nothing runs any more, and nothing is in the cache; `go` is for the next engine."""
+        """Take back all running requests, because the engine is gone. `go` is then for the next engine."""
         self._messages.clear()
         self._kept.clear()
         for active in self._active.values():
@@ -174,7 +174,7 @@ class BatchRun:
     # -- from the engine --
 
     def take(self, event: EngineEvent) -> Finished | None:
-        """An event of one of its turns; others are ignored."""
+        """Handle an event; return a result if it ended a request. Events of other turns are ignored."""
         active = self._active.get(event.turn_id) if isinstance(event, _TurnEvent) else None
         if active is None:
             return None
@@ -193,13 +193,13 @@ class BatchRun:
         return turn_id in self._active
 
     def request_of(self, turn_id: int) -> int | None:
-        """Of a turn that has not ended."""
+        """Return the request of a turn that has not ended."""
         active = self._active.get(turn_id)
         return active.request if active is not None else None
 
     @property
     def is_done(self) -> bool:
-        """Each request has its result, and the engine was told to forget them all."""
+        """Whether each request has its result, and the engine was told to delete all conversations."""
         return self._feed.is_done and not self._messages and not self._kept
 
     @property
@@ -213,22 +213,20 @@ class BatchRun:
 
     def check(self) -> None:
         self._feed.check()
-        assert len(self._active) == self._feed.num_active, "a turn is of no request, or the reverse"
+        assert len(self._active) == self._feed.num_active, "turns and active requests do not match"
 
     # -- the parts --
 
     def _may_go(self) -> bool:
         if self._is_paused:
-            return not self._feed.num_left  # what is left is to forget the last prefixes
+            return not self._feed.num_left  # only the last prefixes remain to be dropped
         return not (self._holds_back and self._active)
 
     def _submit(self, action: Submit) -> SubmitTurn:
         request, turn_id = action.request, self._numbers()
         tokens, options = self._requests[request].tokens, self._requests[request].options
-        prefix_of, shared = (
-            "",
-            min(action.prefix_tokens, len(tokens) - 1),
-        )  # one token is to be computed
+        prefix_of = ""
+        shared = min(action.prefix_tokens, len(tokens) - 1)  # at least one token must be computed
         if shared > 0:
             prefix_of = self._prefix_id(action.group)
         if self._latest is not None:
@@ -248,7 +246,7 @@ class BatchRun:
         )
 
     def _prompt_computed(self, active: _Active) -> None:
-        """With its first token; so its prefix is there, for others of its group."""
+        """Open a request's group at its first token: the group's prefix is computed then."""
         if self._latest is not None:
             self._latest.computed(active.request)
         prefix_tokens = self._feed.prefix_tokens_of(active.group)
@@ -294,17 +292,16 @@ class BatchRun:
 
 
 class _Latest:
-    """By what requests begin with, in whole chunks: the latest whose prompt was computed."""
+    """Find the latest computed request with the same beginning, in whole chunks."""
 
     def __init__(self, prompts: Sequence[array[int]], chunk_tokens: int) -> None:
         self._prompts, self._size = prompts, chunk_tokens
-        self._chunks: dict[
-            tuple[int, bytes], int
-        ] = {}  # by the one before and the tokens: a number
+        # Number of a chunk, by the number of the chunk before it and its tokens.
+        self._chunks: dict[tuple[int, bytes], int] = {}
         self._latest: dict[int, int] = {}  # request, by the number of a chunk
 
     def like(self, request: int) -> tuple[int | None, int]:
-        """Which one begins like it, and how far; no further than before its last token."""
+        """Return the request that shares the longest beginning, and its tokens (never the last token)."""
         found, num_shared = None, 0
         for count, chunk in enumerate(self._chunks_of(request), 1):
             if chunk not in self._latest:

@@ -1,9 +1,9 @@
-"""The cache as operators see it: a row for each conversation, and pictures of where its chunks lie.
+"""Views of the cache for operators: a row for each conversation, and pictures of its chunks.
 
     "d12b3-2h40c1"    12 chunks on the device, 3 on both tiers, a hole of 2, 40 on the host, 1 being copied
 
-A picture is for people who look at it twice a second.  So it shows the conversations that were used last, and
-of the longest ones their last chunks: its cost does not grow with what is cached.
+A picture is requested twice a second. So it shows only the conversations that were used last, and only the
+last chunks of long ones. Its cost does not grow with the cache.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pensieve.core.cache import KVCache
 from pensieve.core.prefix_tree import Chunk
 
 SHOWN_CHUNKS_MAX = 2048  # of a conversation
-LOOKED_AT = 4096  # conversations
+LOOKED_AT = 4096  # conversations considered for a picture
 
 
 def cached(
     cache: KVCache, limit: int, least_valuable: bool, now: float
 ) -> tuple[tuple[str | float, ...], ...]:
-    """A row for each conversation: id, device, host and dropped tokens, idle seconds, value, running.
+    """Return a row per conversation: id, device, host and dropped tokens, idle seconds, value, running.
 
-    Visits every cached chunk, so it is for an operator's query and not for every second.
+    Visits every cached chunk, so it must not be called often.
     """
     rows: list[tuple[str | float, ...]] = []
     size = cache.config.chunk_tokens
@@ -55,7 +55,7 @@ def cached(
 
 
 def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
-    """Whether a turn of a cached conversation runs, or else since when none does; nothing of another."""
+    """Return whether a turn of the conversation runs, or its idle seconds; {} if it is not cached."""
     conversation = cache.conversations.get(conversation_id)
     if conversation is None:
         return {}
@@ -65,9 +65,9 @@ def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
 
 
 def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float, ...], ...]:
-    """A row for each: id, its tokens, 1 while a turn runs, chunks that are left out, its strip.
+    """Return a row per conversation: id, tokens, 1 while a turn runs, omitted chunks, strip.
 
-    `prefix`: with which the ids begin that are shown, and which they are shown without.
+    Only ids with this `prefix` are included, and the prefix is removed.
     """
     newest = islice(reversed(cache.conversations.values()), LOOKED_AT)
     found = [each for each in newest if _is_of(each.conversation_id, prefix)]
@@ -83,7 +83,7 @@ def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float,
 
 
 def strip(chunks: list[Chunk]) -> str:
-    """Runs of chunks that lie alike."""
+    """Return the runs of chunks in the same location, as letters with counts."""
     text, last, count = "", "", 0
     for chunk in chunks:
         letter = letter_of(chunk)
@@ -104,5 +104,5 @@ def letter_of(chunk: Chunk) -> str:
 
 
 def _is_of(conversation_id: str, prefix: str) -> bool:
-    """Ids of tenants have a slash, others have none."""
+    """Whether an id belongs to the tenant of this prefix: only tenants' ids have a slash."""
     return conversation_id.startswith(prefix) and "/" not in conversation_id[len(prefix) :]

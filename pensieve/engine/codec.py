@@ -1,14 +1,14 @@
-"""Messages and events as plain JSON values, derived from the fields of their dataclasses.
+"""Encode messages and events as plain JSON values, derived from the fields of their dataclasses.
 
     SubmitTurn(turn_id=7, tokens=b"....", …)  <->  ["SubmitTurn", 7, "conversation", 4, …] and b"...."
 
-A value is written as the name of its class and its fields in their order, without those at the end that
-have their default.  A field of type bytes is written as its length; the bytes themselves travel beside the
-JSON (and a journal leaves them out).  Reading makes only the classes in KINDS, from the types that their
-fields declare, so nothing that is read can become code.
+A value is written as its class name and its fields in order, without trailing fields that have their default.
+A field of type bytes is written as its length; the bytes travel beside the JSON (a journal leaves them out).
+Decoding makes only the classes in KINDS, from the declared types of their fields, so no input can become
+code.
 
-A new field needs no line here, as long as its type is one of: int, float, str, bool, bytes, an enum of
-strings, None beside one of these, a tuple, a dict with names for keys, a NamedTuple, a dataclass.
+A new field needs no change here if its type is int, float, str, bool, bytes, an enum of strings, an optional
+of these, a tuple, a dict with plain keys and values, a NamedTuple or a dataclass.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Convert = Callable[[Any], Any]
 
 
 class Unreadable(ValueError):
-    """These JSON values are no message and no event."""
+    """Raised if JSON values are neither a message nor an event."""
 
 
 def encode(value: EngineMessage | EngineEvent) -> tuple[list[Any], bytes]:
-    """The JSON values of a message or event, and the bytes that travel beside them."""
+    """Return the JSON values of a message or event, and the bytes that travel beside them."""
     form = _form_of(type(value))
     items = list(form.read(value))
     body = b""
@@ -45,7 +45,7 @@ def encode(value: EngineMessage | EngineEvent) -> tuple[list[Any], bytes]:
 
 
 def decode(items: Sequence[Any], body: bytes = b"") -> Any:
-    """The message or event that `encode` wrote; Unreadable if it is none."""
+    """Return the message or event that `encode` wrote. Raises Unreadable."""
     kind = KINDS.get(items[0]) if items and isinstance(items[0], str) else None
     if kind is None:
         raise Unreadable(f"a value of the unknown kind {items[0] if items else None!r}")
@@ -62,13 +62,13 @@ def decode(items: Sequence[Any], body: bytes = b"") -> Any:
 
 
 def named(items: Sequence[Any]) -> dict[str, Any]:
-    """What `encode` wrote, with each value under its field's name: readable by people and later versions."""
+    """Return the output of `encode` by field name, readable for people and for later versions."""
     names = [each.name for each in fields(KINDS[items[0]])]
     return dict(zip(names, items[1:], strict=False))
 
 
 def decode_named(name: str, values: Mapping[str, Any]) -> Any:
-    """The message or event that `named` wrote, with zeros for its bytes; Unreadable if it is none."""
+    """Return the message or event that `named` wrote, with zeros for its bytes. Raises Unreadable."""
     if name not in KINDS:
         raise Unreadable(f"a value of the unknown kind {name!r}")
     form, names = _form_of(KINDS[name]), [each.name for each in fields(KINDS[name])]
@@ -86,12 +86,12 @@ def decode_named(name: str, values: Mapping[str, Any]) -> Any:
 
 
 class _Form(NamedTuple):
-    """How a dataclass is written."""
+    """The rules for encoding a dataclass."""
 
     kind: type[Any]
     read: Callable[[Any], Sequence[Any]]
-    defaults: tuple[Any, ...]  # MISSING where a field has none
-    writers: tuple[tuple[int, Convert], ...]  # of the fields that are not plain
+    defaults: tuple[Any, ...]  # MISSING for a field without default
+    writers: tuple[tuple[int, Convert], ...]  # for fields that are not plain
     readers: tuple[tuple[int, Convert], ...]
     bytes_index: int | None
 
@@ -124,7 +124,7 @@ def _derived(kind: type[Any]) -> _Form:
 
 
 def _shorten(items: list[Any], form: _Form) -> None:
-    """Drop defaults from the end, and convert what is left."""
+    """Drop trailing defaults, and convert the remaining values."""
     defaults = form.defaults
     while items and items[-1] == defaults[len(items) - 1]:
         items.pop()
@@ -150,7 +150,7 @@ def _write_nested(form: _Form) -> Convert:
 
 
 def _converters(kind: Any) -> tuple[Convert | None, Convert | None]:
-    """To plain values and back; None where a value is its own plain form."""
+    """Return the converters to plain values and back; None if a value is plain already."""
     if kind in PLAIN or kind is bytes:
         return None, None
     origin, inner = get_origin(kind), get_args(kind)
@@ -186,7 +186,7 @@ def _of_union(inner: tuple[Any, ...]) -> tuple[Convert | None, Convert | None]:
 
 
 def _of_tuple(inner: tuple[Any, ...]) -> tuple[Convert | None, Convert | None]:
-    """Of any length, or of one value of each kind."""
+    """Return the converters of a tuple of any length, or of a fixed tuple of plain values."""
     if len(inner) == 2 and inner[1] is Ellipsis:
         write, read = _converters(inner[0])
         return (

@@ -1,19 +1,18 @@
-"""How values are distributed, in bounded memory: over all time (`Histogram`), or of late (`RecentTimes`).
+"""Distributions of values in bounded memory: over all time (`Histogram`), or recent ones (`RecentTimes`).
 
-A `Histogram` is one as Prometheus has them: how many values there were up to each bound, and their sum.
+A `Histogram` is like those of Prometheus: counts of values by bounds, and the sum of the values.
 
     bounds    0.1   0.5   2.0
-    counts     3     0     4     1      values up to the bound and beyond the one before; the last: beyond all
+    counts     3     0     4     1      values up to this bound and above the previous one; last: above all
 
-`add` is a bisection and two additions.  One thread adds.  Another may look meanwhile: it finds every count as
-it was a moment ago, and a sum that may be a value ahead of them.
+`add` is a bisection and two additions. One thread adds. Another thread may read at the same time: its sum may
+be one value ahead of its counts.
 
-`RecentTimes` tells how long something takes, as quantiles of the latest five minutes.  It counts times in
-BUCKETS buckets, each RATIO as wide as the one before, so a quantile is right to within 2 % and no single time
-is kept.  It has such counts for each of the latest five minutes.  The oldest minute is dropped as a whole,
-and all of it is a few kilobytes however many times come.  If there is an objective, it also counts exactly
-how many times met it.  A `RecentShare` is a part of a whole over the same minutes.  Both are told the time,
-so any clock may drive them.
+`RecentTimes` keeps quantiles of durations over the latest five minutes. It counts durations in BUCKETS
+buckets, each RATIO times as wide as the previous one, so a quantile is right to within 2 %. It has counts for
+each of five minutes and drops the oldest minute as a whole, which takes a few kilobytes. If there is an
+objective, it also counts exactly how many durations met it. A `RecentShare` is a part of a whole over the
+same minutes. Both get the time as an argument, so any clock works.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from itertools import accumulate, pairwise
 SUM = "sum"
 INTERVAL_SECONDS = 60.0
 INTERVALS = 5
-FLOOR_SECONDS = 1e-4  # what is shorter counts as nothing
+FLOOR_SECONDS = 1e-4  # shorter durations count as zero
 RATIO = 1.04
 BUCKETS = 412  # the last one begins at 16 minutes
 _LOG_RATIO = math.log(RATIO)
@@ -44,11 +43,11 @@ class Histogram:
         self.sum = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """So many values of this size."""
+        """Add a value `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
-    # -- as figures by name, which cross the pipe --
+    # -- figures by name, which can cross the pipe --
 
     def figures(self, name: str) -> dict[str, float]:
         keys = [f"{name}.{bound:g}" for bound in (*self.bounds, math.inf)]
@@ -56,7 +55,7 @@ class Histogram:
 
     @classmethod
     def of_figures(cls, name: str, figures: Mapping[str, float]) -> Histogram:
-        """The one whose figures of this name these are."""
+        """Make the histogram whose `figures(name)` are among these."""
         found = {
             key.removeprefix(f"{name}."): value
             for key, value in figures.items()
@@ -72,7 +71,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Spread:
-    """In seconds; of none, zeros."""
+    """Quantiles in seconds; zeros if there are no values."""
 
     count: int = 0
     p50: float = 0.0
@@ -84,7 +83,7 @@ class Spread:
 class _Interval:
     ends_at: float
     counts: list[int] = field(default_factory=lambda: [0] * BUCKETS)
-    num_within: int = 0  # the objective
+    num_within: int = 0  # durations that met the objective
 
 
 class RecentTimes:
@@ -114,11 +113,11 @@ class RecentTimes:
         )
 
     def histogram(self, now: float) -> list[tuple[float, int]]:
-        """What `spread` takes its quantiles from: what times count as, in rising order, and how many do."""
+        """Return (duration, count) of each bucket, in rising order: the source of `spread`."""
         return [(_middle(i), num) for i, num in enumerate(self._counts(now)) if num]
 
     def attained(self, now: float) -> float:
-        """The share of times that met the objective; 1 of none."""
+        """Return the share of durations that met the objective; 1 if there are none."""
         total = sum(self._counts(now))
         return sum(each.num_within for each in self.intervals) / total if total else 1.0
 
@@ -139,7 +138,7 @@ class RecentTimes:
 
 class RecentShare:
     def __init__(self) -> None:
-        self._minutes: deque[list[float]] = deque()  # when each ends, the part, the whole
+        self._minutes: deque[list[float]] = deque()  # [end, part, whole] of each
 
     def add(self, part: float, whole: float, now: float) -> None:
         if not self._minutes or now >= self._minutes[-1][0]:
@@ -150,7 +149,7 @@ class RecentShare:
         latest[2] += whole
 
     def share(self, now: float) -> float:
-        """0 of nothing."""
+        """Return the part over the whole; 0 if the whole is 0."""
         self._forget(now)
         whole = sum(each[2] for each in self._minutes)
         return sum(each[1] for each in self._minutes) / whole if whole else 0.0

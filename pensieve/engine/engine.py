@@ -1,31 +1,29 @@
-"""The engine's loop, which takes messages, runs an iteration per step and publishes events.
+"""The engine's loop: take messages, run an iteration per step, and publish events.
 
-`step` plans one iteration and commits one outcome.  It runs in one thread, and no other thread touches the
-scheduler.  An executor of depth 2 computes while the next iteration is planned and launched:
+`step` plans one iteration and commits one outcome. It runs in one thread, and no other thread touches the
+scheduler. An executor of depth 2 computes while the next iteration is planned and launched:
 
     depth 1     plan 1, launch 1, collect 1 │ plan 2, launch 2, collect 2 │ …
     depth 2     plan 1, launch 1 │ plan 2, launch 2, collect 1 │ plan 3, launch 3, collect 2 │ …
 
-An iteration is collected and committed in the first step that has launched as many as the executor's depth,
-or that can plan nothing without its outcome.  So after a step that returned False nothing is launched.  At
-depth 2 it plans ahead however few turns there are.  The cost: one token is computed for nothing for each
-turn that has ended meanwhile (`tokens_idle`), and a message may wait for one iteration more.
+An iteration is collected and committed in the first step in which as many iterations are launched as the
+executor is deep, or in which nothing can be planned without its outcome. So after a step that returned False,
+nothing is launched. At depth 2 the engine always plans ahead. That wastes one token for each turn that ended
+in the meantime (`tokens_idle`), and a message may wait for one more iteration.
 
-The tokens of a conversation's log are known as long as the cache holds KV of it (`Conversation.log`), so a
-message brings only the new ones.  A turn whose conversation is not known waits outside of the scheduler
-until the service has provided the log.
+The engine knows the tokens of a conversation's log as long as the cache has KV of it
+(`CachedConversation.log`), so a message brings only new tokens. A turn of an unknown conversation waits
+outside the scheduler until the service has provided the log. Before that, a turn whose constraint is not
+compiled yet is held back (held_turns.py).
 
-A turn whose constraint is not compiled yet is held back before that (held_turns.py).
+An impossible message ends only its own turn: limits are checked here, although the service has checked them.
 
-A message that asks for something impossible ends its own turn and no other: the limits are checked here
-although the service has checked them.
+`num_rounds` counts the rounds of `run`: iterations and idle waits. Rounds are short, so if the number stands
+still for long, the main thread hangs.
 
-`num_rounds` counts the rounds of `run`, iterations and idle waits alike.  A round ends soon, so whoever
-sees the number stand still for long sees a main thread that hangs.
-
-When the executor fails as a whole (a device error, out of memory), `run` ends every turn with
-ENGINE_FAILED, closes the mailbox and raises; iterations that were launched are not collected.  No history
-is lost, as the store has them all; whoever started this engine starts another.
+If the executor fails (a device error, out of memory), `run` ends every turn with ENGINE_FAILED, closes the
+mailbox and raises. Launched iterations are not collected. No history is lost, because the store has it. The
+process that started this engine starts another one.
 """
 
 from __future__ import annotations
@@ -73,19 +71,19 @@ from pensieve.engine.messages import (
 from pensieve.engine.metrics import Metrics, TurnTimes
 from pensieve.engine.ports import Executor, Observer, Ports
 
-IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
+IDLE_SECONDS = 1.0  # length of an idle round; garbage is collected after the first
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    context_max: int  # tokens; the model's and the device tier's limit
-    turns_queued_max: int = 1024  # the next is refused with QUEUE_FULL
+    context_max: int  # tokens; the smaller of the model's and the device tier's limit
+    turns_queued_max: int = 1024  # further turns are refused with QUEUE_FULL
     ttft_seconds: float = 0.0  # objective for the time to the first token of a reply; 0: none
 
 
 @dataclass(frozen=True)
 class EngineConfigs:
-    """The configuration of each part; `fitted` computes what follows from several of them."""
+    """The configurations of the parts; `fitted` derives the limit that depends on several of them."""
 
     cache: CacheConfig
     scheduler: SchedulerConfig
@@ -100,7 +98,7 @@ class EngineConfigs:
         turns_queued_max: int = EngineConfig.turns_queued_max,
         ttft_seconds: float = 0.0,
     ) -> EngineConfigs:
-        """A context is at most what the device tier holds."""
+        """Make the configurations, with contexts limited to the device tier's size."""
         limit = cache.device_tokens_max
         if context_max is not None:
             limit = min(context_max, limit)
@@ -110,9 +108,9 @@ class EngineConfigs:
 class Engine:
     """Cache, scheduler and loop.
 
-    A daemon brings the executor that runs a model and the machine's clock, the simulator a modelled executor
-    and a virtual clock, a replay what a journal recorded.  Nothing else differs, or a simulated iteration
-    would not be the daemon's.
+    A daemon has an executor that runs a model and the machine's clock, the simulator a modelled executor and
+    a virtual clock, and a replay the recorded values of a journal. Nothing else may differ, so that the
+    simulator plans the iterations of the daemon.
     """
 
     def __init__(
@@ -134,18 +132,18 @@ class Engine:
         self.num_rounds = 0  # of `run`; read by other threads
         self.held = HeldTurns(ports.preparer, ports.mailbox.wake)
         self.hand_over = HandOver(self.scheduler.cache, ports.pages)
-        self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
-        # Raises what no turn would find out.
+        self._launched: deque[Iteration] = deque()  # not collected yet, oldest first
+        # Called in idle rounds; raises an error that no turn would notice.
         self.check_idle: Callable[[], None] = lambda: None
         # Turns whose log the service was asked for, by turn_id.
         self._lacking_log: dict[int, SubmitTurn] = {}
 
     def observe(self, observer: Observer) -> None:
-        """Add an observer, which is called from now on."""
+        """Add an observer."""
         self._observers = (*self._observers, observer)
 
     def step(self) -> bool:
-        """Launch the next iteration, if any; commit what is due; False when there was nothing to do."""
+        """Launch the next iteration and commit a due one; False if there was nothing to do."""
         self._deliver(self.mailbox.drain())
         iteration = self._plan()
         if iteration is not None:
@@ -190,7 +188,7 @@ class Engine:
                 self._receive(message)
 
     def _is_held(self, message: SubmitTurn) -> bool:
-        """Hold a turn back whose constraint is not ready, unless it is refused anyway."""
+        """Hold back a turn whose constraint is not ready, unless the turn is refused anyway."""
         if message.options.constraint is None or self._num_waiting >= self.config.turns_queued_max:
             return False
         return not _is_among(message.conversation_id, self.held.turns) and self.held.hold(message)
@@ -204,7 +202,7 @@ class Engine:
         self._publish(self.take(message, now))
 
     def take(self, message: EngineMessage, now: float) -> list[EngineEvent]:
-        """Act on one message; returns the events that follow from it at once."""
+        """Carry out one message; return the events that follow at once."""
         scheduler, cache = self.scheduler, self.scheduler.cache
         if self.hand_over.imports:
             self.hand_over.close_import(message)
@@ -219,9 +217,8 @@ class Engine:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
-                if (
-                    target_id not in cache.conversations
-                ):  # else the old conversation of that id is still ending
+                # A conversation of this id may still be ending.
+                if target_id not in cache.conversations:
                     cache.fork(source_id, num_tokens, target_id, now)
             case RewindConversation(conversation_id, num_tokens):
                 ended = self._give_up_waiting(conversation_id, now, warms_only=True)
@@ -263,7 +260,7 @@ class Engine:
         scheduler, conversation_id = self.scheduler, message.conversation_id
         running = scheduler.turn_of(conversation_id)
         if running is not None and running.warm and not message.warm:
-            # The message that the warm turn was meant for is here, and uses the KV that is there by now.
+            # The turn for which the warm was meant is here. It uses the KV that the warm has brought so far.
             scheduler.cancel(running.turn_id, len(running.tokens), now)
             running = None
         events = self._give_up_waiting(conversation_id, now, warms_only=True)
@@ -293,7 +290,7 @@ class Engine:
         return events
 
     def _is_busy(self, conversation_id: str) -> bool:
-        """Whether a turn of it runs, or waits outside of the scheduler."""
+        """Whether a turn of the conversation runs, or waits outside the scheduler."""
         if self.scheduler.turn_of(conversation_id) is not None:
             return True
         outside = self._lacking_log, self.held.turns
@@ -304,7 +301,7 @@ class Engine:
         return len(self.scheduler.queued) + len(self._lacking_log) + len(self.held.turns)
 
     def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
-        """Submit a turn whose context is complete: `known`, then the tokens that the message brought."""
+        """Submit a turn whose context is complete: `known`, then the tokens of the message."""
         known.frombytes(message.tokens)
         shared_tokens = self._share_prefix(message, now)
         length_max = len(known) + message.options.sampling.max_tokens
@@ -324,9 +321,9 @@ class Engine:
         self.scheduler.submit(turn, now)
 
     def _known_log(self, message: SubmitTurn) -> array[int] | None:
-        """A copy of the log before the message's first position, or None if not all of it is known.
+        """Return a copy of the log before the message's first position, or None if a part is unknown.
 
-        That of a new conversation may be the front of the one that it begins as.
+        For a new conversation, the log may come from the conversation `prefix_of`.
         """
         conversations = self.scheduler.cache.conversations
         conversation = conversations.get(message.conversation_id)
@@ -339,11 +336,12 @@ class Engine:
     def _provide(self, message: ProvideLog, now: float) -> None:
         waiting = self._lacking_log.pop(message.turn_id, None)
         if waiting is None:
-            return  # it was cancelled meanwhile
+            return  # it was cancelled in the meantime
         known = array("I")
         known.frombytes(message.tokens)
         if len(known) == waiting.first_position:
-            # Were it the same conversation, no log had been asked for; no token tells (journal.py).
+            # A cached conversation of this id is another one, because for this one no log was needed. The
+            # tokens must not decide, because a journal does not have them.
             self.scheduler.rewind(waiting.conversation_id, 0, now)
             self._begin(waiting, known, now)
         else:
@@ -366,19 +364,19 @@ class Engine:
         return ended
 
     def _share_no_more(self, conversation_id: str) -> None:
-        """Let turns that wait begin without this prefix: another one may have its name by then."""
+        """Let waiting turns begin without this prefix, because another prefix may take its name."""
         for turns in (self.held.turns, self._lacking_log):
             for turn_id, message in turns.items():
                 if message.prefix_of == conversation_id:
                     turns[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
 
     def _share_prefix(self, message: SubmitTurn, now: float) -> int:
-        """Let a new conversation share another one's KV of their common prefix; returns how many tokens."""
+        """Let a new conversation share the KV of its prefix; return the number of shared tokens."""
         cache = self.scheduler.cache
         if not message.prefix_tokens or message.conversation_id in cache.conversations:
             return 0
         num_tokens = message.first_position + len(message.tokens) // TOKEN_BYTES
-        shared = min(message.prefix_tokens, num_tokens - 1)  # one token is to be computed
+        shared = min(message.prefix_tokens, num_tokens - 1)  # at least one token must be computed
         cache.fork(message.prefix_of, shared, message.conversation_id, now)
         forked = cache.conversations.get(message.conversation_id)
         return forked.num_tokens if forked is not None else 0
@@ -464,6 +462,6 @@ def _ended(end: Ended) -> TurnEnded:
 def _ended_at_once(
     message: SubmitTurn, finish: FinishReason, now: float, failure: str | None = None
 ) -> TurnEnded:
-    """The end of a turn that the scheduler has never seen."""
+    """Make the end of a turn that the scheduler has never had."""
     usage = Usage(submitted_at=now, finished_at=now)
     return TurnEnded(message.turn_id, message.conversation_id, finish, usage, failure)

@@ -1,26 +1,27 @@
-"""Hands the KV of a conversation over from one engine to another, a part at a time; both sides of it.
+"""Transfer the KV of a conversation from one engine to another, a part at a time; both sides.
 
-    the engine that had it     ExportKv ──> KvExported      reads pages, changes nothing
-    the engine that gets it    OpenImport, then ImportKv ──> Answer      adopts chunks (core/adoption.py)
+    the source      ExportKv ──> KvExported                  reads pages, changes nothing
+    the receiver    OpenImport, then ImportKv ──> Answer     adopts chunks (core/adoption.py)
 
-**From the end.**  The last chunks come first: they cost most to recompute, and whatever has arrived when a
-transfer stops is of use.  An `ExportKv` names the chunk before which to go on, and the answer the next such
-chunk, so the source remembers nothing between two parts.
+**From the end.** The last chunks come first, because they cost most to recompute and are usable when a
+transfer stops early. An `ExportKv` names the chunk before which to continue, and the answer names the next
+such chunk, so the source has no state between two parts.
 
-**What may be exported.**  A conversation that rests, as far as its log goes and KV of it is in a tier.  A
-page on the host is read where it lies, one that is only on the device from there; one that a running turn of
-another conversation holds, too, only from the host, since what runs may still fail.  A part is at most
-`num_bytes_max` long, but for one chunk that is longer.
+**Exported chunks.** The conversation must have no running turn. Its chunks are exported as far as its log
+reaches and a tier has KV. A chunk is read from the host if its copy there is complete, and from the device
+otherwise. If a running turn of another conversation holds the chunk, it is read only from a complete copy on
+the host, because that turn may still fail. A part has at most `num_bytes_max` bytes, or one chunk if that is
+longer.
 
-**Why nothing wrong is adopted.**  Each chunk travels with its CRC, and is compared before the core sees the
-message (`verified`): one that differs counts as missing.  Each part carries a digest of the very tokens
-whose KV it ends with, and the service compares it with its own log before it passes the part on
-(conversations/hand_over.py).  An import is open from `OpenImport` on, which is sent before the service reads
-that log, and every message that could change the conversation or use it closes it.  A part for one that is
-not open, or whose chunks were evicted meanwhile, is not adopted.
+**Wrong KV is never adopted.** Each chunk travels with its CRC, which is checked before the core sees the
+message (`verified`); a wrong chunk counts as missing. Each part has a digest of all tokens up to its end. The
+service compares it with its own log before it forwards the part (conversations/hand_over.py). `OpenImport`
+opens an import, and is sent before the service reads that log. Every message that could change or use the
+conversation closes the import. A part is not adopted if its import is not open, or if the chunks adopted
+before were evicted.
 
-`verified` is the only work that grows with the bytes and needs no state: the thread that reads the pipe does
-it.  Its result is a field of the message, so a journal has it and a replay adopts the same chunks.
+`verified` takes time in proportion to the bytes and needs no state, so the thread that reads the pipe calls
+it. Its result is a field of the message, so a journal has it and a replay adopts the same chunks.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.ports import KvPages
 
-IMPORTS_MAX = 256  # that are open; the oldest is closed for the next
+IMPORTS_MAX = 256  # open at once; beyond that, the oldest is closed
 DIGEST_BYTES = 16
 NOT_HERE, RUNS, NO_PAGES = "NOT_HERE", "RUNS", "NO_PAGES"  # why nothing is exported
 
 
 def digest_of(tokens: array[int]) -> str:
-    """What two sides compare to see that their KV belongs to the same tokens."""
+    """Return the digest by which both sides check that their KV belongs to the same tokens."""
     return hashlib.blake2b(tokens.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def verified(message: ImportKv, slot_bytes: int) -> ImportKv:
-    """The same, with the chunks named that are not what was sent; any thread may do it."""
+    """Return the message with the places of its damaged chunks. Thread-safe."""
     body = memoryview(message.body)[message.num_log_tokens * TOKEN_BYTES :]
     if len(message.crcs) != len(message.slots) or len(body) != sum(message.slots) * slot_bytes:
         return replace(message, damaged=tuple(range(len(message.slots))), is_verified=True)
@@ -75,7 +76,7 @@ def verified(message: ImportKv, slot_bytes: int) -> ImportKv:
 
 
 def _pieces(body: memoryview, slots: Sequence[int], slot_bytes: int) -> Iterator[memoryview]:
-    """The bytes of each chunk."""
+    """Yield the bytes of each chunk."""
     start = 0
     for num_slots in slots:
         stop = start + num_slots * slot_bytes
@@ -84,14 +85,14 @@ def _pieces(body: memoryview, slots: Sequence[int], slot_bytes: int) -> Iterator
 
 
 class HandOver:
-    """Belongs to the engine's thread, but for `verified`."""
+    """Belongs to the engine's main thread."""
 
     def __init__(self, cache: KVCache, pages: KvPages | None) -> None:
-        """Without `pages` nothing is exported, and of what comes nothing is written."""
+        """Without `pages`, nothing is exported, and imported bytes are not written."""
         self._cache, self._pages, self._adoption = cache, pages, Adoption(cache)
-        self.imports = OrderedDict[str, bool]()  # that are open: whether a part has come
+        self.imports = OrderedDict[str, bool]()  # open imports: whether a part has come
 
-    # -- the engine that had it --
+    # -- the source --
 
     def export(self, message: ExportKv) -> KvExported:
         query_id = message.query_id
@@ -107,7 +108,7 @@ class HandOver:
             stop = min(stop, message.before_chunk)
         chunks = conversation.chunks()[:stop]
         bytes_max = message.num_bytes_max
-        places: list[KvPlace] = []  # from the last one on
+        places: list[KvPlace] = []  # the last chunk first
         num_bytes = 0
         while chunks:
             used = min(size, num_tokens - chunks[-1].index * size)
@@ -130,7 +131,7 @@ class HandOver:
     def _read(
         self, query_id: int, first_chunk: int, places: list[KvPlace], log: array[int]
     ) -> KvExported:
-        """What is in these places, but for what lies before a page that has changed since it was copied."""
+        """Read these places. If a host page is damaged, keep only the chunks after it."""
         assert self._pages is not None
         size, slot_bytes = self._cache.config.chunk_tokens, self._pages.slot_bytes
         body = memoryview(self._pages.read(places))
@@ -154,15 +155,15 @@ class HandOver:
             bytes(body[sum(slots[:first]) * slot_bytes :]),
         )
 
-    # -- the engine that gets it --
+    # -- the receiver --
 
     @property
     def slot_bytes(self) -> int:
-        """Of KV of one token; 0: there is none."""
+        """Bytes of the KV of one token; 0 without pages."""
         return self._pages.slot_bytes if self._pages is not None else 0
 
     def open(self, message: OpenImport, is_busy: bool) -> None:
-        """Unless a turn of it runs or waits, or there is KV of it."""
+        """Open an import, unless a turn of the conversation runs or waits, or the cache has KV of it."""
         conversation_id = message.conversation_id
         if is_busy or conversation_id in self._cache.conversations:
             return
@@ -171,7 +172,7 @@ class HandOver:
             self.imports.popitem(last=False)
 
     def close_import(self, message: EngineMessage) -> None:
-        """Close the import of a conversation that the message uses, or makes another one."""
+        """Close the import of a conversation that the message uses or changes."""
         match message:
             case SubmitTurn() | RewindConversation() | DeleteConversation():
                 self.imports.pop(message.conversation_id, None)
@@ -179,7 +180,7 @@ class HandOver:
                 self.imports.pop(message.target_id, None)
 
     def take_in(self, message: ImportKv, now: float) -> Answer:
-        """How many chunks of it were adopted, with how many tokens, and how many were damaged."""
+        """Adopt a part; answer with the numbers of adopted chunks, their tokens, and damaged chunks."""
         adopted = self._adopt(message, now)
         figures: dict[str, float] = {
             "chunks": len(adopted),
@@ -217,7 +218,7 @@ class HandOver:
 
 
 def _place_of(chunk: Chunk, num_used: int) -> KvPlace | None:
-    """Where KV of so many of its leading slots lies, or of as many as there are; None: nowhere."""
+    """Return the best place of a chunk's first `num_used` slots; None if no KV can be exported."""
     if chunk.host_page is not None and chunk.host_filled:
         num_slots = min(chunk.host_filled, num_used)
         if chunk.device_page is None or num_slots == min(chunk.filled, num_used):

@@ -1,19 +1,20 @@
-"""Turns that are held back while what they need is made ready: a constraint compiles in a thread.
+"""Hold turns back while their constraints compile in another thread.
 
-    SubmitTurn ──prepare──> ready      the engine takes it
-                            not ready  it is held; a thread wakes the mailbox, and the next step takes it
+    SubmitTurn ──prepare──> ready      the engine takes the turn
+                            not ready  the turn is held; a thread wakes the mailbox, and the next step
+                                       takes it
 
-To the scheduler, the observers and a journal the message of a held turn comes when it is taken, so it delays
-nobody, and a replay, whose turns have no constraints, holds none.  Until then
+For the scheduler, the observers and a journal, the message of a held turn arrives when it is taken. So it
+delays no other turn, and a replay, whose turns have no constraints, holds none. While a turn is held:
 
     CancelTurn, DeleteConversation      end it
-    another turn of its conversation    is refused, as where one runs
-    its prefix is deleted               it begins without it
+    another turn of its conversation    is refused, as if it ran
+    deletion of its prefix              lets it begin without the prefix
     turns_queued_max                    counts it
-    a closed mailbox                    the engine waits for it
-    a fork, a rewind, an eviction       are what they were before it came
+    a closed mailbox                    does not end the engine before the turn is taken
+    a fork, a rewind, an eviction       act as if it had not come yet
 
-A conversation has one held turn at most; those of different ones do not wait for each other.
+A conversation has at most one held turn. Held turns of different conversations do not wait for each other.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ from pensieve.engine.ports import Preparer
 
 
 class HeldTurns:
-    """Called by the engine's main thread, for turns with a constraint; other threads call `wake` when one of
-    them may be ready."""
+    """Called by the engine's main thread. Other threads call `wake` when a constraint may be ready."""
 
     def __init__(self, preparer: Preparer | None, wake: Callable[[], None]) -> None:
         self._preparer = preparer
         self._wake = wake
-        self.turns: dict[int, SubmitTurn] = {}  # held, by turn_id, in the order of arrival
-        self.prepared: set[int] = set()  # turns that have not ended, held or not
+        self.turns: dict[int, SubmitTurn] = {}  # held turns by turn_id, in order of arrival
+        self.prepared: set[int] = set()  # turns with a constraint that have not ended, held or not
         self._changed = threading.Event()
 
     def hold(self, message: SubmitTurn) -> bool:
-        """Hold a turn back if its constraint is not ready; False: the engine may take it."""
+        """Hold a turn back if its constraint is not ready; return whether it is held."""
         constraint = message.options.constraint
         if self._preparer is None or constraint is None:
             return False
@@ -48,7 +48,7 @@ class HeldTurns:
         return True
 
     def released(self) -> list[SubmitTurn]:
-        """Return the turns that are ready, which are held no longer."""
+        """Remove and return the turns that are ready."""
         assert self._preparer is not None
         self._changed.clear()
         ready = [each for each in self.turns if self._preparer.is_ready(each)]
@@ -61,7 +61,7 @@ class HeldTurns:
             self._changed.clear()
 
     def ended(self, turn_id: int) -> None:
-        """A turn has ended, held or not: forget what was prepared for it."""
+        """Forget the constraint of a turn that has ended, held or not."""
         if turn_id in self.prepared:
             assert self._preparer is not None
             self.prepared.remove(turn_id)

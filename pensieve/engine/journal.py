@@ -1,19 +1,18 @@
-"""Records what decided which iterations were planned, and plans them again from that.
+"""Record the inputs of the scheduler in a journal, and replay them.
 
 A journal has one JSON object per line: each message (lengths, never token ids or text), each `now`, and of
-each outcome what the core took from it: finished copies, which turns sampled a token and whether it ended
-the reply, and failures.  An outcome belongs to the oldest iteration that has none yet, so the order of the
-lines shows how far planning was ahead.  Given to a fresh scheduler, these lines produce the identical
-iterations, because the scheduler reads no clock and no token's value.  `Replay` does that and compares a
-hash per iteration.  What an iteration was predicted to take is recorded for whoever reads the file: a replay
-predicts it again.
+each outcome the parts that the core uses (finished copies, which turns sampled a token and whether it ended
+the reply, failures). An outcome belongs to the oldest iteration that has none yet, so the order of the lines
+shows how far planning was ahead. A fresh scheduler plans identical iterations from these lines, because it
+reads no clock and no token's value. `Replay` does that and compares a hash per iteration. The predicted
+seconds of an iteration are recorded only for readers of the file: a replay predicts them again.
 
-A restarted engine appends to the journal of the one before, so a journal holds one or more engines, and
-each begins with its configuration.  Every line is written at once.  An engine that is killed leaves at most
-one incomplete line, which is accepted; anything else that cannot be read is damage.
+A restarted engine appends to the journal, so a journal has one or more engines, and each begins with its
+configuration. Every line is written at once. A killed engine leaves at most one incomplete line, which is
+accepted. Any other unreadable line is damage.
 
-A journal that cannot be written, on a full disk say, is given up with a warning, and its engine goes on
-without: with a gap it would not replay.
+If a journal cannot be written (on a full disk, say), it is given up with a warning and the engine continues
+without it, because a journal with a gap would not replay.
 """
 
 from __future__ import annotations
@@ -45,15 +44,12 @@ from pensieve.errors import ConfigError, one_line
 from pensieve.sampling import Sampling
 
 log = logging.getLogger("pensieve")
-# 3: no predictions, no objective for the first token; 2: no cost of iterations; 1: outcomes held how a turn
-# ended, and messages a turn's whole log
 VERSION = 5
-
 HEADER_BYTES_MAX = 1 << 20
 
 
 class JournalError(ValueError):
-    """A journal does not replay; `line` is where."""
+    """A journal does not replay; `line` is the number of the line."""
 
     def __init__(self, line: int, problem: str) -> None:
         super().__init__(f"line {line}: {problem}")
@@ -62,13 +58,13 @@ class JournalError(ValueError):
 
 
 class NotAJournal(JournalError):
-    """It is something else, or another version wrote it."""
+    """The file is not a journal, or another version wrote it."""
 
 
 def opened(path: Path) -> TextIO:
-    """The file of a journal, opened to append; every line reaches the file at once.
+    """Open the file of a journal to append; every line is written at once.
 
-    ConfigError if something else is in it, or what another version wrote: one could read neither.
+    ConfigError if the file is not a journal of this version.
     """
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as before:
@@ -84,7 +80,7 @@ def opened(path: Path) -> TextIO:
         with path.open("rb") as before:
             before.seek(-1, 2)
             if before.read() != b"\n":  # its writer was killed
-                with contextlib.suppress(OSError):  # then it waits in the file's buffer
+                with contextlib.suppress(OSError):  # then it stays in the file's buffer
                     file.write("\n")
     return file
 
@@ -102,9 +98,9 @@ def hash_of(iteration: Iteration) -> str:
 
 
 class Journal:
-    """An observer that writes a journal; `lines` is a text file opened for appending.
+    """An observer that writes a journal to `lines`, a text file opened to append.
 
-    `model` describes what computed.  No replay depends on it, but costs that are fitted to a journal do.
+    `model` describes the model and the device. No replay depends on it, but costs fitted to a journal do.
     """
 
     def __init__(
@@ -118,7 +114,9 @@ class Journal:
         model: Mapping[str, Any] | None = None,
     ) -> None:
         self._lines: TextIO | None = lines
-        self._damaged: list[int] = []  # host pages, found while the next iteration is planned
+        self._damaged: list[
+            int
+        ] = []  # host pages found damaged while the next iteration is planned
         self._write(
             {
                 "version": VERSION,
@@ -133,7 +131,7 @@ class Journal:
         )
 
     def noting(self, is_intact: IsIntact) -> IsIntact:
-        """The same, but that the journal has each host page that is not: the plan depends on it."""
+        """Wrap `is_intact` so that the journal records damaged host pages, on which the plan depends."""
 
         def noted(host_page: int) -> bool:
             intact = is_intact(host_page)
@@ -148,7 +146,7 @@ class Journal:
         return self._lines is None
 
     def received(self, message: EngineMessage, now: float) -> None:
-        if isinstance(message, SubmitTurn):  # no text of a client enters the journal
+        if isinstance(message, SubmitTurn):  # a client's text must not enter the journal
             sampling = Sampling(max_tokens=message.options.sampling.max_tokens)
             options = replace(message.options, sampling=sampling, constraint=None)
             message = replace(message, options=options)
@@ -188,7 +186,7 @@ class Journal:
 
 
 class _Recorded:
-    """Stands for clock, executor and sink: a replay takes from the journal what they gave."""
+    """Stands in for clock, executor and sink: a replay gets their values from the journal."""
 
     depth = 1
 
@@ -206,10 +204,10 @@ class _Recorded:
 
 
 class Replayed(NamedTuple):
-    """An iteration that was planned again as it was recorded, with the times of the recording.
+    """An iteration that was replayed as recorded, with the recorded times.
 
-    `begun` is when its computation began: when it was planned, or, if the iteration before was still being
-    computed then, when that one ended.
+    `begun` is the time when its computation began: when it was planned, or when the previous iteration ended,
+    whichever is later.
     """
 
     iteration: Iteration
@@ -219,17 +217,17 @@ class Replayed(NamedTuple):
 
 
 class Replay:
-    """Plans again what a journal recorded; iterating yields each committed iteration, and keeps none.
+    """Replay a journal. Iterating yields each committed iteration, and keeps none.
 
-    JournalError where the replay plans something else, or where the journal cannot be understood.
+    JournalError if the replay plans another iteration, or if the journal is unreadable.
     """
 
     def __init__(self, lines: Iterable[str]) -> None:
-        self.num_agreed = 0  # iterations planned as they were recorded
+        self.num_agreed = 0  # iterations planned as recorded
         self.num_engines = 0
-        self.cut_off: list[int] = []  # numbers of the lines that a killed engine did not finish
+        self.cut_off: list[int] = []  # numbers of incomplete lines, left by killed engines
         self.model: dict[str, Any] = {}  # of the last engine
-        self.written_by = ""  # the version of the package; another one may plan other iterations
+        self.written_by = ""  # version of the package; another version may plan other iterations
         self._lines = lines
 
     def __iter__(self) -> Iterator[Replayed]:
@@ -264,8 +262,8 @@ class Replay:
                 yield replayed
 
     def _entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Every complete line and its number; a damaged one is reported when the next line is known."""
-        damaged = 0  # the number of the line before, if it was damaged
+        """Yield every complete line with its number. The next line tells if a damaged line is an error."""
+        damaged = 0  # the number of the previous line, if it was damaged
         for number, line in enumerate(self._lines, 1):
             if not line.strip():
                 continue
@@ -290,11 +288,11 @@ class Replay:
 
 
 class _Differs(Exception):
-    """The iteration that was planned is not the one that was recorded."""
+    """Raised if the planned iteration is not the recorded one."""
 
 
 class _ReplayedEngine:
-    """One engine of a journal, which plans its iterations again."""
+    """One engine of a journal, which plans its iterations again from the recorded values."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         cache = CacheConfig(**header["cache"])
@@ -309,16 +307,15 @@ class _ReplayedEngine:
             cache, SchedulerConfig(**scheduler), EngineConfig(**header["engine"])
         )
         recorded = _Recorded()
-        self._damaged: set[int] = set()  # host pages, as they were found
+        self._damaged: set[int] = set()  # host pages recorded as damaged
         ports = Ports(recorded, Mailbox(), recorded)
         self._engine = Engine(
             configs, policy, recorded, ports, is_intact=lambda page: page not in self._damaged
         )
         self._scheduler = self._engine.scheduler
-        self._planned: deque[tuple[Iteration, float]] = (
-            deque()
-        )  # those not committed yet, and when they were planned
-        self._ended = float("-inf")  # when the iteration before was committed
+        # Iterations that are not committed yet, with the times when they were planned.
+        self._planned: deque[tuple[Iteration, float]] = deque()
+        self._ended = float("-inf")  # when the previous iteration was committed
 
     def take(self, entry: dict[str, Any]) -> Replayed | None:
         if "message" in entry:
@@ -355,11 +352,13 @@ def _check_version(header: Mapping[str, Any], line: int) -> None:
     if "version" not in header:
         raise NotAJournal(line, "not a journal")
     if header["version"] != VERSION:
-        raise NotAJournal(line, f"a journal of version {header['version']}; this reads {VERSION}")
+        raise NotAJournal(
+            line, f"a journal of version {header['version']}; this program reads {VERSION}"
+        )
 
 
 def replay(lines: Iterable[str]) -> int:
-    """Replay a whole journal; returns how many iterations agreed.  JournalError where one differs."""
+    """Replay a whole journal and return the number of iterations. JournalError if one differs."""
     replaying = Replay(lines)
     for _ in replaying:
         pass
@@ -369,7 +368,7 @@ def replay(lines: Iterable[str]) -> int:
 
 
 def _described(iteration: Iteration | None) -> str:
-    """An iteration in words, for a person who compares two."""
+    """Describe an iteration in words, for people who compare two."""
     if iteration is None:
         return "nothing"
     slices = ", ".join(f"turn {s.turn_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])

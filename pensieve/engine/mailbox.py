@@ -1,11 +1,11 @@
 """The two bounded queues between an engine and other threads: messages in, events out.
 
-Messages enter by the `Mailbox`; events leave by a sink, most often an `Outbox`.
+Messages enter through the `Mailbox`. Events leave through a sink, usually an `Outbox`.
 
-Bounds.  A mailbox takes `messages_max` messages and refuses the next with QueueFull, or has whoever
-brings it wait until the engine has taken the others; cancels and deletions are always taken, since they
-only free things.  An outbox holds `events_max` events; an engine that publishes into a full one waits for
-its reader, so its memory is bounded, and the reader must bound what each stream leaves unread.
+A mailbox holds `messages_max` messages. `put` refuses further ones with QueueFull, and
+`put_when_there_is_room` waits. Cancels and deletions are always taken, because they only free memory. An
+outbox holds `events_max` events. An engine that publishes into a full outbox waits for its reader. The reader
+must bound what each stream leaves unread.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Mailbox:
         with self._changed:
             if self._closed is None and not self._has_room_for(message):
                 raise QueueFull(
-                    f"{self.messages_max} messages wait for the engine; try again later"
+                    f"{self.messages_max} messages are waiting for the engine; retry later"
                 )
             self._append(message)
 
     def put_when_there_is_room(self, message: EngineMessage) -> None:
-        """Wait until the engine has taken the others, which it does before every iteration."""
+        """Wait for room, then add a message. The engine takes all messages before every iteration."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed is not None or self._has_room_for(message))
             self._append(message)
@@ -48,7 +48,7 @@ class Mailbox:
             return messages
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until there is a message, a `wake`, or the mailbox is closed; False after the timeout."""
+        """Wait for a message, a `wake` or the end of the mailbox; False after the timeout."""
         with self._changed:
             found = self._changed.wait_for(
                 lambda: self._woken or bool(self._messages) or self._closed is not None,
@@ -101,7 +101,7 @@ class Outbox:
             self._changed.notify_all()
 
     def get(self, timeout_seconds: float | None = None) -> EngineEvent | None:
-        """The next event; None after the timeout, or when closed and empty."""
+        """Return the next event; None after the timeout, or if the outbox is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._closed, timeout_seconds)
             if not self._events:
@@ -111,7 +111,7 @@ class Outbox:
             return event
 
     def drain(self, timeout_seconds: float | None = None) -> list[EngineEvent] | None:
-        """Wait for events and return all that are there; [] after the timeout, None when all is over."""
+        """Wait for events and return all; [] after the timeout, None if the outbox is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._closed, timeout_seconds)
             if self._closed and not self._events:

@@ -1,6 +1,6 @@
 """The messages that an engine receives and the events that it publishes, as frozen values.
 
-They hold ids, bytes and numbers only, so they can cross a pipe to another process.
+They contain only ids, bytes and numbers, so they can cross a pipe to another process.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
 
-TOKEN_BYTES = 4  # of a token id, where they are packed
+TOKEN_BYTES = 4  # of a packed token id
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitTurn:
-    """Run a turn, whose context is the conversation's log followed by the tokens of the new messages.
+    """Run a turn. Its context is the conversation's log followed by the tokens of the new messages.
 
-    `tokens` are those of the positions from `first_position` on.  The engine knows the tokens before them as
-    long as it holds KV of the conversation; otherwise it asks for them with `LogNeeded`.
+    `tokens` are those of the positions from `first_position` on. The engine knows the tokens before them as
+    long as it has KV of the conversation; otherwise it asks for them with `LogNeeded`.
     """
 
-    # Unique for the life of the engine, in all messages, in core and in journals: the `LiveTurn.number` of
-    # an attempt, not the `turn_id` that the store and clients know a turn by.
+    # Unique for the life of the engine, in all messages, in core and in journals. It is the `LiveTurn.number`
+    # of an attempt, not the `turn_id` of the store and of clients.
     turn_id: int
     conversation_id: str
     tokens: bytes  # packed uint32 in native order
@@ -30,11 +30,9 @@ class SubmitTurn:
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # only bring the conversation's KV to the device
     first_position: int = 0
-    prefix_of: str = (
-        ""  # a conversation with the same first prefix_tokens, whose KV this one may share
-    )
+    prefix_of: str = ""  # a conversation with the same first prefix_tokens; its KV may be shared
     prefix_tokens: int = 0
-    share: str = ""  # whose it is, where several share the machine; see core/fair_queue.py
+    share: str = ""  # the owner in fair queueing, usually a tenant; see core/fair_queue.py
     weight: float = 1.0  # of that share
 
 
@@ -49,7 +47,7 @@ class ProvideLog:
 @dataclass(frozen=True, slots=True)
 class CancelTurn:
     turn_id: int
-    keep_tokens: int  # the log's length after the cancel; KV behind it is forgotten
+    keep_tokens: int  # the log's length after the cancel; KV after it is dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +71,15 @@ class DeleteConversation:
 @dataclass(frozen=True, slots=True)
 class EvictConversation:
     conversation_id: str
-    to_host: bool = False  # else its KV is dropped
-    query_id: int = 0  # 0: no answer is wanted
+    to_host: bool = False  # False: its KV is dropped
+    query_id: int = 0  # 0: no answer
 
 
 @dataclass(frozen=True, slots=True)
 class ListCached:
     query_id: int
     limit: int
-    least_valuable: bool = False  # else the largest first
+    least_valuable: bool = False  # first; False: the largest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +90,11 @@ class Explain:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Where the chunks of the conversations lie that were used last; see cache_views.py."""
+    """Return the locations of the chunks of recently used conversations; see cache_views.py."""
 
     query_id: int
     limit: int
-    prefix: str = ""  # of the ids that are shown
+    prefix: str = ""  # of the ids to include
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +113,14 @@ class ExportKv:
 
     query_id: int
     conversation_id: str
-    num_tokens: int  # KV behind them is not wanted
-    before_chunk: int  # the part ends before this chunk, or where KV does; 0: at the end
-    num_bytes_max: int  # of the part, if it is more than one chunk
+    num_tokens: int  # of the log; KV after them is not wanted
+    before_chunk: int  # the part ends before this chunk; 0: where KV ends
+    num_bytes_max: int  # of the part; one chunk may be longer
 
 
 @dataclass(frozen=True, slots=True)
 class OpenImport:
-    """KV of this conversation may come: from now on each message that uses or changes it ends that."""
+    """Accept imports of KV for a conversation, until a message uses or changes the conversation."""
 
     conversation_id: str
 
@@ -131,18 +129,18 @@ class OpenImport:
 class ImportKv:
     """Adopt chunks whose KV another engine has exported.
 
-    `body` is the conversation's log, if it is the first part, and then KV of the chunks.
+    `body` is the KV of the chunks. In the first part, the conversation's log comes before it.
     """
 
     query_id: int
     conversation_id: str
     first_chunk: int
-    slots: tuple[int, ...]  # of each chunk: how many leading ones have KV
+    slots: tuple[int, ...]  # leading slots with KV, of each chunk
     crcs: tuple[int, ...]  # of the bytes of each chunk
     num_log_tokens: int
     body: bytes
-    damaged: tuple[int, ...] = ()  # places in `slots` of chunks whose bytes are not what was sent
-    is_verified: bool = False  # `damaged` is known
+    damaged: tuple[int, ...] = ()  # indexes into `slots` of chunks with a wrong CRC
+    is_verified: bool = False  # whether `damaged` is set
 
 
 EngineMessage = (
@@ -162,26 +160,24 @@ EngineMessage = (
     | OpenImport
     | ImportKv
 )
-
-
-Freeing = CancelTurn | DeleteConversation  # they only free things, and are never refused
+Freeing = CancelTurn | DeleteConversation  # they only free memory, and are never refused
 
 
 @dataclass(frozen=True, slots=True)
 class LogNeeded:
-    """The engine lacks tokens of a conversation's log that a turn needs, and waits for `ProvideLog`."""
+    """A turn needs a conversation's log, which the engine does not know: it waits for `ProvideLog`."""
 
     turn_id: int
     conversation_id: str
-    num_tokens: int  # how many of its first tokens are needed
+    num_tokens: int  # the first tokens of the log that are needed
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAdmitted:
-    """The turn waits no longer: it has its pages, and is part of the next iterations."""
+    """A turn has its pages and is part of the next iterations."""
 
     turn_id: int
-    missing_tokens: int = 0  # of its context, that are computed before its first token is sampled
+    missing_tokens: int = 0  # of its context, to compute before its first token is sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +186,12 @@ class TurnEnded:
     conversation_id: str
     finish: FinishReason
     usage: Usage
-    failure: str | None = None  # why, when finish is FAILED
+    failure: str | None = None  # the reason, if finish is FAILED
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a query: figures by name, problems that were found (if any), or rows of values."""
+    """The answer to a query: figures by name, problems found, or rows of values."""
 
     query_id: int
     figures: dict[str, float] = field(default_factory=dict)
@@ -205,19 +201,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class KvExported:
-    """The answer to `ExportKv`: chunks that follow each other, without any if there are none left."""
+    """The answer to `ExportKv`: consecutive chunks, or none if none are left."""
 
     query_id: int
-    refusal: str = ""  # why there is nothing
+    refusal: str = ""  # why nothing is exported
     first_chunk: int = 0
     slots: tuple[int, ...] = ()
     crcs: tuple[int, ...] = ()
-    num_tokens: int = 0  # of the log, up to the last one with KV in this part
+    num_tokens: int = 0  # of the log, up to the last token with KV in this part
     digest: str = ""  # of these tokens
-    next_before: int = 0  # where to go on; 0: nowhere
+    next_before: int = 0  # `before_chunk` of the next part; 0: no further part
     body: bytes = b""
 
 
-QueryReply = Answer | KvExported  # to a query
+QueryReply = Answer | KvExported
 EngineTurnEvent = SampledToken | LogNeeded | TurnAdmitted | TurnEnded
 EngineEvent = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer | KvExported

@@ -1,19 +1,18 @@
-"""Figures of an engine, by name: what it has done (`Metrics`), and what turns have of its time (`TurnTimes`).
+"""Figures of an engine, by name: counts of its work (`Metrics`), and times of its turns (`TurnTimes`).
 
-    gap           from a token of a reply to the next one, over whatever lies between, also a suspension
+    gap           from a token of a reply to the next one, including suspensions
     first token   from a turn's SubmitTurn to its first token
-    stall         a gap longer than STALL_RATIO times the median of the latest minutes.  If there is an
-                  objective, the gap is longer than that, too: a gap that meets it is no stall.
-    suspension    from when a turn has lost its place to when it runs again or ends; not in the figures while
-                  it lasts
-    error         of an iteration's predicted time, as a share of what it took; the latest ERRORS_KEPT
+    stall         a gap longer than STALL_RATIO times the median of the latest minutes, and longer than the
+                  objective, if there is one
+    suspension    from the time when a turn loses its place until it runs again or ends; counted at its end
+    error         of an iteration's predicted time, as a share of its real time; the latest ERRORS_KEPT
 
-Times are figures of the latest five minutes (distributions.py), except for stalls.  They are the engine's
-times, at which outcomes are taken in.  What the pipe, the service and the network add is not in them.
+Times are figures of the latest five minutes (distributions.py), except stalls. They are taken in the engine
+when an outcome is committed, so pipe, service and network do not count.
 
-Times are cheap to note: nearly all turns that get a token got the one before in the same iteration, and have
-the same gap.  So there is a look-up for each token and a logarithm for each different gap.  The suspended
-turns are looked at in each iteration.  Mostly there are none.
+Times are cheap to record: nearly all turns that get a token got their previous token in the same iteration,
+and so have the same gap. So there is a lookup per token and a logarithm per different gap. Suspended turns
+are checked in each iteration; usually there are none.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from pensieve.engine.distributions import Histogram, RecentShare, RecentTimes
 from pensieve.engine.messages import EngineEvent, EngineMessage, SubmitTurn, TurnEnded
 
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
-TURNS_WAITING = ("queued", "suspended")  # in the figures, behind `turns_`
+TURNS_WAITING = ("queued", "suspended")  # names in the figures, after `turns_`
 STALL_RATIO = 5
-MEDIAN_SECONDS = 1.0  # between two looks at the median gap
+MEDIAN_SECONDS = 1.0  # between two updates of the median gap
 ERRORS_KEPT = 512
 
 
 class Metrics:
-    """What the engine has done: an observer that counts."""
+    """An observer that counts the engine's work."""
 
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
         self._started_at = now
-        self.more: Callable[[], dict[str, float]] = dict  # figures of what else there is
+        self.more: Callable[[], dict[str, float]] = dict  # further figures, of the executor say
         self._by_finish = dict.fromkeys(FinishReason, 0)
         self._new_tokens = 0
         self._device_tokens = 0
@@ -52,7 +51,7 @@ class Metrics:
         self._slots_out = 0
         self._slots_in = 0
         self._slots_copied = 0
-        self._num_computed = 0  # tokens, up to the last iteration that was planned
+        self._num_computed = 0  # tokens, up to the last planned iteration
         self._iteration_tokens = Histogram(ITERATION_TOKENS)
 
     # -- Observer --
@@ -67,7 +66,7 @@ class Metrics:
         self._slots_in += sum(copy.num_slots for copy in iteration.swap_ins)
         self._slots_copied += sum(copy.num_slots for copy in iteration.copies)
         before, self._num_computed = self._num_computed, self._scheduler.counters.tokens
-        if self._num_computed > before:  # else it only copies
+        if self._num_computed > before:  # an iteration may only copy
             self._iteration_tokens.add(self._num_computed - before)
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
@@ -150,7 +149,7 @@ class Metrics:
 
 
 class TurnTimes:
-    """What turns have of the engine's time: an observer."""
+    """An observer that measures the times of turns."""
 
     def __init__(self, scheduler: Scheduler, ttft_seconds: float = 0.0) -> None:
         self._scheduler = scheduler
@@ -163,11 +162,11 @@ class TurnTimes:
         self._num_stalls = 0
         self._median, self._median_due = 0.0, -math.inf
         self._received_at: dict[int, float] = {}  # turns without a token
-        self._token_at: dict[int, float] = {}  # the latest of each turn that has one
+        self._token_at: dict[int, float] = {}  # time of each turn's latest token
         self._background: set[int] = set()  # turns of jobs
         self._suspended_at: dict[int, float] = {}
-        self._num_tokens = 0  # computed by the iterations up to the last one planned
-        self._planned: deque[tuple[float, float]] = deque()  # uncommitted: when, and predicted
+        self._num_tokens = 0  # computed, up to the last planned iteration
+        self._planned: deque[tuple[float, float]] = deque()  # uncommitted: (planned at, prediction)
         self._committed_at = -math.inf
 
     # -- Observer --
@@ -175,7 +174,7 @@ class TurnTimes:
     def received(self, message: EngineMessage, now: float) -> None:
         if not isinstance(message, SubmitTurn) or message.warm:
             return
-        if message.options.background:  # nobody waits for its tokens
+        if message.options.background:  # no client waits for its tokens
             self._background.add(message.turn_id)
         else:
             self._received_at[message.turn_id] = now
@@ -198,9 +197,9 @@ class TurnTimes:
         self._errors.add(predicted, measured)
 
     def published(self, events: Sequence[EngineEvent]) -> None:
-        """Tokens come right behind `committed`, at its time."""
+        """Record tokens. They come right after `committed`, so its time is theirs."""
         now, token_at = self._committed_at, self._token_at
-        num_since: dict[float, int] = {}  # gaps, by when the token before came
+        num_since: dict[float, int] = {}  # number of gaps, by the time of the previous token
         for event in events:
             if isinstance(event, SampledToken):
                 turn_id = event.turn_id
@@ -271,7 +270,7 @@ class TurnTimes:
 
 
 class PredictionErrors:
-    """Of the latest iterations: by how much of what each took its prediction was wrong."""
+    """Relative errors of the predicted times of the latest iterations."""
 
     def __init__(self, num_kept: int = ERRORS_KEPT) -> None:
         self._errors: deque[float] = deque(maxlen=num_kept)
@@ -280,11 +279,11 @@ class PredictionErrors:
         return len(self._errors)
 
     def add(self, predicted: float, measured: float) -> None:
-        """Nothing is counted where nothing was predicted, or nothing took time."""
+        """Add an iteration, unless there was no prediction or it took no time."""
         if predicted and measured > 0.0:
             self._errors.append(abs(predicted - measured) / measured)
 
     def quantiles(self, *shares: float) -> list[float]:
-        """Of none, zeros."""
+        """Return quantiles of the errors; zeros if there are none."""
         found = sorted(self._errors) or [0.0]
         return [found[max(math.ceil(share * len(found)) - 1, 0)] for share in shares]

@@ -1,17 +1,20 @@
-"""The pipe between the service and the engine process, for frames of plain values.
+"""The frames of the pipe between the service and the engine process.
 
     frame = u32 length of the head · u32 length of the body · head (JSON, UTF-8) · body (bytes)
 
-A head is a list whose first item names what follows.  From the service come the mailbox's messages, one a
-frame, as codec.py writes them.  From the engine come `stage` and `ready` while it starts, then `events`:
-everything that one or more iterations published since the last frame, so a stream gets the tokens of an
-iteration as one message, and an event with bytes comes alone; and `alive` where nothing was published for
-BEAT_SECONDS, with `Engine.num_rounds`.  No frame can become code, whoever wrote it.
+A head is a list whose first item names the kind of frame:
 
-Both directions are bounded.  The service counts the turns it has submitted and refuses more before
-anything is written (`turns_max`), and where the engine reads nothing it refuses what would wait.  The
-engine's outbox is bounded, and a pipe that is not read stops its writer.  Frames above FRAME_BYTES_MAX are
-refused, since only a mistake could write them.
+    from the service    a message of the mailbox, as codec.py writes it
+    from the engine     `stage` and `ready`, while it starts
+                        `events`, everything published since the last frame; an event with bytes comes alone
+                        `alive`, with `Engine.num_rounds`, if nothing was published for BEAT_SECONDS
+                        `died`, with the reason
+
+No frame can become code, whoever wrote it.
+
+Both directions are bounded. The service limits the turns in flight (`turns_max`), and refuses messages while
+the engine does not read. The engine's outbox is bounded, and a full pipe stops its writer. Frames above
+FRAME_BYTES_MAX are refused, because only a bug could write them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ Frame = tuple[list[Any], bytes]  # head and body
 
 
 class BrokenPipe(PensieveError):
-    """The other side wrote something that is no frame, or stopped within a frame."""
+    """The other side wrote an invalid frame, or stopped within a frame."""
 
 
 def pack(head: Sequence[Any], body: bytes = b"") -> bytes:
@@ -43,7 +46,7 @@ def pack(head: Sequence[Any], body: bytes = b"") -> bytes:
 
 
 def lengths(prefix: bytes) -> tuple[int, int]:
-    """How long head and body are, from the first eight bytes of a frame."""
+    """Return the lengths of head and body from the first eight bytes of a frame."""
     head, body = LENGTHS.unpack(prefix)
     if head + body > FRAME_BYTES_MAX or not head:
         raise BrokenPipe(f"a frame of {head:,} + {body:,} bytes")
@@ -61,7 +64,7 @@ def unpack(head: bytes, body: bytes) -> Frame:
 
 
 def frames(sock: socket.socket) -> Iterator[Frame]:
-    """The frames that the other side writes, until it closes."""
+    """Yield the frames that the other side writes, until it closes."""
     with sock.makefile("rb") as file:
         while prefix := file.read(LENGTHS.size):
             if len(prefix) < LENGTHS.size:
@@ -78,13 +81,13 @@ def pack_message(message: EngineMessage) -> bytes:
 
 
 def message_of(frame: Frame) -> EngineMessage:
-    """The message in a frame from the service."""
+    """Return the message in a frame from the service."""
     message: EngineMessage = _decoded(*frame)
     return message
 
 
 def pack_events(events: Sequence[EngineEvent]) -> bytes:
-    """As few frames as can be: an event with bytes has one of its own."""
+    """Pack events into as few frames as possible. An event with bytes has a frame of its own."""
     packed, items = list[bytes](), list[list[Any]]()
     for each, body in map(codec.encode, events):
         if body:
@@ -104,17 +107,17 @@ def pack_alive(num_rounds: int) -> bytes:
 
 
 def rounds_of(frame: Frame) -> int | None:
-    """How many rounds the engine has begun, if this frame says so."""
+    """Return the number of rounds that the engine has begun, None if the frame is not `alive`."""
     (kind, *rest), _ = frame
     if kind != "alive":
         return None
     if len(rest) != 1 or not isinstance(rest[0], int):
-        raise BrokenPipe("a sign of life that says nothing")
+        raise BrokenPipe("an `alive` frame without a number of rounds")
     return rest[0]
 
 
 def events_of(frame: Frame) -> list[EngineEvent]:
-    """What the engine published since the last frame."""
+    """Return the events in a frame from the engine."""
     (kind, *rest), body = frame
     if kind != "events" or len(rest) != 1 or not isinstance(rest[0], list):
         raise BrokenPipe(f"{kind!r} where events were expected")

@@ -1,4 +1,4 @@
-"""The protocols of what an engine is connected to (clock, executor, preparer, sink, observers)."""
+"""The protocols of an engine's surroundings: clock, executor, preparer, KV pages, sink, observers."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from pensieve.engine.messages import EngineEvent, EngineMessage
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Return seconds of a clock that never goes back."""
 
 
 class Executor(Protocol):
-    """Carries iterations out; core/iteration.py says what the scheduler relies on."""
+    """Runs iterations. core/iteration.py has the contract on which the scheduler relies."""
 
     @property
     def depth(self) -> int:
-        """How many iterations may be launched and not collected.
+        """The most iterations that may be launched and not collected.
 
-        1, or 2 if it computes one while the next is planned.
+        1, or 2 if it computes one iteration while the next is planned; more with pipeline stages.
         """
 
     def launch(self, iteration: Iteration) -> None: ...
 
     def collect(self) -> Outcome:
-        """The outcome of the oldest iteration that has not been collected."""
+        """Wait for the oldest launched iteration and return its outcome."""
 
 
 class Preparer(Protocol):
-    """Makes constraints ready, in threads of its own, before their turns are submitted."""
+    """Compiles constraints in threads of its own, before their turns are submitted."""
 
     def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
-        """Whether it is ready now; else another thread calls `on_ready` when it is."""
+        """Return whether the constraint is ready; if not, another thread calls `on_ready` later."""
 
     def is_ready(self, turn_id: int) -> bool: ...
 
     def forget(self, turn_id: int) -> None:
-        """The turn has ended, and may never have begun."""
+        """Forget the constraint of a turn that has ended and may never have begun."""
 
 
 class KvPages(Protocol):
-    """The bytes of keys and values, for another engine; all pages are of one process."""
+    """Reads and writes the bytes of pages, for a transfer; all pages are in one process."""
 
     @property
     def slot_bytes(self) -> int:
-        """Of KV of one token, in all layers."""
+        """Bytes of the KV of one token, in all layers."""
 
     def read(self, places: Sequence[KvPlace]) -> bytes | bytearray:
-        """What is there, one after the other, behind all that was launched."""
+        """Return the bytes of these places, one after the other, as all launched iterations leave them."""
 
     def is_intact(self, place: KvPlace, crc: int) -> bool:
-        """Whether a page on the host, whose bytes have this CRC, is what was copied to it."""
+        """Whether a host page, whose bytes have this CRC, still has the bytes that were copied to it."""
 
     def write(self, host_page: int, num_slots: int, data: memoryview, crc: int) -> None:
-        """Fill a page that nothing uses."""
+        """Fill an unused host page."""
 
 
 class Sink(Protocol):
@@ -68,7 +68,7 @@ class Sink(Protocol):
 
 
 class Observer(Protocol):
-    """Is called with everything that happens, in order; decides nothing."""
+    """Is called for everything that happens, in order. It must not influence the engine."""
 
     def received(self, message: EngineMessage, now: float) -> None: ...
 
@@ -81,10 +81,10 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Ports:
-    """What an engine reads its time and messages from, and where its events go."""
+    """The connections of an engine to its surroundings."""
 
     clock: Clock
     mailbox: Mailbox
     sink: Sink
-    preparer: Preparer | None = None  # None: turns wait in the executor for what they need
-    pages: KvPages | None = None  # None: no KV is handed over
+    preparer: Preparer | None = None  # None: turns wait in the executor for their constraints
+    pages: KvPages | None = None  # None: KV is not transferred

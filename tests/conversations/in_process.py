@@ -15,7 +15,7 @@ from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.followers import FollowerLimits, TurnFollowers
 from pensieve.conversations.heads import ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
-from pensieve.conversations.live_turn import KnownTurn, LiveTurn, StartedTurn, cache_key, replayed
+from pensieve.conversations.live_turn import LiveTurn, RetriedTurn, StartedTurn, cache_key, replayed
 from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import Turns
@@ -128,20 +128,20 @@ class Conversations:
         drafted = self.history.draft(
             TurnRequest(conversation_id, tuple(messages), options, request_id=request_id)
         )
-        if isinstance(drafted, KnownTurn):
+        if isinstance(drafted, RetriedTurn):
             return self._live(drafted)
         assert isinstance(drafted, Draft)
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, ask: TurnRequest) -> Draft | KnownTurn:
+    def draft(self, ask: TurnRequest) -> Draft | RetriedTurn:
         drafted = self.history.draft(ask)
-        assert isinstance(drafted, Draft | KnownTurn)
+        assert isinstance(drafted, Draft | RetriedTurn)
         return drafted
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
         return self._live(self.history.begin(draft, prompt))
 
-    def _live(self, found: StartedTurn | KnownTurn) -> LiveTurn:
+    def _live(self, found: StartedTurn | RetriedTurn) -> LiveTurn:
         if isinstance(found, StartedTurn):
             live, submit = self.turns.begin(found, 0.0)
             self._mailbox.put(submit)

@@ -58,7 +58,7 @@ def test_the_wait_is_that_of_those_who_wait_now() -> None:
         assert wait == pytest.approx(num_waiting / 10)
     refusal = admission.refusal("", load(9, 0.0), 0.8, 19.9)
     assert isinstance(refusal, DeadlineExceeded)
-    assert "turns wait 0.9 s at present" in str(refusal)
+    assert "turns wait 0.9 s now" in str(refusal)
     assert admission.refusal("", load(9, 0.0), 1.0, 19.9) is None
 
 
@@ -109,7 +109,7 @@ def test_who_would_wait_longer_than_the_objective_is_refused_and_hears_when_to_c
     assert refusal.limit == ""
     assert refusal.retry_after_seconds == pytest.approx(4.0)
     assert "wait 6.0 s for their first token" in str(refusal)
-    assert "the objective is 2 s" in str(refusal)
+    assert "the objective (--ttft) is 2 s" in str(refusal)
     assert admission.num_refused_for_ttft == 1
     assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses nobody"
     assert paced(1.5).refusal("", behind(4.0), None, 3.0) is None, "there is no objective"

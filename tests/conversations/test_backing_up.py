@@ -119,10 +119,12 @@ def test_a_full_disk_of_the_backup_is_said_and_stops_nothing(
         rig.ask("cup", "hello")
         delete(rig, "tea")
     wait_for(lambda: not failing(rig))
-    lines = [record.getMessage() for record in caplog.records if "whole" in record.getMessage()]
+    lines = [
+        record.getMessage() for record in caplog.records if "the backup is" in record.getMessage()
+    ]
     assert lines == [
-        f"the backup is not whole: the backup {tmp_path / 'backup'}: No space left on device",
-        "the backup is whole again",
+        f"the backup is incomplete: the backup {tmp_path / 'backup'}: No space left on device",
+        "the backup is complete again",
     ]
     assert restore(tmp_path / "backup", tmp_path / "restored").messages == 4
     assert len(points(tmp_path / "backup")) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pensieve.conversations.draft import Draft, TurnRequest
-from pensieve.conversations.live_turn import KnownTurn, StartedTurn
+from pensieve.conversations.live_turn import RetriedTurn, StartedTurn
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import StaleRevision
 from pensieve.sampling import Sampling
@@ -100,7 +100,7 @@ def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
     with monkeypatch.context() as patched:
         patched.setattr(store, "look_up", look_before_it_ends)
         known = conversations.draft(wanted)
-    assert isinstance(known, KnownTurn)
+    assert isinstance(known, RetriedTurn)
     assert (known.turn.turn_id, known.reply) == (first.turn_id, None)
     assert store.get_turn(first.turn_id).state is StoredTurnState.INTERRUPTED
     again = conversations.draft(wanted)

@@ -196,7 +196,7 @@ def test_after_an_unclean_stop_the_history_is_checked_while_it_is_served(tmp_pat
         client.conversation("c").ask("hello", max_tokens=4)
     process.kill()
     with Client(process.start()) as client:
-        wait_for(lambda: "the history is sound" in process.log.read_text())
+        wait_for(lambda: "the history is not damaged" in process.log.read_text())
         client.conversation("c").ask("go on", max_tokens=4)
     process.kill()
     _damage(process.data / "conversations.db", "turns_body")

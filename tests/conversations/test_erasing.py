@@ -73,7 +73,7 @@ def test_what_a_reader_kept_is_erased_when_it_has_ended(
             assert delete(rig, "secret") == "UNAVAILABLE"
             assert delete(rig, "secret") == "UNAVAILABLE"
             assert rig.ask("other", "hello", sampling=SHORT).completed.revision == 1
-            wait_for(lambda: "cannot be cleaned" in caplog.text)
+            wait_for(lambda: "cannot be erased" in caplog.text)
             assert pending(rig) == 1
             assert is_in_the_files(rig)
             with redirect_stdout(io.StringIO()) as shown:
@@ -81,8 +81,8 @@ def test_what_a_reader_kept_is_erased_when_it_has_ended(
             assert "still hold text that was deleted" in shown.getvalue()
         wait_for(lambda: not pending(rig))
         assert not is_in_the_files(rig)
-        wait_for(lambda: "the history is clean" in caplog.text)
-        assert caplog.text.count("cannot be cleaned") == 1
+        wait_for(lambda: "all deleted text is erased" in caplog.text)
+        assert caplog.text.count("cannot be erased") == 1
         assert SECRET not in caplog.text
         assert delete(rig, "secret") == "NOT_FOUND"
 

@@ -254,11 +254,11 @@ def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
     before: list[int] = []
     done = Counter[int]()  # by thread
     history = rig.daemon.conversations._history
-    start = history.start
+    begin = history.begin_if_short
 
     def noted(*arguments: Any) -> Any:
         before.append(done[threading.get_ident()])
-        return start(*arguments)
+        return begin(*arguments)
 
     async def flood() -> None:
         for lane in rig.daemon.threads._lanes:
@@ -266,7 +266,7 @@ def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
                 job = lane.run("noisy", lambda: done.update([threading.get_ident()]))
                 rig.daemon.threads.spawn(job)
 
-    history.start = noted  # type: ignore[method-assign, assignment]
+    history.begin_if_short = noted  # type: ignore[method-assign, assignment]
     with stopped_store(rig):
         rig.call(flood())
         stream = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=2))

@@ -292,7 +292,7 @@ def test_what_takes_longer_than_it_may_is_given_up_and_what_came_stays(
 
 def test_a_few_tokens_of_a_small_model_are_computed_sooner_than_fetched(two: Two) -> None:
     pulled = two.pull(NAMES[0], always=False)
-    assert (pulled.tokens, pulled.why_no_more) == (0, "computing it is sooner")
+    assert (pulled.tokens, pulled.why_no_more) == (0, "computing it is faster")
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -373,7 +373,7 @@ def test_a_tiny_host_tier_takes_the_end_and_the_rest_is_computed(two: Two, tmp_p
         pulled = there.pull(name)
         history = len(there.log_of(name)) - 1
         assert pulled.tokens == 2 * SIZE + (history - 1) % SIZE + 1
-        assert "no room" in pulled.why_no_more
+        assert "the host tier is full" in pulled.why_no_more
         there.check_replies(name, history - pulled.tokens)
 
 

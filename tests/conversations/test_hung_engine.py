@@ -124,7 +124,7 @@ def test_a_start_without_news_is_logged_and_waited_for(
         caplog.at_level(logging.WARNING, "pensieve"),
         DaemonRig(tmp_path / "data", config=DaemonConfig(heartbeat_seconds=1.0)) as rig,
     ):
-        assert "starts; no news for" in caplog.text
+        assert "is still starting; no progress for" in caplog.text
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
 
 
@@ -148,7 +148,7 @@ def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
         monkeypatch.setattr(process, "wait", lasts)
         os.kill(process.pid, signal.SIGKILL)
         wait_for(lambda: rig.daemon.engine.num_restarts == 1)
-        assert caplog.text.count("was killed and does not end") == 3
+        assert caplog.text.count("was killed but does not end") == 3
 
 
 def test_a_daemon_stops_though_its_engine_does_not_end(
@@ -163,7 +163,7 @@ def test_a_daemon_stops_though_its_engine_does_not_end(
         process = rig.daemon.engine._process
         assert process is not None
         monkeypatch.setattr(process, "wait", lasts)
-    assert "was killed and does not end" in caplog.text
+    assert "was killed but does not end" in caplog.text
     monkeypatch.undo()
     process.wait(30)
 
@@ -191,7 +191,7 @@ def test_a_supervisor_that_fails_ends_the_service(
         wait_for(rig.server.stopping.is_set)
         assert "nobody foresaw this" in str(rig.server.failure)
         monkeypatch.undo()
-    assert "the engine's supervisor has failed" in caplog.text
+    assert "the engine's supervisor failed" in caplog.text
     with pytest.raises(grpc.RpcError):
         said(events)
 

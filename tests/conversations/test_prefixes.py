@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.conversations.prefixes import TOKENS_MAX, Prefixes, SharedPrefix, common
+from pensieve.conversations.prefixes import TOKENS_MAX, SharedPrefix, SharedPrefixes, common
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig, Said
@@ -39,7 +39,7 @@ def test_what_is_common_ends_where_they_first_differ(
 
 
 def test_the_latest_conversation_of_a_prefix_is_shared_within_its_tenant() -> None:
-    prefixes = Prefixes()
+    prefixes = SharedPrefixes()
     prefixes.remember("a", "p", "first", tokens(1, 2, 3, 4))
     prefixes.remember("a", "p", "second", tokens(1, 2, 9))
     assert prefixes.shared("a", "p", tokens(1, 2, 9, 9)) == SharedPrefix("second", 3)
@@ -50,14 +50,14 @@ def test_the_latest_conversation_of_a_prefix_is_shared_within_its_tenant() -> No
 
 
 def test_one_token_at_least_is_left_to_compute() -> None:
-    prefixes = Prefixes()
+    prefixes = SharedPrefixes()
     prefixes.remember("", "p", "c", tokens(1, 2, 3))
     assert prefixes.shared("", "p", tokens(1, 2, 3)) == SharedPrefix("c", 2)
     assert prefixes.shared("", "p", tokens(1)) is None
 
 
 def test_what_was_rewound_or_deleted_is_shared_no_more() -> None:
-    prefixes = Prefixes()
+    prefixes = SharedPrefixes()
     prefixes.remember("a", "p", "c", tokens(1, 2, 3))
     prefixes.forget("b", "c")
     assert prefixes.shared("a", "p", tokens(1, 2, 3)) is not None
@@ -66,7 +66,7 @@ def test_what_was_rewound_or_deleted_is_shared_no_more() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    prefixes = Prefixes(prefixes_max=2)
+    prefixes = SharedPrefixes(prefixes_max=2)
     long = array("I", range(TOKENS_MAX + 10))
     for name in ("p", "q", "p", "r"):
         prefixes.remember("", name, "c", long)

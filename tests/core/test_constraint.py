@@ -66,14 +66,14 @@ def test_what_is_within_bounds_has_no_problem(constraint: Constraint) -> None:
         ),
         (
             Constraint(Kind.JSON_SCHEMA, json.dumps({"anyOf": [{"enum": [], "a": [0] * 900}] * 9})),
-            "values, and at most",
+            "values; the maximum is",
         ),
         (
             Constraint(
                 Kind.JSON_SCHEMA,
                 json.dumps({"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}$"} for n in range(5)]}),
             ),
-            "allOf beside 5 patterns",
+            "allOf and 5 patterns",
         ),
         (Constraint(Kind.GRAMMAR, "start: X\nX: " + " & ".join(["/a/"] * 6)), "5 times '&'"),
         (Constraint(Kind.REGEX, "a&b&c&d&e&f"), "5 times '&'"),
@@ -82,7 +82,7 @@ def test_what_is_within_bounds_has_no_problem(constraint: Constraint) -> None:
         (Constraint(Kind.REGEX, ""), "must not be empty"),
         (Constraint(Kind.REGEX, "\ud800"), "surrogate"),
         (Constraint(Kind.GRAMMAR, ""), "must not be empty"),
-        (Constraint(Kind.JSON_OBJECT, "{}"), "has no text"),
+        (Constraint(Kind.JSON_OBJECT, "{}"), "must have no text"),
         (choice_of(()), "1 to 1,000"),
         (choice_of(("a",) * (CHOICES_MAX + 1)), "1 to 1,000"),
         (choice_of(("a", "")), "must not be empty"),

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from pensieve.core.stream_groups import Groups, StreamItem, makespan, packed, path_of
+from pensieve.core.stream_groups import Groups, StreamItem, cheapest_order, makespan, packed
 
 WORST, MEAN = 1.02, 1.001  # times the least makespan
 Case = tuple[list[StreamItem], int, float, float]  # the arguments of `packed`
@@ -275,7 +275,7 @@ def test_the_path_has_the_least_sum_of_all_orders() -> None:
             front = [gap, *[attentions[i] for i in order]]
             return sum(map(max, front, [*[copies[i] for i in order], 0.0]))
 
-        path = path_of(range(num), copies, attentions, gap)
+        path = cheapest_order(range(num), copies, attentions, gap)
         assert sorted(path) == list(range(num))
         assert passes(path) == min(map(passes, permutations(range(num))))
 

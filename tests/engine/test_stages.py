@@ -143,7 +143,7 @@ def test_a_journal_of_stages_replays_to_the_same_iterations() -> None:
 
 
 def test_no_turn_is_streamed_through_stages() -> None:
-    with pytest.raises(ValueError, match="no turn is streamed"):
+    with pytest.raises(ValueError, match="turns cannot be streamed"):
         SchedulerConfig(stages=2, stream="on")
-    with pytest.raises(ValueError, match="stages is at least 1"):
+    with pytest.raises(ValueError, match="stages must be at least 1"):
         SchedulerConfig(stages=0)

@@ -176,7 +176,7 @@ def test_a_tenant_at_its_storage_limit_may_delete_and_read_and_nothing_that_stor
                 lambda: client.conversation("new").ask("hello", max_tokens=2),
                 lambda: client.conversation("c0").fork(conversation_id="fork"),
             ):
-                with pytest.raises(StorageFull, match=r"take 2\d,\d\d\d bytes of 20,000"):
+                with pytest.raises(StorageFull, match=r"take 2\d,\d\d\d of 20,000 bytes"):
                     act()
             assert next(client.conversation("c0").messages()).text == "x" * 2500
             client.conversation(last).delete()
@@ -572,7 +572,7 @@ def test_a_flood_leaves_others_room_to_begin() -> None:
     assert shared.refusal("a", load(80, 80), None, 0.0) is None
     refusal = shared.refusal("a", load(81, 81), None, 0.0)
     assert isinstance(refusal, QueueFull)
-    assert "others need room" in str(refusal)
+    assert "other clients need room" in str(refusal)
     assert shared.refusal("b", load(85, 4), None, 0.0) is None
     alone = Admission(90, {"a": Limits()}, 0.0)
     assert alone.refusal("a", load(89, 89), None, 0.0) is None

@@ -158,7 +158,7 @@ def test_a_rank_elsewhere_that_is_killed_comes_again_and_no_token_is_wrong(tmp_p
         found.rank.process.kill()
         found.rank.process.wait()
         wait_for(lambda: not Path(f"/proc/{pid}").exists())
-        again = "starting the engine again"  # though no turn runs
+        again = "restarting the engine"  # though no turn runs
         wait_for(lambda: found.daemon.log.read_text().count(again) == 2)
 
 

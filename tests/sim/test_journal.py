@@ -144,7 +144,7 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
             1,
             f'"version":{VERSION}',
             '"version":9',
-            f"line 1: a journal of version 9; this reads {VERSION}",
+            f"line 1: a journal of version 9; this program reads {VERSION}",
         ),
         (1, f'{{"version":{VERSION},', "{", "line 1: not a journal"),
         (1, f'{{"version":{VERSION},', "", "line 1: not a journal"),

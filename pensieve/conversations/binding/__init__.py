@@ -1,1 +1,1 @@
-"""Clients that keep no state: their requests bring a whole history, and find the conversation that it is."""
+"""Match requests that bring a full history to stored conversations."""

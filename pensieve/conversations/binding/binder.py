@@ -1,26 +1,26 @@
-"""Match a request with a full history to a stored conversation, and run it as a turn there.
+"""Match a request with a full history to a stored conversation, and run the request as a turn there.
 
-Each beginning of the history that ends with a reply has a digest (chain.py).  The longest one that the store
-knows decides, and only the messages after it are rendered and tokenized:
+Each prefix of the history that ends with a reply has a digest (chain.py). The longest prefix whose digest the
+store knows decides, and only the messages after that prefix are rendered and tokenized:
 
-    its conversation ends there, is idle, same session      append to it
-    it went on, is busy, or belongs to another session      fork there, then append
-    no digest is known                                      create a conversation
+    conversation ends there, is idle, same session          append to it
+    conversation went on, is busy, or other session         fork there, then append
+    no digest known                                         create a conversation
 
 So an edited message, a regenerated reply and a second client with the same history each get a fork that
-shares the common part.  Of several choices only the first may be appended.  Without a known beginning each
-choice has a conversation of its own, and the others begin when the first has computed the prompt.  A session
-is the client's own name for a conversation: it keeps equal histories apart.
+shares the common part. Of several choices, only the first may append. If no digest is known, each choice gets
+a conversation of its own, and the other choices begin when the first has computed the prompt. A session is
+the client's own name for a conversation; it keeps equal histories apart.
 
-**Races.**  If the conversation changes between lookup and begin, the store refuses the turn, and the binder
-looks again, at most ATTEMPTS_MAX times; the last attempts fork.  A fork is reserved until its first turn
+**Races.** If the conversation changes between lookup and begin, the store refuses the turn, and the binder
+looks again, at most ATTEMPTS_MAX times. The last attempts fork. A fork is reserved until its first turn
 begins.
 
-**Retries** find their turn by its request_id, which over HTTP comes from the Idempotency-Key.  A request that
-differs from the first is refused; one that comes while the first is about to begin waits for it.
+**Retries** find their turn by its request_id, which over HTTP comes from the Idempotency-Key. A retry with
+other content is refused. A retry that comes while the first request is about to begin its turn waits for it.
 
-**Cleanup.**  A conversation created for a turn that did not begin, failed or was given up is deleted, unless
-something has used it meanwhile.
+**Cleanup.** If the turn did not begin, failed or was given up, a conversation created for it is deleted,
+unless another request has used the conversation in the meantime.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from pensieve.store.records import ChainMatch
 NO_DIGEST = ChainEnd()
 ATTEMPTS_MAX = 4
 APPENDING_ATTEMPTS = 2
-LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
-HASHED_AT_ONCE = 1 << 18  # characters; of more, the loop would notice
+LOOKUPS_MAX = 16  # of refused requests at once, for each tenant
+HASHED_AT_ONCE = 1 << 18  # characters; hashing more on the event loop would stall it
 RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
 
 
@@ -67,7 +67,7 @@ class BindingKind(StrEnum):
     APPENDED = "appended"
     FORKED = "forked"
     NEW = "new"
-    KNOWN = "known"  # its turn was begun before
+    KNOWN = "known"  # a retry: an earlier request began the turn
 
 
 class BoundTurn(NamedTuple):
@@ -82,14 +82,13 @@ class BoundTurn(NamedTuple):
 class HistoryDigests(NamedTuple):
     """The digests of a request's history."""
 
-    lengths: dict[
-        bytes, int
-    ]  # in messages, of each beginning that ends with a reply, the longest first
+    # By digest: the number of messages of each prefix that ends with a reply, the longest first.
+    lengths: dict[bytes, int]
     end: ChainEnd
 
 
 class Binder:
-    """Belongs to the loop."""
+    """Belongs to the event loop."""
 
     def __init__(
         self, daemon: Daemon, random_bits: Callable[[int], int] = secrets.randbits
@@ -97,7 +96,8 @@ class Binder:
         self.num_bound = Counter[BindingKind]()
         self._daemon = daemon
         self._random_bits = random_bits
-        self._unused: dict[tuple[str, str], int] = {}  # made for a turn, with their revision
+        # Revisions of conversations made for a turn that has not ended, by tenant and conversation.
+        self._unused: dict[tuple[str, str], int] = {}
         self._num_lookups = Counts[str]()
         self._reserved = Counts[tuple[str, str]]()  # by tenant and conversation
 
@@ -108,25 +108,25 @@ class Binder:
         num_choices: int = 1,
         seconds_left: float | None = None,
     ) -> list[BoundTurn]:
-        """Begin the choices of a request with its whole history; each runs or has its reply.
+        """Begin a turn for each choice of a request that brings its full history.
 
         `chain` comes without its digest. The request_id may be any text.
 
-        The turns begin once no identical request is about to begin its own. This goes on after a disconnect,
+        This waits for an identical request that is about to begin its turns. It continues after a disconnect,
         because that is when clients retry.
         """
         if not request.messages:
-            raise InvalidArgument("messages", "at least one is needed")
-        left = asyncio.Event()  # by the client
+            raise InvalidArgument("messages", "at least one message is required")
+        has_left = asyncio.Event()  # set when the client disconnects
 
         async def alone() -> list[BoundTurn]:
             async with self._daemon.arriving.one_at_a_time(request.tenant, request.request_id):
-                return await self._begin(request, chain, num_choices, seconds_left, left)
+                return await self._begin(request, chain, num_choices, seconds_left, has_left)
 
         try:
             return await self._daemon.threads.whole(alone())
         except asyncio.CancelledError:
-            left.set()
+            has_left.set()
             raise
 
     async def _begin(
@@ -135,7 +135,7 @@ class Binder:
         chain: ChainEnd,
         num_choices: int,
         seconds_left: float | None,
-        left: asyncio.Event,
+        has_left: asyncio.Event,
     ) -> list[BoundTurn]:
         tenant = request.tenant
         refusal = self._daemon.refusal(tenant, "", request.options.priority, seconds_left)
@@ -145,13 +145,13 @@ class Binder:
         self._num_lookups[tenant] += 1
         bound: list[BoundTurn] = []
         try:
-            past = await self._past(request, chain)
+            history = await self._digests(request, chain)
             shared = SharedPrompt() if num_choices > 1 else None
-            for choice in range(num_choices):
-                if choice == 1 and bound[0].how is BindingKind.NEW:
-                    await self._computed(bound[0].live, left)
-                one = _Choice(request, choice, past, shared, self._random_bits)
-                bound.append(await self._bind(one, refusal, seconds_left))
+            for number in range(num_choices):
+                if number == 1 and bound[0].how is BindingKind.NEW:
+                    await self._prompt_computed(bound[0].live, has_left)
+                choice = _Choice(request, number, history, shared, self._random_bits)
+                bound.append(await self._bind(choice, refusal, seconds_left))
         except BaseException:
             conversations = self._daemon.conversations
             for each in bound:
@@ -167,13 +167,13 @@ class Binder:
     async def look(
         self, request: TurnRequest, chain: ChainEnd
     ) -> tuple[HistoryDigests, ChainMatch | None]:
-        """A request's history and what it goes on from, for who begins turns in another way."""
-        past = await self._past(request, chain)
-        return past, await self._match(past, request.tenant)
+        """Return a request's digests and the stored prefix that they match, without beginning a turn."""
+        history = await self._digests(request, chain)
+        return history, await self._match(history, request.tenant)
 
     @contextlib.contextmanager
     def reserved(self, tenant: str, conversation_id: str) -> Iterator[None]:
-        """Keep other requests from appending to a conversation that is made for one turn."""
+        """Keep other requests from appending to a conversation that was created for one turn."""
         name = tenant, conversation_id
         self._reserved[name] += 1
         try:
@@ -181,79 +181,81 @@ class Binder:
         finally:
             self._reserved[name] -= 1
 
-    async def _computed(self, live: LiveTurn, left: asyncio.Event) -> None:
-        """Until the first choice has computed the prompt; not longer than its client is there."""
+    async def _prompt_computed(self, live: LiveTurn, has_left: asyncio.Event) -> None:
+        """Wait until the first choice has computed the prompt. TurnInterrupted if the client leaves."""
         computed = asyncio.ensure_future(self._daemon.conversations.prompt_computed(live))
-        gone = asyncio.ensure_future(left.wait())
+        gone = asyncio.ensure_future(has_left.wait())
         try:
             await asyncio.wait((computed, gone), return_when=asyncio.FIRST_COMPLETED)
             if not computed.done():
-                raise TurnInterrupted("its client left before there was a reply")
+                raise TurnInterrupted("the client left before there was a reply")
             await computed
         finally:
             for each in (computed, gone):
                 each.cancel()
             await asyncio.gather(computed, gone, return_exceptions=True)
 
-    async def _past(self, request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
+    async def _digests(self, request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
         num_characters = request.num_characters
         num_characters += sum(len(str(each)) for each in request.settings.tools)
         check_length("messages", num_characters, self._daemon.context_max)
         if num_characters <= HASHED_AT_ONCE:
-            return _history_of(request, chain)
+            return _digests_of(request, chain)
         return await self._daemon.threads.in_text_pool(
-            request.tenant, lambda: _history_of(request, chain)
+            request.tenant, lambda: _digests_of(request, chain)
         )
 
     # -- one choice --
 
     async def _bind(
-        self, one: _Choice, refusal: PensieveError | None, seconds_left: float | None
+        self, choice: _Choice, refusal: PensieveError | None, seconds_left: float | None
     ) -> BoundTurn:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
-                if (known := await self._known(one, seconds_left)) is not None:
-                    return known
+                if (retried := await self._retried(choice, seconds_left)) is not None:
+                    return retried
                 if refusal is not None:
                     raise refusal
-                match = await self._match(one.past, one.request.tenant)
+                match = await self._match(choice.history, choice.request.tenant)
                 if match is None:
-                    return await self._new(one, seconds_left)
-                may_append = match.may_append and one.number == 0 and attempt <= APPENDING_ATTEMPTS
-                go_on = self._append if may_append else self._fork
-                return await go_on(one, match, seconds_left)
+                    return await self._create(choice, seconds_left)
+                is_first = choice.number == 0
+                if match.may_append and is_first and attempt <= APPENDING_ATTEMPTS:
+                    return await self._append(choice, match, seconds_left)
+                return await self._fork(choice, match, seconds_left)
             except RACES as race:
                 if attempt == ATTEMPTS_MAX:
                     raise
                 if isinstance(race, StaleRevision):
-                    # The conversation of this id may be that of a key which was forgotten.
-                    one.conversation_id = one.drawn_id
+                    # This id may be taken by a conversation whose idempotency key was forgotten.
+                    choice.conversation_id = choice.drawn_id
         raise AssertionError("the last attempt returns or raises")
 
-    async def _known(self, one: _Choice, seconds_left: float | None) -> BoundTurn | None:
-        """Return the turn of a request that came before; InvalidArgument if its body differs."""
-        if not one.request_id:
+    async def _retried(self, choice: _Choice, seconds_left: float | None) -> BoundTurn | None:
+        """Return the turn that this request retries; InvalidArgument if the first had other content."""
+        if not choice.request_id:
             return None
-        store, tenant = self._daemon.store, one.request.tenant
+        store, tenant = self._daemon.store, choice.request.tenant
         found = await self._daemon.threads.in_store(
-            tenant, store.find_by_idempotency_key, one.request_id, tenant=tenant
+            tenant, store.find_by_idempotency_key, choice.request_id, tenant=tenant
         )
         if found is None:
             return None
-        num_known = max(len(one.request.messages) - found.num_messages, 0)
+        num_known = max(len(choice.request.messages) - found.num_messages, 0)
         live = await self._daemon.begin(
-            one.turn_request(found.conversation_id, num_known), seconds_left
+            choice.turn_request(found.conversation_id, num_known), seconds_left
         )
         return BoundTurn(live, found.conversation_id, BindingKind.KNOWN, num_known)
 
-    async def _match(self, past: HistoryDigests, tenant: str) -> ChainMatch | None:
-        if not past.lengths:
+    async def _match(self, history: HistoryDigests, tenant: str) -> ChainMatch | None:
+        """Return the stored prefix with the longest known digest."""
+        if not history.lengths:
             return None
         match = await self._daemon.threads.in_store(
             tenant,
             self._daemon.store.chains.longest,
-            list(past.lengths),
-            past.end.session,
+            list(history.lengths),
+            history.end.session,
             tenant=tenant,
         )
         if match is not None and self._reserved[tenant, match.conversation_id]:
@@ -261,40 +263,43 @@ class Binder:
         return match
 
     async def _append(
-        self, one: _Choice, match: ChainMatch, seconds_left: float | None
+        self, choice: _Choice, match: ChainMatch, seconds_left: float | None
     ) -> BoundTurn:
-        num_known = one.past.lengths[match.digest]
-        request = one.turn_request(match.conversation_id, num_known, match.present_revision)
+        num_known = choice.history.lengths[match.digest]
+        request = choice.turn_request(match.conversation_id, num_known, match.present_revision)
         live = await self._daemon.begin(request, seconds_left)
         return BoundTurn(live, match.conversation_id, BindingKind.APPENDED, num_known)
 
-    async def _fork(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> BoundTurn:
-        tenant, new_id = one.request.tenant, one.conversation_id
+    async def _fork(
+        self, choice: _Choice, match: ChainMatch, seconds_left: float | None
+    ) -> BoundTurn:
+        tenant, new_id = choice.request.tenant, choice.conversation_id
         conversations = self._daemon.writable_by(tenant)
         source = match.conversation_id, new_id, match.revision
-        num_known = one.past.lengths[match.digest]
-        request = one.turn_request(new_id, num_known, match.revision)
+        num_known = choice.history.lengths[match.digest]
+        request = choice.turn_request(new_id, num_known, match.revision)
         with self.reserved(tenant, new_id):
-            # If it exists already, the same request was interrupted before, and begins again.
-            with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
-                await conversations.fork(*source, metadata=one.request.metadata, tenant=tenant)
-            live = await self._in_made(request, match.revision, seconds_left)
+            # If the fork exists already, an earlier attempt of this request was interrupted.
+            with contextlib.suppress(*([AlreadyExists] if choice.request_id else [])):
+                await conversations.fork(*source, metadata=choice.request.metadata, tenant=tenant)
+            live = await self._begin_in_new(request, match.revision, seconds_left)
         return BoundTurn(live, new_id, BindingKind.FORKED, num_known)
 
-    async def _new(self, one: _Choice, seconds_left: float | None) -> BoundTurn:
-        request = one.opening()
+    async def _create(self, choice: _Choice, seconds_left: float | None) -> BoundTurn:
+        request = choice.opening()
         try:
-            live = await self._in_made(request, 0, seconds_left)
-        except PrefixTaken:  # the tenant has named a prefix like that, with other content
+            live = await self._begin_in_new(request, 0, seconds_left)
+        except PrefixTaken:  # the tenant has declared a prefix of this name, with other content
             request = replace(request, settings=replace(request.settings, prefix_id=""))
-            live = await self._in_made(request, 0, seconds_left)
-        return BoundTurn(live, one.conversation_id, BindingKind.NEW, 0)
+            live = await self._begin_in_new(request, 0, seconds_left)
+        return BoundTurn(live, choice.conversation_id, BindingKind.NEW, 0)
 
-    # -- conversations that are made for a turn --
+    # -- conversations created for a turn --
 
-    async def _in_made(
+    async def _begin_in_new(
         self, request: TurnRequest, revision: int, seconds_left: float | None
     ) -> LiveTurn:
+        """Begin a turn in a conversation created for it. If it does not begin, delete the conversation."""
         name = request.tenant, request.conversation_id
         if not self._unused:
             self._daemon.events.ended.subscribe(self._turn_ended)
@@ -302,22 +307,22 @@ class Binder:
         try:
             live = await self._daemon.begin(request, seconds_left)
         except BaseException:
-            self._used(*name)
+            self._pop_unused(*name)
             await self._discard(*name, revision)
             raise
-        if live.replayed:  # then nobody will say that it has ended
-            self._used(*name)
+        if live.replayed:  # no `ended` event will come for it
+            self._pop_unused(*name)
         return live
 
-    def _used(self, tenant: str, conversation_id: str) -> int | None:
-        """Something has become of it; its revision, if it was made for a turn that runs."""
+    def _pop_unused(self, tenant: str, conversation_id: str) -> int | None:
+        """Stop watching a conversation; return its revision, None if it was not watched."""
         revision = self._unused.pop((tenant, conversation_id), None)
         if revision is not None and not self._unused:
             self._daemon.events.ended.unsubscribe(self._turn_ended)
         return revision
 
     def _turn_ended(self, live: LiveTurn, now: float) -> None:
-        revision = self._used(live.tenant, live.conversation_id)
+        revision = self._pop_unused(live.tenant, live.conversation_id)
         if revision is not None and live.failure is not None:
             discarded = self._discard(live.tenant, live.conversation_id, revision)
             self._daemon.threads.spawn(discarded)
@@ -328,28 +333,28 @@ class Binder:
 
 
 class _Choice:
-    """One of the replies that a request wants, with the names that belong to it."""
+    """One of the replies that a request asks for, with its own request_id and conversation_id."""
 
     def __init__(
         self,
         request: TurnRequest,
         number: int,
-        past: HistoryDigests,
-        shared: SharedPrompt | None,  # of several choices
+        history: HistoryDigests,
+        shared: SharedPrompt | None,  # None if there is only one choice
         random_bits: Callable[[int], int],
     ) -> None:
-        self.request, self.number, self.past, self.shared = request, number, past, shared
-        self.drawn_id = f"chat-{random_bits(128):032x}"
-        of_request = [request.request_id, str(number)]
-        is_keyed = bool(request.request_id)
-        self.request_id = f"chat-{_digest('request', *of_request)}" if is_keyed else ""
-        own = f"chat-{_digest('conversation', *of_request)}" if is_keyed else ""
-        self.conversation_id = own or self.drawn_id
+        self.request, self.number, self.history, self.shared = request, number, history, shared
+        self.request_id, self.drawn_id = "", f"chat-{random_bits(128):032x}"
+        self.conversation_id = self.drawn_id
+        if request.request_id:  # a retry must find the same names
+            key = request.request_id, str(number)
+            self.request_id = f"chat-{_digest('request', *key)}"
+            self.conversation_id = f"chat-{_digest('conversation', *key)}"
 
     def turn_request(
         self, conversation_id: str, num_known: int, expected_revision: int | None = None
     ) -> TurnRequest:
-        """The messages behind the first `num_known`, as a turn of this conversation."""
+        """Return the messages after the first `num_known` as a turn of this conversation."""
         request = self.request
         return replace(
             request,
@@ -358,12 +363,12 @@ class _Choice:
             options=self._options(),
             request_id=self.request_id,
             expected_revision=expected_revision,
-            chain=self.past.end,
-            history_digest=self.past.end.digest if self.request_id else b"",
+            chain=self.history.end,
+            history_digest=self.history.end.digest if self.request_id else b"",
         )
 
     def opening(self) -> TurnRequest:
-        """All messages, as the first turn of a new conversation."""
+        """Return all messages as the first turn of a new conversation."""
         messages, settings = self.request.messages, self.request.settings
         has_prompt = len(messages) > 1 and messages[0].role == "system" and messages[0].content
         system_prompt = messages[0].content if has_prompt else ""
@@ -379,7 +384,7 @@ class _Choice:
         )
 
     def _options(self) -> TurnOptions:
-        """A seed that is given is the first choice's; the others follow from it."""
+        """Return the options with a seed for this choice. The first choice has the request's seed."""
         options = self.request.options
         sampling = options.sampling
         if not (self.number and sampling.seed):
@@ -388,7 +393,7 @@ class _Choice:
         return replace(options, sampling=replace(sampling, seed=seed))
 
 
-def _history_of(request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
+def _digests_of(request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
     settings, messages = request.settings, request.messages
     found = digests(settings.tools, settings.template_options, messages)
     lengths = {

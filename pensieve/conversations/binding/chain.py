@@ -1,22 +1,22 @@
-"""A history as a client sends it, as a chain of digests: one for each of its beginnings.
+"""Digest a client's history into a chain, with one digest for each prefix of the history.
 
     digest 0   of the tools and the template's options
     digest k   of digest k - 1 and message k in its canonical form
 
-Messages are compared as the client sends them, never by their tokens.  The canonical form leaves out what
-clients change when they send back what they were given:
+Messages are compared as the client sends them, never by their tokens. The canonical form leaves out details
+that clients change when they send a reply back:
 
-    white space around a text    some trim it
-    thinking                     most drop it
-    text beside calls            many send null in its place
-    the order and form of JSON   arguments are parsed and written again: keys in any order, 1.0 for 1
-    ids of calls                 some make their own; an answer names its call by its place in the message
-    the name of the tool         that answers: the call has it
+    white space around a text    some clients trim it
+    thinking                     most clients drop it
+    text beside calls            many clients send null instead
+    the order and form of JSON   clients parse and rewrite arguments: keys in any order, 1.0 for 1
+    ids of calls                 some clients make new ids; an answer refers to its call by position
+    the name of the tool         in an answer; the call has the name, too
 
-Everything else counts.  Each part stands behind its length, so no two histories have the same bytes.
+Everything else counts. Each part is preceded by its length, so different histories have different bytes.
 
-A bound turn carries a `ChainEnd`: the digest of all before its reply.  With the reply that makes the *state*,
-which the store records in the transaction that stores the reply.
+A bound turn carries a `ChainEnd`: the digest of everything before its reply. Digest and reply make the
+*state*, which the store records in the transaction that stores the reply.
 """
 
 from __future__ import annotations
@@ -37,42 +37,40 @@ DIGEST_BYTES = 16
 LENGTH_BYTES = 8
 UNKNOWN_CALL = b"?"
 
-Piece = tuple[Part, str]  # of a reply: the text of consecutive tokens of one part
-ReplyReader = Callable[[Sequence[Piece]], Message | None]  # None: no client sends this back
+Piece = tuple[Part, str]  # a stretch of a reply: the text of consecutive tokens of one part
+ReplyReader = Callable[[Sequence[Piece]], Message | None]  # None: no client sends this reply back
 
 
 def plain_reply(pieces: Sequence[Piece]) -> Message:
-    """A reply as a client gets it that knows of no calls: all its text but the thinking."""
+    """Return a reply as a client without tools gets it: all text except the thinking."""
     return Message("assistant", "".join(text for part, text in pieces if part != Part.THINKING))
 
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
-    """Where a turn stands in its client's history."""
+    """The position of a turn in its client's history."""
 
-    digest: bytes = b""  # of all before the reply
+    digest: bytes = b""  # of everything before the reply
     session: bytes = b""  # the digest of the client's own name for the conversation; empty: none
     reply_reader: ReplyReader = plain_reply
 
     def state(self, text: str, stream: Mapping[str, Any]) -> ChainState | None:
-        """After the reply, which is stored as this.
+        """Return the state after this reply; None if `reply_reader` cannot read the reply.
 
-        None where it cannot be read: then the reply is stored all the same, and only not found again.
+        Such a reply is stored all the same, but later requests do not find its conversation.
         """
         try:
             message = self.reply_reader(pieces_of(text, stream))
             return (
                 None if message is None else ChainState(after(self.digest, message), self.session)
             )
-        except (
-            Exception
-        ) as error:  # whatever a reader of replies does to one, the reply is not lost
-            log.error("a reply could not be bound to its history: %s", type(error).__name__)
+        except Exception as error:  # a failing reply reader must not lose the reply
+            log.error("a reply cannot be matched to later requests: %s", type(error).__name__)
             return None
 
 
 def pieces_of(text: str, stream: Mapping[str, Any]) -> list[Piece]:
-    """A stored reply by its parts; see `stream_of` in live_turn.py."""
+    """Split a stored reply into its parts; see `stream_of` in live_turn.py."""
     runs = stream.get("parts") or [[Part.TEXT.value, 0, len(text)]]
     pieces, start = [], 0
     for number, (part, _, num_characters) in enumerate(runs, 1):
@@ -87,9 +85,9 @@ def digests(
     template_options: Mapping[str, Any],
     messages: Sequence[Message],
 ) -> list[bytes]:
-    """Of each beginning of a history, the empty one and the whole one included."""
+    """Return the digests of all prefixes of a history, from the empty to the whole history."""
     found = [_digest(b"", _written(_canonical_json([list(tools), dict(template_options)])))]
-    calls: dict[str, int] = {}  # of the latest message that has any, by their ids
+    calls: dict[str, int] = {}  # positions by id, in the latest message with calls
     for message in messages:
         found.append(after(found[-1], message, calls))
         if message.tool_calls:
@@ -98,19 +96,19 @@ def digests(
 
 
 def after(digest: bytes, message: Message, calls: Mapping[str, int] | None = None) -> bytes:
-    """The digest of a history with one more message; `calls` has the places of those that it may answer."""
+    """Extend a digest by a message; `calls` has the positions of the calls that it may answer, by id."""
     return _digest(digest, _written(*_canonical(message, calls or {})))
 
 
 def session_digest(session_key: str) -> bytes:
-    """Of the client's own name for a conversation, which is private and may be long."""
+    """Digest the client's own name for a conversation, which is private and may be long."""
     return _digest(b"session", session_key.encode(errors="surrogatepass")) if session_key else b""
 
 
 def prefix_id(system_prompt: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """For conversations that begin with exactly these, so that they share KV; empty where there is nothing.
+    """Make a prefix_id with which conversations with this system prompt and these tools share KV.
 
-    The text counts as it is, since it is what such conversations have in common.
+    Empty if there are neither. The text counts exactly, white space included, because its tokens are shared.
     """
     if not (system_prompt or tools):
         return ""
@@ -138,7 +136,7 @@ def _text(text: str) -> bytes:
 
 
 def _canonical_json(value: Any) -> bytes:
-    """The same for equal values; the keys of objects in their order, whole numbers as integers."""
+    """Write equal values equally: keys sorted, whole numbers as integers."""
     checked = _whole_numbers(plain(value, "messages"))
     return json.dumps(checked, sort_keys=True, separators=(",", ":")).encode()
 

@@ -1,1 +1,1 @@
-"""Retention policies, which say what a cached chunk is worth, and the queues that ask them."""
+"""Retention policies, which value cached chunks, and the queues that order chunks by value."""

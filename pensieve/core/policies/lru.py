@@ -1,4 +1,4 @@
-"""The policy `lru`, which evicts the least recently active conversation first."""
+"""The policy `lru`: evict the least recently active conversation first."""
 
 from __future__ import annotations
 

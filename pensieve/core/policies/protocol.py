@@ -1,13 +1,13 @@
-"""The protocol of a retention policy, which says what each cached chunk is worth.
+"""The protocol of a retention policy, which gives each cached chunk a value.
 
-The eviction of pages (core/eviction.py) decides when something has to go; a policy decides what.  It
+Eviction (core/eviction.py) decides when a chunk must go, and the policy decides which chunk. A policy
 
-* puts each chunk into a class and gives each class a value that falls with the idle time
-  (`class_of`, `value`; policies/queue.py says why in this form),
-* hears when turns of a conversation begin and end, should it learn from that, and
-* decides where a copy between the tiers is not worth its seconds.
+* puts each chunk into a class and gives each class a value that falls with the idle time (`class_of`,
+  `value`; policies/queue.py explains why),
+* is told when turns of a conversation begin and end, so that it can learn, and
+* decides whether a copy between the tiers is worth its time.
 
-A new policy is a file beside this one, a line in registry.py, and a choice of the setting `policy` in
+A new policy needs a file in this folder, a line in registry.py, and a choice of the setting `policy` in
 config/settings.py.
 """
 
@@ -19,7 +19,7 @@ from pensieve.core.prefix_tree import Branch
 
 
 class EndedTurn(NamedTuple):
-    """What a policy may learn from when a turn has ended."""
+    """The facts about an ended turn from which a policy may learn."""
 
     input_tokens: int
     output_tokens: int
@@ -28,46 +28,45 @@ class EndedTurn(NamedTuple):
 
 
 class RetentionPolicy(Protocol):
-    """What a chunk is worth, by its class and idle time; within a class the longer idle is worth less."""
+    """Give chunks a value by class and idle time. Within a class, a longer idle chunk is worth less."""
 
     name: str
     num_classes: int
-    class_ratio: float  # between the values of neighboring classes, at most; they rise
+    class_ratio: float  # the most by which the value rises from one class to the next
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """Return the class of a chunk, in 0..num_classes - 1.
 
-        `value` of that class must not exceed what the chunk is worth, at any idle time.
+        `value` of that class must not exceed the chunk's true value, at any idle time.
         """
 
     def value(self, class_index: int, idle_seconds: float) -> float:
-        """The retention value of a class's chunks that have been idle for so long."""
+        """Return the retention value of a class's chunks after so many idle seconds."""
 
     def set_capacity(self, num_tokens: int) -> None:
-        """How many tokens both tiers have room for; called once, before anything else."""
+        """Set the tokens for which both tiers have room. Called once, before anything else."""
 
     def turn_began(self, conversation_id: str, now: float) -> None:
-        """A turn of that conversation has been admitted."""
+        """Learn that a turn of the conversation was admitted."""
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
-        """Returns the conversation's ratio: how much likelier than others it is to return."""
+        """Learn from an ended turn; return how much likelier than others the conversation is to return."""
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        """A conversation `target_id` begins with the past of another."""
+        """Learn that the conversation `target_id` begins with the history of another."""
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
-        """The idle time a conversation starts with, given how long its client expects to be away."""
+        """Return the idle time with which a conversation starts, by the client's expected absence."""
 
     def worth_swapping_in(self, chunk_index: int) -> bool:
-        """True: a chunk on the host is copied in when it is needed; False: it is computed again."""
+        """Whether to copy a needed chunk in from the host; False: recompute it."""
 
     def worth_swapping_out(self, branch: Branch, chunk_index: int, now: float) -> bool:
-        """False: the chunk is not worth a copy to the host, and may be dropped instead."""
+        """Whether a chunk is worth a copy to the host; False: it may be dropped instead."""
 
 
 class StaticPolicy:
-    """The answers of a policy that learns nothing: it takes a client's word for how long it will be away,
-    and copies whatever it can copy."""
+    """Base of policies that learn nothing. They believe announced absences, and copy every chunk."""
 
     def set_capacity(self, num_tokens: int) -> None:
         pass

@@ -1,28 +1,27 @@
-"""Finds the least valuable chunk that may be given up, without a search.
+"""Find the least valuable chunk to evict, without a search.
 
-Three roles give something up, each with its own queue and its own condition on a chunk:
+There are three roles, each with its own queue and its own condition on a chunk:
 
     SWAP_OUT  copy device to host    dirty: on the device, and its loss would cost recompute
     RECLAIM   free a device page     reclaimable: clean, or marked to drop
     DROP      free a host page       droppable: on the host, no copy in flight
 
-The unit in a queue is a branch, not a chunk: within a branch the first chunk that qualifies is the
-least valuable.  A policy puts (branch, that chunk) into one of a few *classes* (64 at most in the
-policies that serve); a class has one value for each idle time, and it falls with the idle time.  So
-inside a class the order by idle time is the order by value and never changes, and the least valuable
-branch of all is the least of the classes' heads.
+The unit in a queue is a branch, not a chunk, because the first chunk of a branch that qualifies is its least
+valuable one. A policy puts (branch, that chunk) into one of a few *classes* (at most 64). All entries of a
+class have the same value at the same idle time, and the value falls with the idle time. So the order in a
+class is the order of idle times and never changes, and the least valuable branch is among the heads of the
+classes.
 
-An entry states a *lower bound* of its branch's value.  The value rises when a holder becomes active,
-with time (`Branch.weight`), and when the first chunk that qualifies is a later one.  Then nothing is
-updated: the entry is looked at again when it becomes the least, and corrected.  What *lowers* a value
-(a holder fewer, an earlier chunk that qualifies again) is offered again at once, and the entry that
-it replaces becomes stale.  Entries of branches that a running turn holds are removed when they are
-met; `offer` brings them back when the branch is idle again.
+An entry is a *lower bound* of its branch's value. The value rises when a holder becomes active, with time
+(`Branch.weight`), and when the first chunk that qualifies is a later one. A rise updates nothing: the entry
+is corrected when it becomes the least. A fall (one holder fewer, or an earlier chunk qualifies again) offers
+the branch again at once, and the replaced entry becomes stale. Entries of branches that a running turn holds
+are removed when they come up; `offer` brings them back when the branch is idle again.
 
-So a decision costs O(classes + log branches), amortized over what happened to the branch, and never
-a walk over what is cached.  Decisions of one plan follow each other at the same moment: the branch that
-was found stays the least as long as nothing is queued or pinned, and its next chunk is of the same class.
-The value found is exact up to one class (a ratio of 1.1 for `value`).
+So a decision costs O(classes + log branches), amortized over the changes of branches, and never walks over
+the whole cache. Decisions of one plan happen at the same moment: the branch found stays the least as long as
+nothing is queued or pinned and its next chunk has the same class. The value found is exact up to one class (a
+ratio of 1.1 for the policy `value`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ QUALIFIES: dict[Role, Callable[[Chunk], bool]] = {
 
 
 class RetentionQueue:
-    """The branches that have something to give up in one role, least valuable first."""
+    """The branches with a chunk that qualifies for one role, least valuable first."""
 
     def __init__(self, role: Role, policy: RetentionPolicy) -> None:
         self.role = role
@@ -62,10 +61,10 @@ class RetentionQueue:
         self._num_live = 0
         self._num_stale = 0
         self._found: tuple[float, QueueEntry] | None = None
-        self._found_at: float | None = None  # None: something has changed since
+        self._found_at: float | None = None  # None: outdated
 
     def least(self, now: float) -> tuple[float, Chunk] | None:
-        """The least valuable chunk that qualifies, and its value."""
+        """Return the least valuable chunk that qualifies, and its value."""
         while True:
             found = self._found if self._found_at == now else self._first(now)
             if found is None:
@@ -83,11 +82,11 @@ class RetentionQueue:
                 return value, chunk
 
     def scan_again(self) -> None:
-        """What was found may no longer be the least: something was offered, withdrawn, removed or pinned."""
+        """Forget the branch found, because something was offered, withdrawn, removed or pinned."""
         self._found_at = None
 
     def _first(self, now: float) -> tuple[float, QueueEntry] | None:
-        """The least of the classes' heads, all of which are up to date then."""
+        """Bring the heads of the classes up to date and return the least of them."""
         heaps, value_of = self._heaps, self.policy.value
         while True:
             best_value, best_since = math.inf, math.inf
@@ -110,7 +109,7 @@ class RetentionQueue:
             return self._found
 
     def offer(self, branch: Branch, now: float) -> None:
-        """Something in `branch` may qualify, or its value may have fallen."""
+        """Queue a branch, because a chunk of it may qualify or its value may have fallen."""
         self.scan_again()
         chunk = self.candidate(branch)
         if chunk is None:
@@ -124,17 +123,17 @@ class RetentionQueue:
         self._push(branch, class_index)
 
     def requalify(self, chunk: Chunk, branch: Branch, now: float) -> None:
-        """`chunk` of an idle branch did not qualify and may do so now."""
+        """Queue an idle branch if `chunk`, which did not qualify before, does so now."""
         if self._qualifies(chunk):
             i = chunk.index - branch.start
             if i < branch.cursors[self.role]:
                 branch.cursors[self.role] = i
             elif branch.entries[self.role] is not None:
-                return  # for what is worth no more
+                return  # its entry is for a chunk that is worth no more
             self.offer(branch, now)
 
     def withdraw(self, branch: Branch) -> None:
-        """Make its entry stale, if it has one."""
+        """Make the branch's entry stale, if it has one."""
         self.scan_again()
         entry = branch.entries[self.role]
         if entry is not None:
@@ -146,7 +145,7 @@ class RetentionQueue:
                 self._forget_stale()
 
     def candidate(self, branch: Branch) -> Chunk | None:
-        """The first chunk of `branch` that qualifies."""
+        """Return the first chunk of `branch` that qualifies."""
         chunks, qualifies, cursors, role = branch.chunks, self._qualifies, branch.cursors, self.role
         for i in range(cursors[role], len(chunks)):
             if qualifies(chunks[i]):
@@ -156,7 +155,7 @@ class RetentionQueue:
         return None
 
     def _refresh_head(self, class_index: int, now: float) -> None:
-        """Remove the head of a class, which is stale, pinned or too old; queue it anew if it is idle."""
+        """Remove a stale, pinned or outdated head of a class; queue its branch again if it is idle."""
         entry = self._pop(class_index)
         branch = entry.branch
         if branch is None:
@@ -168,7 +167,7 @@ class RetentionQueue:
             self.offer(branch, now)
 
     def _push(self, branch: Branch, class_index: int) -> None:
-        assert self._found_at is None, "what was found may not be the least now"
+        assert self._found_at is None, "the found branch may no longer be the least"
         self._serial += 1
         entry = QueueEntry(branch, class_index, self._serial)
         branch.entries[self.role] = entry
@@ -193,7 +192,7 @@ class RetentionQueue:
         self._num_live -= 1
 
     def _forget_stale(self) -> None:
-        """Amortized: as many entries became stale as are live."""
+        """Rebuild the heaps without stale entries. Amortized over the entries that became stale."""
         for heap in self._heaps:
             heap[:] = [entry for entry in heap if entry.branch is not None]
             heapify(heap)
@@ -201,7 +200,7 @@ class RetentionQueue:
         self._num_stale = 0
 
     def check(self, idle_branches: list[Branch], now: float) -> None:
-        """Every idle branch with something to give up is in the queue, not above its value."""
+        """Check that every idle branch with a chunk that qualifies is queued, at most at its value."""
         live = sum(entry.branch is not None for heap in self._heaps for entry in heap)
         assert live == self._num_live, "the queue lost count of its entries"
         for branch in idle_branches:

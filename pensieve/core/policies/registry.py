@@ -1,4 +1,4 @@
-"""The retention policies by name, as `--policy` and the settings know them."""
+"""The retention policies by name, for `--policy` and the setting `policy`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.return_policy import ReturnPolicy
 from pensieve.core.policies.value import ValuePolicy
 
-# Each name, and what makes its policy from what recomputing a chunk costs, and how many tokens a chunk has.
+# By name: makes the policy from the cost of recomputing a chunk and the tokens of a chunk.
 POLICIES: dict[str, Callable[[CostProfile, int], RetentionPolicy]] = {
     LruPolicy.name: lambda cost, chunk_tokens: LruPolicy(),
     ValuePolicy.name: ValuePolicy,
     ReturnPolicy.name: ReturnPolicy,
 }
-DEFAULT = ReturnPolicy.name  # of the setting `policy`, and of plans; docs/performance.md says why
+DEFAULT = ReturnPolicy.name  # of the setting `policy`; docs/performance.md says why
 
 
 def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> RetentionPolicy:
     if name not in POLICIES:
-        raise ValueError(f"no retention policy is named {name!r} ({', '.join(POLICIES)})")
+        raise ValueError(f"unknown retention policy {name!r} (known: {', '.join(POLICIES)})")
     return POLICIES[name](cost, chunk_tokens)

@@ -1,30 +1,32 @@
-"""Learns which conversations return, and when, from those that returned before.
+"""Learn which conversations return, and when, from earlier returns.
 
-A *gap* is the time between two turns of a conversation.  It is cut into intervals of growing length
-(`EDGES`).  Of the conversations that are still away when interval i begins, some return within it:
+A *gap* is the time between two turns of a conversation. Time since the last turn is cut into intervals of
+growing length (`EDGES`). Some of the conversations that are still away when interval i begins return within
+it:
 
     P(returns in i | away when it begins) = rate_i · ratio        ratio = exp(weights · traits)
 
-The *rate* says when conversations return; the *ratio* of one conversation says how much likelier than
-others it is to return.  (Statistics calls this a discrete proportional-hazards model.)  Time and
-traits are learned apart, and a few hundred gaps tell something about all.  Each gap that ends in an
-interval (y = 1) or outlasts it (y = 0) is one observation:
+The *rate* says when conversations return. The *ratio* of a conversation says how much likelier than others it
+is to return. (This is a discrete proportional-hazards model.) Times and traits are learned separately, so a
+few hundred gaps are enough to learn from. Each gap that ends in an interval (y = 1) or outlasts it (y = 0) is
+one observation:
 
-    rate_i    = returned_i / sum of the ratios of those that reached i
+    rate_i    = returned_i / sum of the ratios of the gaps that reached i
     weight_j += x_j (y - rate_i · ratio) / sum of x_j² rate_i · ratio      (Newton's step, traits one by one)
 
-The sums begin as `PRIOR_GAPS` made-up gaps, and `PRIOR_CERTAINTY` of them for a weight, and fade
-towards those, so the model follows a workload that shifts.  A gap moves from interval to interval,
-once each at most: a bounded amount of work per gap, and never more than 2 · `GAPS_MAX` of them.  A
-conversation that returns long after its KV was dropped teaches just as much.
+The sums begin as a prior (`PRIOR_GAPS` made-up gaps, and `PRIOR_CERTAINTY` for a weight) and fade towards it,
+so the model follows a changing workload. A gap moves from interval to interval, at most once each: the work
+per gap is bounded, and there are never more than 2 · `GAPS_MAX` gaps. A conversation that returns long after
+its KV was dropped counts as much as any other.
 
-What it yields to keep something whose conversation has been away for t, per second that it is kept:
+The model yields the worth of keeping KV whose conversation has been away for t, per second of keeping, if the
+KV is dropped at the best moment u:
 
     worth(t) = max over u > t of   P(returns before u | away at t) / E[seconds until it returns, or u]
 
-if it is given up at the best moment u.  No horizon has to be guessed; how long things are kept follows
-from the size of the cache.  Where this would rise with t, the least so far counts, because a queue
-needs values that fall with the idle time (queue.py).
+So no horizon has to be chosen: the size of the cache decides how long KV is kept. Where this formula would
+rise with t, its least value so far is used, because a queue needs values that fall with the idle time
+(queue.py).
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from pensieve.core.policies.protocol import EndedTurn
 EDGES = tuple(4.0 * 1.3**i for i in range(30))  # seconds; the last is two hours
 GAPS_MAX = 200_000
 RATE_MAX = 0.95
-RATIO_STEPS_MAX = 2.0  # exp of it, either way, is as far as traits make a conversation differ
+RATIO_STEPS_MAX = 2.0  # traits change a ratio by at most exp of this, either way
 FADE_EVERY_SECONDS = 60.0
 FADE = 0.95  # half in 14 minutes
-# Half of all conversations return, after times that are log-normal: a rounded fit to a quarter of an
-# hour of a public chat service.  The only trait that counts from the start is a client's announcement.
+# Half of all conversations return, after log-normal times: a rounded fit to a quarter of an hour of a public
+# chat service. At the start, only a client's announced absence counts among the traits.
 PRIOR_GAPS, PRIOR_SHARE, PRIOR_MEDIAN_SECONDS, PRIOR_SPREAD = 100.0, 0.5, 120.0, 0.9
 PRIOR_WEIGHTS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 PRIOR_CERTAINTY = 15.0
@@ -50,10 +52,10 @@ MESSAGE_TOKENS, SHORT_MESSAGE_TOKENS, REPLY_TOKENS = 3000, 1500, 250
 
 
 def traits_of(num_turns: int, ended: EndedTurn) -> tuple[float, ...]:
-    """How a conversation differs from others: what `PRIOR_WEIGHTS` are weights of.
+    """Return the traits of a conversation, to which the weights belong.
 
-    Separately for a first turn and for later ones: how many turns there were, how long the message was
-    (and apart from that, whether it was short) and the reply; and how long the client expects to be away.
+    They are the number of turns, the length of the message, whether it was short, the length of the reply
+    (each separately for a first turn and for later turns), and the client's expected absence.
     """
     message = _clipped(math.log(max(ended.input_tokens, 1) / MESSAGE_TOKENS), -0.7, 2.5)
     short = float(ended.input_tokens < SHORT_MESSAGE_TOKENS)
@@ -81,14 +83,14 @@ class _Gap:
         self.length = length
         self.traits = traits
         self.since = since
-        self.over = False  # the conversation returned, or is no longer watched
+        self.over = False  # the conversation has returned, or is no longer watched
 
 
 class ReturnModel:
     def __init__(self) -> None:
-        self._gaps: OrderedDict[str, _Gap] = OrderedDict()  # by conversation, its last
+        self._gaps: OrderedDict[str, _Gap] = OrderedDict()  # the latest gap of each conversation
         self._intervals: list[deque[_Gap]] = [deque() for _ in EDGES]
-        self._num_waiting = 0  # in all of them
+        self._num_waiting = 0  # gaps in all intervals
         self._prior_returned, self._prior_reached = _made_up()
         self._returned, self._reached = list(self._prior_returned), list(self._prior_reached)
         self.weights = list(PRIOR_WEIGHTS)
@@ -97,7 +99,7 @@ class ReturnModel:
         self._worth = self._worth_by_interval()
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
-        """A gap begins; returns the conversation's ratio."""
+        """Begin a gap; return the conversation's ratio."""
         self._advance(now)
         before = self._gaps.pop(conversation_id, None)
         num_turns = 1 + (before.num_turns if before is not None else 0)
@@ -112,32 +114,32 @@ class ReturnModel:
         return self._ratio(gap)
 
     def turn_began(self, conversation_id: str, now: float) -> int | None:
-        """A gap ends; how many tokens the conversation has, or None if its gap was not watched."""
+        """End a gap; return the conversation's tokens, or None if its gap was not watched."""
         self._advance(now)
         gap = self._gaps.get(conversation_id)
         if gap is None or gap.over:
             return None
         gap.over = True
-        if now - gap.since < EDGES[-1]:  # else it counts as one that stayed away
+        if now - gap.since < EDGES[-1]:  # a longer gap counts as a conversation that stayed away
             self._learn(gap, bisect_right(EDGES, now - gap.since), 1.0)
         return gap.length
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        """The target begins with the source's turns; an earlier conversation of its id is another one."""
+        """Give a fork the source's number of turns and traits. Forget an earlier conversation of its id."""
         if (earlier := self._gaps.pop(target_id, None)) is not None:
             earlier.over = True
         known = self._gaps.get(source_id)
         if known is not None:
             gap = _Gap(known.num_turns, known.traits, 0, now)
-            gap.over = True  # nothing is learned from how soon it is used
+            gap.over = True  # the time until the fork's first turn is not learned
             self._keep(target_id, gap)
 
     def worth(self, idle_seconds: float) -> float:
-        """Returns per second of keeping what belongs to a conversation of ratio 1."""
+        """Return the expected returns per second of keeping, for a conversation of ratio 1."""
         return self._worth[bisect_right(EDGES, idle_seconds)]
 
     def likelihood(self, ratio: float, idle_seconds: float) -> float:
-        """The probability that it returns at all (before the last edge)."""
+        """Return the probability that a conversation returns (before the last edge)."""
         away = 1.0
         for index in range(min(bisect_right(EDGES, idle_seconds), len(EDGES)), len(EDGES)):
             away *= 1.0 - min(self._rate(index) * ratio, RATE_MAX)
@@ -167,7 +169,7 @@ class ReturnModel:
                 self.weights[j] += trait * (outcome - expected) / self._certainty[j]
 
     def _advance(self, now: float) -> None:
-        """Time passes: gaps move on to their next intervals."""
+        """Move gaps on to their next intervals, and let old observations fade."""
         for index, (edge, interval) in enumerate(zip(EDGES, self._intervals, strict=True)):
             while interval and (interval[0].over or now - interval[0].since >= edge):
                 gap = interval.popleft()
@@ -185,7 +187,7 @@ class ReturnModel:
             self._worth = self._worth_by_interval()
 
     def _worth_by_interval(self) -> list[float]:
-        """`worth` at the beginning of each interval, and behind the last."""
+        """Compute `worth` at the beginning of each interval, and after the last."""
         away, waited, before = [1.0], [0.0], 0.0  # shares at each edge, and seconds until then
         for index, edge in enumerate(EDGES):
             away.append(away[-1] * (1 - min(self._rate(index), RATE_MAX)))
@@ -199,7 +201,7 @@ class ReturnModel:
             )
             least = min(least, best)
             found.append(least)
-        return [*found, least * 1e-3]  # behind the last edge no return is expected
+        return [*found, least * 1e-3]  # after the last edge no return is expected
 
 
 def _faded(sums: list[float], priors: list[float]) -> list[float]:
@@ -207,7 +209,7 @@ def _faded(sums: list[float], priors: list[float]) -> list[float]:
 
 
 def _made_up() -> tuple[list[float], list[float]]:
-    """The prior: how many gaps ended in each interval, and how many reached it."""
+    """Return the prior: how many gaps ended in each interval, and how many reached it."""
     returned, reached, before, left = [], [], 0.0, PRIOR_GAPS
     for edge in EDGES:
         steps = math.log(edge / PRIOR_MEDIAN_SECONDS) / PRIOR_SPREAD

@@ -1,20 +1,18 @@
-"""The policy `return`, which learns which conversations return, and when, and keeps those.
+"""The policy `return`: learn which conversations return, and when, and keep their KV.
 
     value = cost(l) · sum over the holders of (ratio) · worth(idle time)
 
-The ratio and the worth come from a model of who returns (return_model.py), so a value is seconds of
-recompute saved per second of keeping.  The ratio of a conversation is known when its turn ends and
-goes, with the cost, into the class; what changes with time is the same for all, so a queue keeps its
-order (queue.py).  What a client announces about its return is a trait like others: evidence, weighed by
-how true it proved.
+Ratio and worth come from a model of returns (return_model.py), so a value is seconds of recompute saved per
+second of keeping. A conversation's ratio is known when its turn ends; ratio and cost determine the class. The
+factor that changes with time is the same for all conversations, so a queue keeps its order (queue.py). A
+client's announced absence is a trait like others: its weight is learned.
 
-What was learned may be wrong, most of all when the workload shifts.  So the cache follows it as long
-as it would have lost less than plain lru lately, and lru otherwise (shadow_cache.py).
+The model may be wrong, especially when the workload changes. So the cache follows the model only while it
+would recently have cost less than plain lru, and follows lru otherwise (shadow_cache.py).
 
-Where the seconds of a copy between the tiers are known (`CostProfile.copy_seconds`), they are weighed
-against those of recomputing.  A chunk is computed again if that is quicker than copying it in, and it
-does not go to the host if the copy out would cost more than copying it in saves, times how likely its
-conversation is to return.
+If the seconds of a copy between the tiers are known (`CostProfile.copy_seconds`), they are compared with
+those of recomputing. A chunk is recomputed if that is faster than copying it in. A chunk is not copied to the
+host if the copy costs more than the later copy-in saves, times the probability that its conversation returns.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from pensieve.core.policies.shadow_cache import Trial
 from pensieve.core.prefix_tree import Branch
 
 CLASS_RATIO = 1.15
-UNIT_CLASS = 16  # of a chunk without context, of a conversation of ratio 1
-BUCKET_STEP = 0.25  # the shadow cache takes ratios for equal that differ by less than exp of it
+UNIT_CLASS = 16  # class of a chunk without context, of a conversation of ratio 1
+BUCKET_STEP = 0.25  # log of the ratios in one bucket of the shadow cache
 
 
 class ReturnPolicy:
@@ -66,7 +64,7 @@ class ReturnPolicy:
         self.model.forked(source_id, target_id, now)
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
-        return 0.0 if self.trial.trusted else away_seconds  # else it is a trait
+        return 0.0 if self.trial.trusted else away_seconds  # the model has it as a trait
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         steps = self._steps[chunk_index] + math.log(branch.weight(now), CLASS_RATIO)

@@ -1,18 +1,15 @@
-"""Compares lru with what was learned, by two caches that hold only names and sizes.
+"""Compare lru with learned values by two shadow caches, which hold only names and sizes.
 
-One shadow cache keeps the conversations that were active last, as `lru` does; the other those that the
-learned values rank highest.  Both see every turn, whichever of the two the real cache follows, and each
-is charged the seconds in which a returning conversation would have been computed again.  Charges fade,
-so the `Trial` says which of the two has been better lately:
+One shadow cache keeps the conversations that were active last, as `lru` does. The other keeps those with the
+highest learned values. Both see every turn, whichever of them the real cache follows. Each is charged the
+seconds in which a returning conversation would have been recomputed. Charges fade, so the `Trial` tells which
+of the two was better recently:
 
-    not trusted    the cache follows lru, until learned is charged less than `PROOF` of lru's charge
-    trusted        the cache follows what was learned, until that is charged more than lru
+    not trusted    the cache follows lru, until the learned values are charged less than `PROOF` of lru's
+    charge trusted        the cache follows the learned values, until they are charged more than lru
 
-A workload that shifts makes what was learned wrong for a while; then the cache behaves as `lru` would
-have made it behave anyway.
-
-A shadow cache holds conversations whole, evicts their leading tokens first, and knows nothing of chunks
-that are shared: both shadow caches err alike.  A turn costs O(buckets), amortized.
+A shadow cache keeps a conversation as one unit, evicts its leading tokens first, and ignores shared chunks.
+Both shadow caches make the same errors. A turn costs O(buckets), amortized.
 """
 
 from __future__ import annotations
@@ -34,14 +31,14 @@ class _Cached:
 
     def __init__(self, length: int, since: float) -> None:
         self.length = length
-        self.num_missing = 0  # of its leading tokens
+        self.num_missing = 0  # leading tokens that were evicted
         self.since = since
 
 
 class ShadowCache:
-    """Conversations of `tokens_max` tokens in all, in buckets of equal value at equal idle time.
+    """Conversations of at most `tokens_max` tokens in total, in buckets of equal value at equal idle time.
 
-    Within a bucket the oldest is evicted first; among the buckets' oldest, the least valuable.
+    The least valuable of the buckets' oldest conversations is evicted first.
     """
 
     def __init__(self, value: BucketValue) -> None:
@@ -60,7 +57,7 @@ class ShadowCache:
             self._evict(now)
 
     def remove(self, conversation_id: str) -> int | None:
-        """How many of its tokens were missing; None if it was not there."""
+        """Remove a conversation; return how many of its tokens were missing, None if all were."""
         bucket = self._bucket_of.pop(conversation_id, None)
         if bucket is None:
             return None
@@ -71,7 +68,7 @@ class ShadowCache:
         return cached.num_missing
 
     def _evict(self, now: float) -> None:
-        """Tokens of the least valuable conversation, as many as are too many."""
+        """Evict the excess tokens, as far as the least valuable conversation has them."""
         least, victim_id, victim = math.inf, "", None
         for bucket, conversations in self._buckets.items():
             conversation_id, cached = next(iter(conversations.items()))
@@ -87,11 +84,11 @@ class ShadowCache:
 
 
 class Trial:
-    """Compares lru and the learned values by what their shadow caches were charged lately."""
+    """Compare lru and the learned values by the recent charges of their shadow caches."""
 
     def __init__(self, learned: BucketValue, seconds_of: Callable[[int], float]) -> None:
         self.trusted = False
-        self._seconds_of = seconds_of  # to compute so many tokens from the beginning
+        self._seconds_of = seconds_of  # to compute so many first tokens of a conversation
         self._shadow_caches = (ShadowCache(lambda _, idle: -idle), ShadowCache(learned))
         self._charges = [0.0, 0.0]
         self._charged_at = 0.0
@@ -101,7 +98,7 @@ class Trial:
             shadow_cache.tokens_max = num_tokens
 
     def turn_ended(self, conversation_id: str, bucket: int, ended: EndedTurn, now: float) -> None:
-        """Lru takes its client's word: one that will be away counts as if it had been for as long."""
+        """Put a conversation into both caches. For lru, an announced absence counts as idle time."""
         lru, learned = self._shadow_caches
         away_seconds = ended.away_seconds
         away_bucket = round(math.log1p(away_seconds))

@@ -1,8 +1,8 @@
-"""The policy `value`, which keeps what costs most to recompute per second that it lies idle.
+"""The policy `value`: keep the chunks that cost most to recompute per idle second.
 
     retention_value = cost(l) / T, summed over the holders     (seconds of recompute per second idle)
 
-with l the context's length behind which the chunk is recomputed and T the holder's idle time.
+l is the length of the context before the chunk, and T the holder's idle time.
 """
 
 from __future__ import annotations

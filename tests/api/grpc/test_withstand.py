@@ -299,7 +299,7 @@ def test_a_service_that_stood_still_says_so_and_goes_on(
         rig.ask("c", "one", sampling=SHORT)
         rig._loop.call_soon_threadsafe(time.sleep, 2.5)
         assert rig.ask("c", "two", sampling=SHORT).completed.revision == 2
-        wait_for(lambda: "the service stood still for" in caplog.text)
+        wait_for(lambda: "the event loop stalled for" in caplog.text)
         assert rig.daemon.serving
 
 

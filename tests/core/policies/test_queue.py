@@ -274,8 +274,8 @@ def test_an_analytic_profile_counts_operations_and_says_that_it_is_not_measured(
     [
         ({32: 1.0}, 1.0, "two or more ascending"),
         ({32: 1.0, 48: 2.0}, 1.0, "powers of two"),
-        ({32: 1.0, 64: -2.0}, 1.0, "are positive"),
-        ({32: 1.0, 64: 2.0}, 0.0, "are positive"),
+        ({32: 1.0, 64: -2.0}, 1.0, "must be positive"),
+        ({32: 1.0, 64: 2.0}, 0.0, "must be positive"),
     ],
 )
 def test_an_impossible_profile_is_refused(
