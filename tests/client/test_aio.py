@@ -152,7 +152,7 @@ def test_a_task_that_is_cancelled_has_ended_its_turn(server: ScriptedServer) -> 
         assert await abandoned(server) == "r"
         (ended,) = server.requests("CancelTurn")
         assert (ended.request_id, ended.keep_tokens, ended.attempt) == ("r", 1, 1)
-        with pytest.raises(errors.TurnInterrupted, match="what was delivered"):
+        with pytest.raises(errors.TurnInterrupted, match="the delivered part"):
             await turn.reply()
 
     run(server, script)

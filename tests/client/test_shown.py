@@ -61,7 +61,7 @@ def test_a_turn_shows_how_far_it_is(tmp_path: Path) -> None:
         left = client.conversation("trip").send("More.")
         next(left)
         left.close()
-        assert repr(left) == f"<Turn {left.turn_id} of 'trip': left>"
+        assert repr(left) == f"<Turn {left.turn_id} of 'trip': stopped>"
         failed = client.conversation("trip").send("More.", max_tokens=-1)
         with pytest.raises(InvalidArgument):
             next(failed)
