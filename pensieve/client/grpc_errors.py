@@ -73,9 +73,9 @@ def error_of(
     details = _details(trailing or ())
     info = details.info
     if info.domain == DOMAIN and info.reason:
-        error = _of_reason(code, text, details)
+        error = _error_of_reason(code, text, details)
     else:
-        error = _of_code(code, text, details.bad_request)
+        error = _error_of_code(code, text, details.bad_request)
     if isinstance(error, errors.DeadlineExceeded) and timeout is not None:
         reason = f"{text}; " if info.reason else ""
         error = errors.DeadlineExceeded(f"{reason}the timeout was {timeout:g} s")
@@ -84,7 +84,7 @@ def error_of(
     return error
 
 
-def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
+def _error_of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
     """Return the error for a reason of this project, with its attributes."""
     reason, causes = details.info.reason, dict(details.info.metadata)
     kind = BY_REASON.get(reason)
@@ -110,10 +110,10 @@ def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.Pen
         return kind(text)
     if code is grpc.StatusCode.INTERNAL and reason != "INTERNAL":
         return errors.TurnFailed(reason, text)
-    return _of_code(code, text, details.bad_request)
+    return _error_of_code(code, text, details.bad_request)
 
 
-def _of_code(
+def _error_of_code(
     code: grpc.StatusCode, text: str, bad: status_pb2.BadRequest | None
 ) -> errors.PensieveError:
     """Return the error for a status without a known reason."""

@@ -113,7 +113,7 @@ class Jobs:
         Raises:
             NotFound: there is no such job.
         """
-        request = pb.GetJobRequest(**_named(job_id, tenant))
+        request = pb.GetJobRequest(**_job_fields(job_id, tenant))
         answer = self._client.call(lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True)
         return job_of(answer.job)
 
@@ -129,19 +129,19 @@ class Jobs:
 
     def pause(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Start no more lines of the job until `resume`. Existing answers stay."""
-        request = pb.PauseJobRequest(**_named(job_id, tenant))
+        request = pb.PauseJobRequest(**_job_fields(job_id, tenant))
         answer = self._client.call(lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True)
         return job_of(answer.job)
 
     def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """Continue a paused job when its turn in the queue of jobs comes."""
-        request = pb.ResumeJobRequest(**_named(job_id, tenant))
+        request = pb.ResumeJobRequest(**_job_fields(job_id, tenant))
         answer = self._client.call(lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True)
         return job_of(answer.job)
 
     def cancel(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """End the job permanently. Existing answers stay."""
-        request = pb.CancelJobRequest(**_named(job_id, tenant))
+        request = pb.CancelJobRequest(**_job_fields(job_id, tenant))
         answer = self._client.call(lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True)
         return job_of(answer.job)
 
@@ -151,7 +151,7 @@ class Jobs:
         Raises:
             NotFound: there is no such job.
         """
-        request = pb.DeleteJobRequest(**_named(job_id, tenant))
+        request = pb.DeleteJobRequest(**_job_fields(job_id, tenant))
         self._client.call(lambda at: at.jobs_stub.DeleteJob, request, timeout)
 
     def results(
@@ -172,7 +172,7 @@ class Jobs:
         if kind not in RESULT_KINDS:
             raise InvalidArgument("kind", f"must be one of {', '.join(RESULT_KINDS)}")
         request = pb.GetResultsRequest(
-            **_named(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
+            **_job_fields(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
         )
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
@@ -203,7 +203,7 @@ class Jobs:
         Raises:
             NotFound: there is no such job, or it was deleted.
         """
-        request = pb.WatchJobRequest(**_named(job_id, tenant))
+        request = pb.WatchJobRequest(**_job_fields(job_id, tenant))
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
@@ -225,11 +225,11 @@ class Jobs:
         return Deadline(self._client.timeout if timeout is None else timeout)
 
 
-class _Named(TypedDict):
+class _JobFields(TypedDict):
     job_id: str
     tenant: str
 
 
-def _named(job_id: str, tenant: str) -> _Named:
+def _job_fields(job_id: str, tenant: str) -> _JobFields:
     """Return the request fields that identify a job."""
     return {"job_id": check_id(job_id, "job_id"), "tenant": check_text("tenant", tenant)}

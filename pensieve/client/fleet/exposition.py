@@ -42,7 +42,7 @@ VALUE = re.compile(
 )
 COMMENT = re.compile(rf"# (HELP|TYPE) ({_NAME}|{_TEXT})(?:[ \t]+(.*))?")
 END = "# EOF"
-OF_A_FAMILY = ("_bucket", "_count", "_sum", "_total", "_created", "_info", "_gcount", "_gsum")
+FAMILY_SUFFIXES = ("_bucket", "_count", "_sum", "_total", "_created", "_info", "_gcount", "_gsum")
 KINDS = {  # kinds that only OpenMetrics has
     "unknown": "untyped",
     "gaugehistogram": "untyped",
@@ -137,7 +137,7 @@ def _family_of(name: str, families: Families) -> str:
     """Return the family that announced this sample: x for x_bucket."""
     if name in families:
         return name
-    for suffix in OF_A_FAMILY:
+    for suffix in FAMILY_SUFFIXES:
         base = name.removesuffix(suffix)
         if base != name and base in families:
             return base

@@ -18,7 +18,7 @@ from pensieve.v1 import admin_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldConversation:
     """The KV that one replica holds of one conversation."""
 
     replica: str
@@ -30,7 +30,7 @@ def held_of(
     found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]],
     least_valuable: bool,
     limit: int,
-) -> list[Held]:
+) -> list[HeldConversation]:
     """Merge the lists of all replicas and return the first `limit` conversations.
 
     `least_valuable` sorts by retention value, otherwise the largest come first.
@@ -46,7 +46,7 @@ def held_of(
             holders.setdefault(key, []).append(name)
             listed.append((key, name, each))
     rows = [
-        Held(name, each, tuple(other for other in holders[key] if other != name))
+        HeldConversation(name, each, tuple(other for other in holders[key] if other != name))
         for key, name, each in listed
     ]
     if least_valuable:

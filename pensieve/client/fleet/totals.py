@@ -33,7 +33,7 @@ WORST = (
     *("queue_wait_seconds", "heartbeat_age_seconds", "backup_age_seconds", "backup_failing"),
     *("erasure_pending", "ranges_repaired_at_once_max"),
 )
-OF_THE_HISTORY = ("history_problems", "scrub_passes")
+PER_HISTORY = ("history_problems", "scrub_passes")
 NOT_ADDITIVE = ("_p50", "_p90", "_p95", "_p99", "_seconds", "_share", "_used", "_attained")
 # An uptime, and a mean that is computed from its parts.
 NEITHER = ("seconds", "tokens_per_iteration")
@@ -164,7 +164,7 @@ def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
             whole[name] = sum(values)
         elif name in WORST:
             whole[name] = max(values)
-        elif name in OF_THE_HISTORY:
+        elif name in PER_HISTORY:
             whole[name] = once_per_history((each.history, int(each.more[name])) for each in having)
         elif name.endswith("_objective_seconds"):
             if len(set(values)) == 1:
