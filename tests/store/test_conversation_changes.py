@@ -129,7 +129,7 @@ def test_only_what_is_pending_is_taken_and_with_the_turn_or_not_at_all(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    with pytest.raises(StaleRevision, match="pending at revision 0 have changed meanwhile"):
+    with pytest.raises(StaleRevision, match="pending at revision 0 have changed since"):
         bring(store, "r1", *TWO[:1])
     assert store.find_turn("tea", "r1") is None
     assert pending(store) == Pending(TWO)
@@ -144,7 +144,7 @@ def test_a_turn_that_expects_nothing_pending_does_not_overtake_what_is(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    with pytest.raises(StaleRevision, match="have changed meanwhile"):
+    with pytest.raises(StaleRevision, match="have changed since"):
         store.begin_turn("tea", NewTurn("r1", [user("and?", 1)], pending=()))
     assert pending(store) == Pending(TWO)
     begin(store, "tea", "r2", "and?", 1)  # it expects nothing of the kind

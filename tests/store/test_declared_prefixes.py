@@ -155,12 +155,12 @@ def test_who_holds_the_same_messages_shares_their_tokens(store: ConversationStor
 
 def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> None:
     declare(store)
-    with pytest.raises(AlreadyExists, match="there is a prefix 'rules' already"):
+    with pytest.raises(AlreadyExists, match="prefix 'rules' already exists"):
         declare(store, messages=HEAD[:1])
     with pytest.raises(InvalidArgument, match="prefix_id"):
         declare(store, "prefix:rules")
     begin(store, "tea")
-    with pytest.raises(AlreadyExists, match="there is a conversation 'tea' already"):
+    with pytest.raises(AlreadyExists, match="conversation 'tea' already exists"):
         begin(store, "tea")
     with pytest.raises(InvalidArgument, match="conversation_id"):
         begin(store, "prefix:tea")

@@ -108,8 +108,8 @@ def test_a_newer_schema_is_refused_and_untouched(
     with pytest.raises(StoreTooNew) as refused:
         open_store()
     assert str(refused.value) == (
-        f"{path} has schema version {version} and this Pensieve knows versions up to {NEWEST};"
-        " open it with the newer Pensieve that wrote it, or restore a backup from before that"
+        f"{path} has schema version {version}, but this Pensieve knows only versions up to {NEWEST}."
+        " Open it with the newer Pensieve that wrote it, or restore an older backup"
         " (`pensieve restore`)"
     )
     assert path.read_bytes() == before
@@ -125,9 +125,9 @@ def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open
     with pytest.raises(StoreTooNew) as refused:
         open_store()
     assert str(refused.value) == (
-        f"{path} has schema version {NEWEST + 1} and this Pensieve knows versions up to {NEWEST}; open it"
-        f" with the newer Pensieve that wrote it, or put conversations.db.version{NEWEST} in its place:"
-        " the history before that, and without what came since"
+        f"{path} has schema version {NEWEST + 1}, but this Pensieve knows only versions up to {NEWEST}."
+        " Open it with the newer Pensieve that wrote it, or replace it by"
+        f" conversations.db.version{NEWEST}, the history before the upgrade (without later messages)"
     )
     path.with_name(f"conversations.db.version{NEWEST}").replace(path)
     assert list(open_store().log("tea")) == [1, 2]
@@ -139,7 +139,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
     first_schema(path, driver)
     path.with_name("conversations.db.version1").mkdir()  # what cannot be written
     with pytest.raises(
-        StoreUnavailable, match=r"conversations.db.version1, .* before its schema changes"
+        StoreUnavailable, match=r"conversations.db.version1 before the schema changes"
     ):
         open_store()
     conn = driver.connect(str(path))
@@ -214,7 +214,7 @@ def test_a_record_of_migrations_that_contradicts_the_schema_is_refused(
     path: Path, driver: Any, open_store: Open
 ) -> None:
     edit(path, driver, f"PRAGMA user_version = {NEWEST - 1}")
-    contradiction = f"has schema version {NEWEST - 1}, but says that all {NEWEST} changes"
+    contradiction = f"has schema version {NEWEST - 1}, but records all {NEWEST} migrations"
     with pytest.raises(StoreCorrupt, match=contradiction):
         open_store()
 
@@ -270,7 +270,7 @@ def test_a_copy_that_cannot_be_removed_refuses_the_deletion(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
         with pytest.raises(
-            StoreUnavailable, match=r"conversations.db.version1 .* Permission denied"
+            StoreUnavailable, match=r"conversations.db.version1, .* Permission denied"
         ):
             store.delete_conversation("tea")
     assert list(store.log("tea")) == [1, 2]

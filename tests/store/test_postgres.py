@@ -29,6 +29,7 @@ from pensieve.errors import (
 )
 from pensieve.store import ConversationStore, NewConversation, StoredTurnState
 from pensieve.store.backend import NUMBER_COLUMNS, Conflict
+from pensieve.store.postgres import connection
 from pensieve.store.postgres.backend import WALKS
 from pensieve.store.postgres.connection import Address, PostgresLanes
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
@@ -446,7 +447,7 @@ def test_a_server_that_would_lose_what_it_acknowledged_is_refused(
 
     reload("ALTER SYSTEM SET full_page_writes = off", "off")
     try:
-        with pytest.raises(StoreError, match="runs with full_page_writes = off, and would lose"):
+        with pytest.raises(StoreError, match="runs with full_page_writes = off, and could lose"):
             opened()
     finally:
         reload("ALTER SYSTEM RESET full_page_writes", "on")
@@ -774,12 +775,19 @@ def psycopg_error(name: str = "IntegrityError") -> Any:
 
 
 def test_a_password_is_in_no_error_and_no_setting_that_is_shown(
-    tmp_path: Path, postgres: PostgresServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    postgres: PostgresServer,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(connection, "START_SECONDS", 0.1)
     url = f"postgresql://me:{SECRET}@127.0.0.1:1/db"
     with pytest.raises(StoreUnavailable, match=r"postgresql://me@127\.0\.0\.1:1/db: ") as caught:
         ConversationStore.open(tmp_path / "data", "test", url=url)
     assert SECRET not in str(caught.value)
+    assert "cannot reach the database" in caplog.text
+    assert SECRET not in caplog.text
     resolved = resolve({"store": url}, {})
     assert resolved.settings.store == url
     print_settings(resolved)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,31 @@ def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresS
         with pytest.raises(StoreCorrupt, match="a page of the database is damaged"):
             [store.log(f"c{number}") for number in range(40)]
         create(store, "new")  # the service takes no changes from then on; the store itself could
+
+
+def test_a_daemon_that_starts_waits_for_a_server_that_is_away(
+    tmp_path: Path, server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = server.new_database()
+    server.stop()
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(ConversationStore.open, tmp_path / "data", "test", url=url)
+        end = time.monotonic() + SECONDS_MAX
+        while "cannot reach the database" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        server.start()
+        with opening.result() as store:
+            create(store, "tea")
+            assert store.num_conversations() == 1
+
+
+def test_a_server_that_refuses_a_daemon_is_not_waited_for(
+    tmp_path: Path, server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StoreUnavailable, match="does not exist"):
+        ConversationStore.open(tmp_path / "data", "test", url=server.url("nowhere"))
+    assert "cannot reach the database" not in caplog.text
 
 
 def test_a_standby_takes_over_with_every_acknowledged_turn(

@@ -239,7 +239,7 @@ def test_a_daemon_that_has_a_history_for_itself_excludes_others_and_is_excluded(
             ConversationStore.open(path.parent, "test")
         with pytest.raises(StoreLocked):
             ConversationStore.open(tmp_path / "a", "test", url=url)  # the other daemon's folder
-    with pytest.raises(StoreError, match="give each daemon a --data folder of its own"):
+    with pytest.raises(StoreError, match="give each daemon its own --data folder"):
         ConversationStore.open(path.parent, "test", url=url)
     with ConversationStore.open(path.parent, "test") as store:
         assert list(store.log("tea")) == [1, 2]
@@ -306,7 +306,7 @@ def test_a_schema_that_others_need_is_not_changed(
     monkeypatch.setattr(
         migrations.migrate, "__defaults__", (newer, *(migrations.migrate.__defaults__ or ())[1:])
     )
-    with pytest.raises(StoreError, match="daemons of an older Pensieve have it open; stop all"):
+    with pytest.raises(StoreError, match=r"daemons of an older Pensieve have it open\. Stop all"):
         ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}")
 
 

@@ -261,7 +261,7 @@ def test_a_daemon_starts_though_it_cannot_end_what_stands_still(
     options: dict[str, Any] = {"url": url, "lease_seconds": LEASE_SECONDS}
     with ConversationStore.open(tmp_path / "a", "test", replica="a", **options) as store:
         create(store, "tea")
-    assert "no transaction that stands still could be ended: division by zero" in caplog.text
+    assert "cannot end hanging transactions of other daemons: division by zero" in caplog.text
 
 
 def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_the_conversation(

@@ -73,7 +73,7 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # hello
         ("DELETE FROM messages WHERE message = 3", "conversation 'tea', message 2: does not exist"),
         (
             "DELETE FROM history WHERE conversation = 1 AND position = 1",
-            "conversation 'tea', message 2: the one before it is missing",
+            "conversation 'tea', message 2: the message before it is missing",
         ),
         (
             "UPDATE history SET first_token = 5 WHERE conversation = 1 AND position = 2",
@@ -179,7 +179,9 @@ def test_a_flipped_bit_is_not_served(spoken: ConversationStore) -> None:
 )
 def test_a_log_with_a_gap_is_not_served(spoken: ConversationStore, statement: str) -> None:
     change(spoken, statement)
-    with pytest.raises(StoreCorrupt, match="conversation 'tea': its messages do not tile the log"):
+    with pytest.raises(
+        StoreCorrupt, match="conversation 'tea': its messages do not cover the log exactly"
+    ):
         spoken.log("tea")
 
 
