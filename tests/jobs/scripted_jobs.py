@@ -53,7 +53,7 @@ class ScriptedJobs:
                 text += chunk
             digest = hashlib.sha256(text).hexdigest()
             if header.sha256 not in ("", digest):
-                raise InvalidArgument("sha256", "is not that of what arrived")
+                raise InvalidArgument("sha256", "does not match the uploaded file")
             lines = [JobLine(n, line) for n, line in enumerate(text.splitlines(), 1) if line]
             self.store.append_lines(key, lines)
             self.store.received(key)

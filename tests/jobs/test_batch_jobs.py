@@ -406,7 +406,7 @@ def test_files_that_are_not_what_was_said_leave_no_job(tmp_path: Path) -> None:
         ):
             with pytest.raises(InvalidArgument, match=field):
                 send(daemon, "j", file, **fields)
-        with pytest.raises(InvalidArgument, match="no line"):
+        with pytest.raises(InvalidArgument, match="no requests"):
             send(daemon, "j", b"\n\n")
         with pytest.raises(NotFound):
             view(daemon, "j")

@@ -227,7 +227,7 @@ def test_a_job_of_grpc_is_a_batch_whose_file_is_its_lines(
         ((PURPOSE, PURPOSE, SENT), "twice"),
         ((PURPOSE, SENT, ('name="expires_after[seconds]"', b"9")), "not supported"),
         ((('name="purpose"', b"x" * 9_000), SENT), "field"),
-        ((PURPOSE, ('name="file"; filename="e"', b"")), "no line"),
+        ((PURPOSE, ('name="file"; filename="e"', b"")), "no requests"),
     ],
 )
 def test_a_form_that_is_none_leaves_no_file(door: HttpRig, parts: Any, says: str) -> None:

@@ -259,7 +259,7 @@ def edit(path: Path, driver: Any, statement: str) -> None:
     [
         ("PRAGMA user_version = 7", StoreTooNew, f"that wrote it, or {LAST_RESORT}"),
         ("PRAGMA application_id = 1", StoreError, "a database of another program"),
-        ("UPDATE job SET job_id = 'moved'", StoreError, "is not where its job belongs"),
+        ("UPDATE job SET job_id = 'moved'", StoreError, "has the wrong name for its job"),
     ],
 )
 def test_a_file_that_is_not_ours_to_read_is_left_as_it_is(

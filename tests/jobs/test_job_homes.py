@@ -219,7 +219,7 @@ def test_a_list_without_the_sizes_of_files_fails_and_names_the_daemon(
         monkeypatch.undo()
     assert answer.status == 503
     assert "one at 127.0.0.1:" in answer.value["error"]["message"]
-    assert "does not say how long its files are" in answer.value["error"]["message"]
+    assert "does not report the sizes of its files" in answer.value["error"]["message"]
     assert len(both.ids(TWO, "/v1/files")) == 3
 
 
@@ -283,7 +283,7 @@ def test_the_error_names_a_daemon_that_is_away_and_its_jobs_return_with_it(tmp_p
             answer = both.ask(TWO, method, f"/v1/files/{file_id}{path}")
             assert answer.status == 503
             assert answer.value["error"]["message"] == (
-                f"job '{file_id}' is in the data folder of one, which is away"
+                f"job '{file_id}' is in the data folder of one, which is down"
             )
         assert both.ids(TWO, "/v1/files") == []
         with pytest.raises(grpc.RpcError) as failed:
@@ -325,7 +325,7 @@ def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     monkeypatch.setattr(forwarding, "LOOK_SECONDS", 0.05)
     answer = both.ask(TWO, "GET", f"/v1/files/{file_id}")
     assert answer.status == 503
-    assert "is in the data folder of one, which is away" in answer.value["error"]["message"]
+    assert "is in the data folder of one, which is down" in answer.value["error"]["message"]
     assert num_looks > 2
 
 

@@ -359,4 +359,4 @@ def test_a_daemon_without_jobs_says_so(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as error:
             service.GetJob(pb.GetJobRequest(job_id="x"))
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
-        assert "takes no jobs" in str(error.value.details())
+        assert "does not run batch jobs" in str(error.value.details())
