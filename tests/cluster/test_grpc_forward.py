@@ -14,7 +14,7 @@ import pytest
 from pensieve.cluster.grpc_edge import GONE, _around
 from pensieve.cluster.grpc_forward import GrpcForward
 from pensieve.cluster.grpc_methods import TIMEOUT, methods
-from pensieve.cluster.replica import STRANGER, DaemonReplica, add_methods
+from pensieve.cluster.replica import NEEDS_TOKENS, DaemonReplica, add_methods
 from pensieve.cluster.settings import ClusterSettings
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig
@@ -199,7 +199,7 @@ def test_without_tokens_other_machines_are_refused() -> None:
         context = Context(peer="ipv4:192.0.2.1:9")
         assert [each async for each in world.send(b"", context)] == []
         assert context.said["code"] is grpc.StatusCode.PERMISSION_DENIED
-        assert context.said["details"] == STRANGER
+        assert context.said["details"] == NEEDS_TOKENS
 
     run("127.0.0.1:1", work)
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pensieve.cluster.http_edge import HttpEdge
 from pensieve.cluster.http_forward import GONE, HttpForward
-from pensieve.cluster.replica import STRANGER, DaemonReplica, forward_http
+from pensieve.cluster.replica import NEEDS_TOKENS, DaemonReplica, forward_http
 from pensieve.cluster.settings import ClusterSettings
 
 CHAT = "/v1/chat/completions"
@@ -190,7 +190,7 @@ def test_what_the_replica_says_itself_is_the_answer() -> None:
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
         client = Client(body=b"{}", peer=("192.0.2.1", 9))
         await edge(client.scope, client.receive, client.send)
-        assert (client.status, client.text) == (403, STRANGER.encode())
+        assert (client.status, client.text) == (403, NEEDS_TOKENS.encode())
         assert daemon.requests == []
 
     run(work)

@@ -205,7 +205,7 @@ def test_options_of_proxies_that_run_are_compared_with_those_of_the_file() -> No
     config = checked(serve_yaml(), "serve.yaml")
     check_options(config, running())
     for changed, named in (
-        ({"proxy_location": "HeadOnly"}, "proxy_location: Ray Serve runs with other values"),
+        ({"proxy_location": "HeadOnly"}, "proxy_location: Ray Serve is running with other values"),
         (
             {"http_options": {"host": "127.0.0.1", "port": 80}},
             "http_options.host, http_options.port:",
