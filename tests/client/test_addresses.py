@@ -1,4 +1,4 @@
-"""What a client knows of its addresses, with a clock of the test's own."""
+"""How a client tracks its addresses, with a clock that the test controls."""
 
 from __future__ import annotations
 

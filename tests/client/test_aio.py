@@ -1,4 +1,4 @@
-"""The asyncio twin: the same promises, and those that only tasks need."""
+"""The async client: the promises of the sync client, and those that only tasks need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def run(server: ScriptedServer, script: Script) -> list[float]:
-    """Run a script with a client; how long it slept between tries."""
+    """Run a script with a client. Return how long it slept between tries."""
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:

@@ -1,6 +1,6 @@
-"""Every way of leaving a turn on purpose ends it at the daemon, and the next message may be sent at once.
+"""Every way to stop a turn early stops it at the daemon, and the next message can be sent at once.
 
-The daemon's grace is so long that no turn here ends by it.
+The daemon's grace period is so long that no turn here ends because of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def endless_async(talk: AsyncConversation, **options: object) -> AsyncTurn:
 
 
 def check_kept(reply: Message, pieces: list[Piece]) -> None:
-    """It is what the caller was given; its text may end with what was withheld until then."""
+    """Check that the history has the text that the caller received, perhaps followed by withheld text."""
     deltas = [piece for piece in pieces if isinstance(piece, Delta)]
     assert reply.token_ids == tuple(token_id for delta in deltas for token_id in delta.token_ids)
     assert reply.text.startswith("".join(map(str, deltas)))
@@ -268,7 +268,7 @@ def test_a_cancel_within_a_with_keeps_all_that_was_generated(rig: DaemonRig) -> 
 
 
 def test_a_daemon_that_does_not_answer_keeps_nobody_for_long(tmp_path: Path) -> None:
-    """It does so when it finds out that nobody reads; the next message waits for that, or is refused."""
+    """It stops the turn when it notices that nobody reads. Until then, the next message waits or fails."""
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
         with closing(Proxy(rig.server.address)) as proxy, Client(proxy.address) as client:
             talk = client.conversation()

@@ -1,4 +1,4 @@
-"""Several daemons with one history: each conversation at its home, and elsewhere while that is away."""
+"""Several daemons with one history: each conversation uses its home, or a fallback while the home is down."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_file_is_sent_to_the_next_daemon_and_its_results_are_read_on_there(
 def test_a_file_that_a_daemon_may_have_is_sent_to_no_other_one(
     fleet: Fleet, client: WithThreads
 ) -> None:
-    """Its answer was lost: the job is there, and a second daemon would compute it, too."""
+    """The answer was lost, so the job may exist. A second daemon must not compute it, too."""
     order = ranked("nightly", fleet.addresses)
     home = fleet.at(order[0]).jobs
     home.lost_answers = 1
@@ -564,7 +564,7 @@ def test_what_would_do_harm_twice_is_sent_to_the_home_that_is_named(
 def test_a_home_that_is_none_of_the_addresses_is_waited_for(
     fleet: Fleet, client: WithThreads
 ) -> None:
-    """Its owner has died, and those that are left may not have it before its time is over."""
+    """The owner has died, and the remaining daemons must wait for the end of its lease."""
     for server in fleet.servers:
         server.mishaps.extend([Mishap(refusal=owned_at("10.9.9.9:50051"))] * 2)
     assert client.ask("talk-0", "hello").text == "hello "

@@ -1,4 +1,4 @@
-"""What the values of the SDK look like in a prompt: one line that helps, and no secret."""
+"""How the SDK's values are displayed: one helpful line, without secrets."""
 
 from __future__ import annotations
 

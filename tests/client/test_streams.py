@@ -1,4 +1,4 @@
-"""A turn over connections that fail: added once, shown once, cancelled once."""
+"""Turns over failing connections: added once, shown once, cancelled once."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_an_exception_within_the_wait_for_a_piece_ends_the_turn(
 def test_a_reply_that_is_complete_when_the_time_is_over_is_read_to_its_end(
     client: Client, server: ScriptedServer
 ) -> None:
-    """Whoever is told that the time was over would say it again, and have it in the history twice."""
+    """A caller that sees a timeout would send the message again, and the history would have it twice."""
     late = Refusal("DEADLINE_EXCEEDED")
     for ask in (True, False):
         talk = client.conversation(f"c{ask}")

@@ -1,4 +1,4 @@
-"""Programs that are tied to an actor: ready, ended with it, killed with it."""
+"""Child programs of an actor: ready, ended with it, killed with it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_end_that_nobody_wanted_is_told_from_one_that_somebody_did() -> None:
 
 
 def test_one_that_is_stopped_twice_is_told_once() -> None:
-    """A daemon would interrupt its turns at the second signal."""
+    """A second signal would make a daemon interrupt its turns."""
     code = (
         "import signal; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1)); "
         + READY
@@ -111,7 +111,7 @@ class FullDisk:
 
 
 def test_a_log_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would kill the child with the thread that has started it."""
+    """If the thread that started the child ended, the kernel would kill the child."""
     code = "[print('a line', file=sys.stderr, flush=True) for _ in range(3)]; "
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""HTTP requests through a replica: the client sees the daemon's answer, and 503 for what Ray says itself."""
+"""HTTP requests through a replica: the client gets the daemon's answer, or 503 for Ray's own errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLIENT = ("127.0.0.1", 9)
 
 
 class Daemon:
-    """Answers with what it was sent; on /endless a message every 10 ms, on /cut two and no end."""
+    """Echoes requests. /endless sends a message every 10 ms; /cut sends two and no end."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -46,7 +46,7 @@ class Daemon:
 
 
 class Client:
-    """One request, as uvicorn brings it."""
+    """One request, as uvicorn delivers it."""
 
     def __init__(
         self, path: str = CHAT, body: bytes | None = None, method: str = "", peer: Any = CLIENT
@@ -220,7 +220,7 @@ def test_the_bytes_of_a_header_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("status", [404, None])
 def test_what_ray_says_itself_is_a_503(status: int | None) -> None:
-    """It has no application, or says nothing because the replica died."""
+    """Ray has no application, or does not answer because the replica died."""
 
     async def ray(_: Any, __: Any, send: Any) -> None:
         if status is not None:

@@ -1,4 +1,4 @@
-"""What a cluster's arguments may say, and the command lines that come of them."""
+"""The arguments of a cluster, and the command lines that follow from them."""
 
 from __future__ import annotations
 

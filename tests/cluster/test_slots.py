@@ -1,4 +1,4 @@
-"""Which data folder a replica gets."""
+"""The data folder that a replica gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of a Batch file: read, or refused with the line's number and the parameter's name."""
+"""Lines of a Batch file are read, or refused with the line's number and the parameter's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs on a disk that fails, is full or is damaged: all of an operation or none, and one job at a time."""
+"""Jobs on a failing, full or damaged disk: operations are atomic, and only one job is affected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NEW = JobKey("", "new")
 
 
 def prepare(store: JobStore) -> None:
-    """`nightly` waits with two results; `new` is being received; `old` has ended."""
+    """Create jobs: `nightly` waits with two results, `new` is being received, `old` has ended."""
     sent(store)
     store.answer(KEY, [answer(2)])
     store.refuse(KEY, [refusal(4)])

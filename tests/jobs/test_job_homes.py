@@ -1,4 +1,4 @@
-"""Jobs where several daemons share a history: any daemon answers about them, over both doors."""
+"""If several daemons share a history, any of them answers about jobs, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BROKEN = FILE + b"no json\n"
 
 
 class Both:
-    """Two daemons that echo, with one history."""
+    """Two echo daemons with one history."""
 
     def __init__(self, rigs: list[DaemonRig]) -> None:
         self.rigs = rigs
@@ -310,7 +310,7 @@ def test_jobs_of_a_home_that_does_not_come_back_are_forgotten_when_jobs_are(
 def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then it may come again."""
+    """Until then, it may come back."""
     file_id = both.upload(ONE)
     find, num_looks = both.rigs[TWO].daemon.store.job_owners.find, 0
 

@@ -299,7 +299,7 @@ def test_pages_end_by_bytes_and_leave_nothing_out(jobs: JobStore) -> None:
 
 
 def test_fifty_thousand_lines_are_answered_in_chunks_out_of_order(jobs: JobStore) -> None:
-    """In a memory of pages, not of the job; each line is written and read a fixed number of times."""
+    """Memory depends on pages, not on the job. Each line is written and read a fixed number of times."""
     num_lines = 50_000
     jobs.create(NewJob(KEY))
     for first in range(1, num_lines, 1000):

@@ -1,4 +1,4 @@
-"""Backups of a history while it is written to: whole, of any moment, and safe against damage."""
+"""Backups of a history during writes: complete, at any moment, and safe against damage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Backing(NamedTuple):
-    """A history, and the backup that another process could write of it as well."""
+    """A history and a backup of it, as another process could write it."""
 
     store: ConversationStore
     backup: Backup
@@ -58,14 +58,14 @@ class Backing(NamedTuple):
     driver: Any
 
     def write(self, seconds: float = 60.0) -> float:
-        """The moment that was added, or the one before."""
+        """Return the moment that was added, or the previous one."""
         self.clock.time += seconds
         self.backup.write()
         return points(self.folder)[-1].times[-1]
 
     @contextmanager
     def restored(self, at: float | None = None, **options: Any) -> Iterator[ConversationStore]:
-        """The history of a moment, opened as a daemon would."""
+        """Open the history of a moment as a daemon would."""
         data = self.folder.with_name("restored")
         shutil.rmtree(data, ignore_errors=True)
         restore(self.folder, data, at, driver=self.driver, **options)
@@ -95,7 +95,7 @@ def backing(store: ConversationStore, driver: Any, tmp_path: Path) -> Iterator[B
 
 
 def talk(store: ConversationStore, choose: random.Random, number: int) -> None:
-    """Any change of the history."""
+    """Make a random change to the history."""
     known = [c.conversation_id for c in store.list_conversations(1000).conversations]
     roll = choose.random()
     if roll < 0.15 or not known:
@@ -111,7 +111,7 @@ def talk(store: ConversationStore, choose: random.Random, number: int) -> None:
 
 
 def test_every_moment_is_restored_as_it_was(open_store: Open, driver: Any, tmp_path: Path) -> None:
-    """Whatever happened between: deletions, checkpoints, a file that was compacted and shortened."""
+    """Also with deletions, checkpoints and a compacted, shortened file in between."""
     store, choose = open_store(compact_bytes_min=2**14), random.Random(3)
     world(store)
     backing, moments = backing_of(store, tmp_path / "backup", driver), {}
@@ -182,7 +182,7 @@ def test_a_turn_that_was_running_is_interrupted_in_what_is_restored(backing: Bac
 
 
 def test_deleted_text_leaves_the_backup_a_day_after_what_is_kept(backing: Backing) -> None:
-    """Also if nothing else ever changes."""
+    """Even if nothing else ever changes."""
 
     def is_there() -> bool:
         files = [file for file in backing.folder.rglob("*") if file.is_file()]
@@ -265,7 +265,7 @@ def test_more_changes_than_a_segment_holds_begin_a_generation(
 def test_the_last_moment_comes_behind_one_that_is_still_being_written(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon that ends writes it while the thread of its last regular write may wait for the folder."""
+    """A daemon writes it at its end, while the thread of its last regular write may wait for the folder."""
     create(backing.store, "tea")
     backing.write()
     append, at_once, most = Backup._append, list[Any](), list[int]()
@@ -313,7 +313,7 @@ def test_a_folder_that_was_cleared_gets_another_generation(backing: Backing) -> 
 
 @pytest.fixture
 def written(backing: Backing) -> list[float]:
-    """Two generations, the second with three segments; a turn for each moment."""
+    """Two generations, the second with three segments, and a turn for each moment."""
     create(backing.store, "tea")
     times = [backing.write()]
     for number in range(1, 6):
@@ -555,7 +555,7 @@ while True:
 
 
 def test_processes_that_are_killed_leave_a_backup_that_is_whole(tmp_path: Path) -> None:
-    """Nothing is missing that was acknowledged before the moment, and no file is half."""
+    """Everything acknowledged before the moment is there, and no file is half written."""
     data, folder, choose = tmp_path / "data", tmp_path / "backup", random.Random(1)
     ConversationStore.open(data, "test").close()
     root = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""A history is copied to PostgreSQL and back, and is the same; nothing is half there."""
+"""A history survives a copy to PostgreSQL and back. A failed copy leaves nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 
 def rich(store: ConversationStore) -> None:
-    """Something in each table, a letter NUL, a turn that runs, and numbers that are gone."""
+    """A history with rows in each table, a NUL character, a running turn, and unused numbers."""
     world(store)
     turn_id = begin(store, "cup", "r7", "a\0b", 3)
     state = ChainState(b"digest", b"session")

@@ -1,4 +1,4 @@
-"""Prefixes that were declared are kept, shared and deleted like conversations, and are listed as none."""
+"""Declared prefixes are stored, shared and deleted like conversations, but not listed with them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> Non
 
 
 def test_names_that_are_not_declared_are_the_hints_that_they_were(store: ConversationStore) -> None:
-    """What was declared under a name, and is gone, does not say what that name stands for."""
+    """A deleted declaration does not define the beginning of later conversations with its name."""
     declare(store)
     begin(store, "tea")
     store.delete_conversation("prefix:rules")

@@ -1,4 +1,4 @@
-"""Which daemon has a job, as the database has it."""
+"""The database's record of which daemon has a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Open = Callable[..., ConversationStore]
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens the store of a daemon of that name."""
+    """Open the store of a daemon with this name."""
     opened: list[ConversationStore] = []
     server: PostgresServer | None = None
     url = f"sqlite://{tmp_path / 'history.db'}"

@@ -1,4 +1,4 @@
-"""Schemas: made once, copied before they change, refused when they come from the future."""
+"""Schemas: created once, copied before they change, and refused if they are newer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def edit(path: Path, driver: Any, *statements: str) -> None:
 
 @pytest.fixture
 def path(open_store: Open) -> Path:
-    """A closed database with one turn in it."""
+    """A closed database with one turn."""
     store = open_store()
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
@@ -118,7 +118,7 @@ def test_a_newer_schema_is_refused_and_untouched(
 def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open(
     path: Path, driver: Any, open_store: Open
 ) -> None:
-    """And what it says works."""
+    """And following the advice works."""
     conn = driver.connect(str(path), isolation_level=None)
     migrate(Database(conn), path, {**STEPS, "m012_colour": [COLOUR]})
     conn.close()
@@ -220,7 +220,7 @@ def test_a_record_of_migrations_that_contradicts_the_schema_is_refused(
 
 
 def first_schema(path: Path, driver: Any) -> None:
-    """The database as version 1 made it."""
+    """Create the database with schema version 1."""
     conn = driver.connect(str(path), isolation_level=None)
     for table in ("conversations", "turns", "messages"):
         conn.execute(f"DROP INDEX {table}_body")
@@ -241,7 +241,7 @@ def first_schema(path: Path, driver: Any) -> None:
 def test_a_deletion_removes_the_copy_that_a_migration_made(
     path: Path, driver: Any, open_store: Open
 ) -> None:
-    """A copy would keep what is deleted for ever."""
+    """A copy would keep the deleted text forever."""
     first_schema(path, driver)
     backup = path.with_name("conversations.db.version1")
     store = open_store()

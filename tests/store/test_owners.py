@@ -1,4 +1,4 @@
-"""Whose conversations are: sessions, claims, and the fence around the end of a turn."""
+"""Owners of conversations: sessions, claims, and the fence around the end of a turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(store: ConversationStore, query: str, *values: Any) -> list[tuple[Any, 
 
 
 def own_elsewhere(store: ConversationStore, name: str) -> None:
-    """What the claim of another daemon writes."""
+    """Write the claim of another daemon."""
     running = store.get_conversation(name).running_turn_id
     with writer_of(store).writing() as conn:
         conn.execute(
@@ -237,7 +237,7 @@ def test_an_end_that_is_repeated_after_another_daemon_claimed_the_conversation_i
 def test_recovery_leaves_a_turn_alone_that_another_session_computes(
     store: ConversationStore,
 ) -> None:
-    """Not sure of its own rows, the store interrupts those of conversations that it has."""
+    """An unsure store interrupts only turns of its own conversations."""
     for name in ("tea", "cup"):
         create(store, name)
     mine, other = begin(store, "tea", "r1", "hi", 1), begin(store, "cup", "r1", "hi", 1)

@@ -170,7 +170,7 @@ def test_the_same_request_id_with_other_content_is_refused(store: ConversationSt
 
 
 def test_tokens_are_not_content(store: ConversationStore) -> None:
-    """The same words may be tokenised for another place in the log when they come again."""
+    """A repeated message may be tokenized differently for another place in the log."""
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     assert not store.begin_turn("tea", NewTurn("r1", [user("hi", 9, 9)])).must_run

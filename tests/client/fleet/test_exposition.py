@@ -1,4 +1,4 @@
-"""Metrics texts of several replicas as one, also with what a label should not hold."""
+"""Merging the metrics of several replicas into one text, also with hostile labels."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_replicas_are_read_from_a_list() -> None:
 
 
 def test_the_parser_is_quick_on_what_would_make_a_careless_one_slow() -> None:
-    """Each of these is linear: a pattern that tries all ways to read it would not end."""
+    """Each text is parsed in linear time; a backtracking pattern would not finish."""
     for line in (
         "x{" + 'a="' * 20_000,
         "x{" + 'a="\\' * 20_000 + "}",
