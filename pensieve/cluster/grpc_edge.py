@@ -74,9 +74,7 @@ def _around(method: Method, handler: Any) -> Handler:
     return handler._replace(**{method.kind: around(getattr(handler, method.kind))})
 
 
-def _unary(
-    behaviour: Callable[[Any, Any], Awaitable[bytes]],
-) -> Callable[[Any, Any], Awaitable[bytes]]:
+def _unary(behaviour: Unary) -> Unary:
     async def call(request: Any, context: Any) -> bytes:
         response = await behaviour(request, Call(context))
         if not any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
@@ -86,9 +84,7 @@ def _unary(
     return call
 
 
-def _stream(
-    behaviour: Callable[[Any, Any], AsyncIterator[bytes]],
-) -> Callable[[Any, Any], AsyncIterator[bytes]]:
+def _stream(behaviour: Stream) -> Stream:
     async def call(request: Any, context: Any) -> AsyncIterator[bytes]:
         has_failed = False
         async for response in behaviour(request, Call(context)):

@@ -54,7 +54,6 @@ LINES_A_HOP = 32  # lines read in the text pool before other work may run
 DEATHS_MAX = 2  # deaths of the engine with a line alone
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
-FORGET_SECONDS = 3600.0
 KEEP_SECONDS = 30 * 86_400.0
 T = TypeVar("T")
 RATE_SECONDS = 30.0  # window of `tokens_per_second`

@@ -341,7 +341,7 @@ def test_a_file_system_of_other_hosts_is_refused(
     assert file_system(Path("/mnt2")) == "tmpfs"
     assert file_system(Path("/mnt22")) == "ext4"
     if refused:
-        with pytest.raises(StoreError, match=f"/mnt/x is on {kind}; .* Use postgresql://"):
+        with pytest.raises(StoreError, match=f"/mnt/x is on {kind}, .* Use postgresql://"):
             refuse_network(Path("/mnt/x"))
     else:
         refuse_network(Path("/mnt/x"))
