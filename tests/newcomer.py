@@ -48,7 +48,7 @@ QUIET = [
     r"KV pools: .*",
     r"for the client \(shown once\):",
     r"restoring generation \d+, \d+ segments",
-    r"checking it",
+    r"checking the restored history",
     r"(assumed|costs|limits|load): .*",
     r"\d+ s  .* (a second|a second each)(: .*)?",  # what a plan has tried
     r"making random weights, .*",  # for a bench

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pensieve.client.fleet import Discovery, Fleet, Replica, ReplicaAnswer
-    from pensieve.client.fleet.holdings import Held, ServingReplica
+    from pensieve.client.fleet.holdings import HeldConversation, ServingReplica
     from pensieve.v1 import admin_pb2 as pb
 
 ALL = "all"  # of --replicas
@@ -400,7 +400,8 @@ def _names_differ(found: Sequence[ReplicaAnswer[pb.Stats]]) -> Iterator[str]:
 
 
 def conversations_table(
-    found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]], held: Sequence[Held]
+    found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]],
+    held: Sequence[HeldConversation],
 ) -> RenderableType:
     from rich.console import Group
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Plugs batch jobs into the servers: the gRPC JobService, `/v1/files` and `/v1/batches`, metrics."""
+"""Plug batch jobs into the servers: the gRPC JobService, `/v1/files` and `/v1/batches`, and metrics."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from pensieve.v1 import jobs_pb2, jobs_pb2_grpc
 
 FAMILIES = (
     MetricFamily("jobs", GAUGE, "Batch jobs.", ("state",)),
-    MetricFamily("job_lines_running", GAUGE, "Lines of batch jobs that the engine has."),
-    MetricFamily("job_tokens_per_second", GAUGE, "Tokens of batch jobs in a second."),
+    MetricFamily("job_lines_running", GAUGE, "Lines of batch jobs in the engine."),
+    MetricFamily("job_tokens_per_second", GAUGE, "Tokens of batch jobs per second."),
 )
 
 
 class JobsPlugin:
-    """The doors of the jobs; a plug-in of `api/plugins.py`."""
+    """The services and routes of batch jobs; a plug-in of `api/plugins.py`."""
 
     service: ServiceDescriptor = jobs_pb2.DESCRIPTOR.services_by_name["JobService"]
     families: Sequence[MetricFamily] = FAMILIES
@@ -48,7 +48,7 @@ class JobsPlugin:
     ) -> None:
         """`jobs`: None if this daemon takes none. `homes`: None if no other daemon shares the history.
 
-        A reader may take nothing for `stall_seconds`.
+        A reader that reads nothing for `stall_seconds` is dropped.
         """
         self._jobs, self._stall_seconds, self._homes = jobs, stall_seconds, homes
         self._lists: JobLists | None = None
@@ -91,7 +91,7 @@ class JobsPlugin:
         ]
 
     async def _listed_here(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Answer another daemon, which makes a list."""
+        """Answer another daemon that builds a list."""
         if self._jobs is None or FORWARDED not in exchange.scope:
             return await not_here(exchange, by)
         is_of_all = by.admin and ALL_TENANTS.encode() == exchange.scope["query_string"]

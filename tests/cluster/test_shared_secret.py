@@ -1,4 +1,4 @@
-"""Whose the file of a secret is, and who may read it."""
+"""The owner and the mode of a secret file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A history is copied to PostgreSQL and back, and is the same; nothing is half there."""
+"""A history survives a copy to PostgreSQL and back. A failed copy leaves nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 
 def rich(store: ConversationStore) -> None:
-    """Something in each table, a letter NUL, a turn that runs, and numbers that are gone."""
+    """A history with rows in each table, a NUL character, a running turn, and unused numbers."""
     world(store)
     turn_id = begin(store, "cup", "r7", "a\0b", 3)
     state = ChainState(b"digest", b"session")
@@ -121,7 +121,7 @@ def test_a_place_that_has_a_history_is_left_as_it_is(tmp_path: Path, url: str) -
         world(store)
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         create(store, "mine")
-    with pytest.raises(StoreError, match="there is a history already"):
+    with pytest.raises(StoreError, match="already has a history"):
         copy(here, there)
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         assert [each.conversation_id for each in store.list_conversations().conversations] == [
@@ -204,7 +204,7 @@ def test_the_command_copies_to_a_shared_file_and_back(
     with ConversationStore.open(tmp_path / "back", "test") as store:
         assert rows(store) == held
     assert main(["copy", *data]) == 3
-    assert "there is a history already" in capsys.readouterr().err
+    assert "already has a history" in capsys.readouterr().err
 
 
 @needs_sqlite
