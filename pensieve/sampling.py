@@ -19,6 +19,12 @@ LOGIT_BIAS_MAX = 1024
 LOGPROBS_MAX = 20
 STOP_TOKEN_IDS_MAX = 64
 
+# Defaults: docs/operating.md, Sampling. `scripts/measure loops` compares values.
+OURS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+MAX_TOKENS = 1024
+STOP_REPETITION = 256
+
 
 class Parameter(NamedTuple):
     """What is known of a sampling parameter beside its name, type and default."""
@@ -133,6 +139,13 @@ class Sampling:
     ignore_eos: bool = _parameter(
         False, "go on to max_tokens even if the model samples an end token", "true or false"
     )
+    stop_repetition: int = _parameter(
+        0,
+        "end the reply when its last N tokens only repeat a pattern, at least four times; 0: never",
+        "must be 0 (off) or positive",
+        *(0, (1 << 31) - 1),
+        metavar="N",
+    )
     logprobs: int | None = _parameter(
         None,
         "return the log-probability of each token, and of so many alternatives",
@@ -148,6 +161,11 @@ class Sampling:
     def with_given(self, given: Mapping[str, Any]) -> Sampling:
         """Return these defaults, replaced by what a client gave."""
         values = {"ignore_eos": False, "logprobs": None, **given}
+        if values["ignore_eos"]:  # the client wants max_tokens tokens
+            values.setdefault("stop_repetition", 0)
+        if values.get("temperature") == 0:  # plain greedy decoding
+            for name, neutral in NO_PENALTIES.items():
+                values.setdefault(name, neutral)
         if "min_tokens" in given and "max_tokens" not in given:
             values["max_tokens"] = max(self.max_tokens, given["min_tokens"])
         return replace(self, **values)
@@ -204,6 +222,41 @@ class Sampling:
         return None
 
 
+class DefaultSampling(NamedTuple):
+    """What applies to a request that names no sampling values, through every door."""
+
+    sampling: Sampling
+    from_model: bool  # the model's files name the values
+
+
+def default_sampling(generation_config: Mapping[str, Any]) -> DefaultSampling:
+    """Return the defaults of a model with this generation_config.json; {} if it has none.
+
+    A config that sets `do_sample` or a value of sampling is used as transformers uses it: fields that it
+    lacks are neutral. Any other model gets ours, because greedy replies of small models loop.
+
+    Raises ValueError if a value is out of bounds.
+    """
+    kinds = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+    values: dict[str, Any] = {
+        name: kind(generation_config[name])
+        for name, kind in {**kinds, "repetition_penalty": float}.items()
+        if generation_config.get(name) is not None
+    }
+    do_sample = generation_config.get("do_sample")
+    from_model = do_sample is not None or bool(kinds.keys() & values.keys())
+    if do_sample is False:
+        values["temperature"] = 0.0
+    elif from_model:
+        values.setdefault("temperature", 1.0)
+    else:
+        values = {**OURS, **values}
+    sampling = Sampling(**values, max_tokens=MAX_TOKENS, stop_repetition=STOP_REPETITION)
+    if (problem := sampling.problem()) is not None:
+        raise ValueError(" ".join(problem))
+    return DefaultSampling(sampling, from_model)
+
+
 def parameter_of(each: Field[Any]) -> Parameter:
     """Return what a field of `Sampling` says about itself."""
     found: Parameter = each.metadata["parameter"]
@@ -237,6 +290,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
+    stop_repetition: int | None
     logprobs: int | None
     logit_bias: Mapping[int, float] | None
 

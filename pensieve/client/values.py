@@ -168,7 +168,8 @@ class Reply:
     Attributes:
         text: all of it.
         token_ids: the tokens that the text was made from.
-        finish_reason: "stop" (the model or a stop string ended it), "length" or "cancelled".
+        finish_reason: "stop" (the model or a stop string ended it), "length", "repetition" (it only
+            repeated itself) or "cancelled".
         usage: how many tokens were read and written, and how long it took.
         revision: of the conversation, now that this turn is in it.
         turn_id: the server's id of the turn.
@@ -203,7 +204,7 @@ class Message:
         first_token: position of its first token in the conversation.
         num_tokens: how many tokens it has, those of the chat template included.
         token_ids: the tokens themselves; empty without `include_token_ids`.
-        finish_reason: of a reply: "stop", "length" or "cancelled".
+        finish_reason: of a reply: "stop", "length", "repetition" or "cancelled".
         metadata: what was sent with its turn; empty for replies.
         tool_calls: that a client gave with it, in the form of OpenAI's API; those that the model wrote are
             in the text of its reply, unless `cut_replies` puts them here.
@@ -307,8 +308,8 @@ class ServerInfo:
         torch_version: of torch.
         transformers_version: of transformers.
         uptime_seconds: since the daemon started.
-        sampling: what the model's files recommend, by field, and what a message gets that does not say.
-            Empty: nothing, and such replies are greedy; None: a daemon of an earlier version.
+        sampling: the values of a message that sets none, by name; None: a daemon of an earlier version.
+        sampling_from_model: whether the model's files name these values; otherwise they are Pensieve's.
         layers: in which form the model's layers run; empty until it was loaded, or of an earlier version.
         kv_dtype: in which its KV is kept, such as "bfloat16" or "int8"; empty likewise.
     """
@@ -327,6 +328,7 @@ class ServerInfo:
     sampling: Mapping[str, float] | None = None
     layers: str = ""
     kv_dtype: str = ""
+    sampling_from_model: bool = False
     __repr__ = shown
 
 
@@ -434,13 +436,14 @@ def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
 
 
 def info_of(given: pb.ServerInfo) -> ServerInfo:
-    """From a daemon's description of the wire.  Fields of `sampling` that are not set are left out."""
-    sampling = {each.name: value for each, value in given.recommended_sampling.ListFields()}
+    """Convert a daemon's description of itself."""
+    sampling = {each.name: value for each, value in given.default_sampling.ListFields()}
     return _value(
         ServerInfo,
         given,
         state=STATES.get(given.state, "unknown"),
-        sampling=sampling if given.HasField("recommended_sampling") else None,
+        sampling=sampling if given.HasField("default_sampling") else None,
+        sampling_from_model=given.defaults_from_model,
     )
 
 

@@ -199,7 +199,7 @@ class Daemon:
 
     @property
     def defaults(self) -> Sampling:
-        """What the model's authors recommend, where a request does not say."""
+        """Return the values for what a request does not set."""
         if self._conversations is None:
             raise Loading(LOADING)
         return self.texts.defaults

@@ -157,6 +157,7 @@ class SampledToken:
     stopped: bool = False  # it ends the reply: an end-of-turn token, a stop token or a stop string
     logprob: float | None = None
     top_logprobs: tuple[Logprob, ...] = ()
+    repeats: bool = False  # it stopped the reply because the reply only repeats itself
 
 
 class TurnFailure(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from pensieve.text.detokenizer import Detokenizer
+from pensieve.text.repetition import RepetitionDetector
 from pensieve.text.stop import StopMatcher
 from pensieve.text.tokenizer import Tokenizer
 
@@ -25,7 +26,10 @@ from pensieve.text.tokenizer import Tokenizer
 class ReplyText:
     """The text of one reply; it is kept until the turn ends, also while the turn is suspended."""
 
-    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stop_matcher", "end_token_ids")
+    __slots__ = (
+        *("_detokenizer", "_min_tokens", "_num_tokens", "_repetition", "_stop_matcher"),
+        *("end_token_ids", "repeats"),
+    )
 
     def __init__(
         self,
@@ -33,25 +37,30 @@ class ReplyText:
         end_token_ids: AbstractSet[int],
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
+        stop_repetition: int = 0,
     ) -> None:
         self.end_token_ids = end_token_ids
         self._detokenizer = Detokenizer(tokenizer)
         self._stop_matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._repetition = RepetitionDetector(stop_repetition) if stop_repetition else None
+        self.repeats = False  # whether the reply was stopped because it only repeats itself
 
     def push(self, token_id: int, is_last: bool) -> tuple[str, bool]:
         """The text that this token releases, and whether the reply stops with it."""
         self._num_tokens += 1
         stops = token_id in self.end_token_ids
+        repeats = self._repetition is not None and self._repetition.push(token_id)
         text = "" if stops else self._detokenizer.push(token_id)
-        if stops or is_last:
+        if stops or is_last or repeats:
             text += self._detokenizer.flush()
         if self._num_tokens < self._min_tokens:
-            return text, stops  # no stop string ends the reply yet
+            return text, stops  # neither a stop string nor repetition ends the reply yet
         released, matched = self._stop_matcher.push(text)
         if matched is not None:
             return released, True
-        if stops or is_last:
+        self.repeats = repeats and not stops
+        if stops or is_last or repeats:
             released += self._stop_matcher.flush()
-        return released, stops
+        return released, stops or repeats
