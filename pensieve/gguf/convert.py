@@ -21,13 +21,16 @@ SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": 
 class Conversion:
     """A file that can be converted: everything that could be wrong with it has been looked at."""
 
-    def __init__(self, path: Path, name: str = "") -> None:
+    def __init__(self, path: Path, name: str = "", chat_template: str | None = None) -> None:
+        """`chat_template` replaces the one in the file."""
         self.name = name or path.name
         self._header = Header(path)
         self._config = config_of(self._header)
         self._weights = weights_of(self._header)
         check_kinds(self._weights, path.name)
         self._texts = write_tokenizer(self._header)
+        if chat_template is not None:
+            self._texts["chat_template.jinja"] = chat_template
         self.num_bytes = num_bytes(self._weights)
 
     def sizes(self) -> str:

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from pensieve.launch.smollm2 import TEMPLATE
 from pensieve.text import ChatTemplate, Tokenizer
 from tests.text.tiny_tokenizers import byte_level_library
 
@@ -348,7 +349,10 @@ DEEPSEEK_R1 = Family(
     ),
 )
 
-FAMILIES = (LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, PHI_3, GEMMA, DEEPSEEK_R1)
+SMOLLM2 = Family(
+    "smollm2", TEMPLATE.read_text(), _QWEN_SPECIAL, bos="<|im_start|>", eos="<|im_end|>"
+)
+FAMILIES = (LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, PHI_3, GEMMA, DEEPSEEK_R1, SMOLLM2)
 
 
 def write_folder(folder: Path, family: Family) -> Path:

@@ -296,6 +296,7 @@ def test_the_style_of_a_model() -> None:
         "qwen2.5": "hermes",
         "qwen3": "hermes",
         "mistral": "mistral",
+        "smollm2": "hermes",
     }
     assert styles["qwen3"].mark_is_token
     assert styles["mistral"].mark_is_token
