@@ -18,6 +18,7 @@ from tests.text.families import (
     PHI_3,
     QWEN_2_5,
     QWEN_3,
+    SMOLLM2,
     Family,
     template_of,
 )
@@ -101,7 +102,7 @@ def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
     assert delta.token_ids == behind.token_ids
 
 
-@pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL], ids=by_name)
+@pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, SMOLLM2], ids=by_name)
 @pytest.mark.parametrize("first", [[], [SYSTEM], [SYSTEM, *SHOTS]], ids=["none", "system", "shots"])
 def test_tools_are_in_the_head_or_follow_it(family: Family, first: list[Message]) -> None:
     template = template_of(family)

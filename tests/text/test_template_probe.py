@@ -13,6 +13,7 @@ from tests.text.families import (
     PHI_3,
     QWEN_2_5,
     QWEN_3,
+    SMOLLM2,
     Family,
     template_of,
 )
@@ -51,6 +52,7 @@ def test_templates_that_only_append(family: Family) -> None:
         ),
         (PHI_3, set()),
         (GEMMA, set()),
+        (SMOLLM2, set()),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
