@@ -1,4 +1,4 @@
-"""Find out from its token ids that a reply only repeats itself."""
+"""Detect, from token ids alone, that a reply only repeats itself."""
 
 from __future__ import annotations
 

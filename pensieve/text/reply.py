@@ -1,14 +1,15 @@
-"""Turns the tokens of a reply into text as they come, and finds the token that ends it.
+"""Decode the tokens of a reply as they come, and find the token that ends it.
 
     token id ─> Detokenizer ─> StopMatcher ─> text of the token
                 (withholds      (withholds what may
                  incomplete      begin a stop string)
                  UTF-8)
 
-A reply stops at an end-of-turn token (unless the client ignores it), at a stop token or at a stop string
-(looked for from `min_tokens` on).  A token that ends it by its id is in the log and not in the text; after a
-stop string the log ends with the token that completed it, the text before the string.  The
-scheduler decides when a reply has its maximal length, and its last token is marked (`is_last`).
+A reply stops at an end-of-turn token (unless the client ignores it), at a stop token, at a stop string, or
+when it only repeats itself. Stop strings and repetition count from `min_tokens` on. A token that ends the
+reply by its id is in the log and not in the text. After a stop string the log ends with the token that
+completed it, and the text ends before the string. The scheduler decides when a reply has its maximum length
+and marks its last token (`is_last`).
 
 Withheld text is released at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string unchanged.
 """
@@ -24,7 +25,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class ReplyText:
-    """The text of one reply; it is kept until the turn ends, also while the turn is suspended."""
+    """The text of one reply. It lives until the turn ends, also while the turn is suspended."""
 
     __slots__ = (
         *("_detokenizer", "_min_tokens", "_num_tokens", "_repetition", "_stop_matcher"),
@@ -48,7 +49,7 @@ class ReplyText:
         self.repeats = False  # whether the reply was stopped because it only repeats itself
 
     def push(self, token_id: int, is_last: bool) -> tuple[str, bool]:
-        """The text that this token releases, and whether the reply stops with it."""
+        """Return the text that this token releases, and whether the reply stops with it."""
         self._num_tokens += 1
         stops = token_id in self.end_token_ids
         repeats = self._repetition is not None and self._repetition.push(token_id)

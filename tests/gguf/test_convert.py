@@ -182,12 +182,12 @@ def one_of_three(writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (unknown_key, r"llama.rope.scaling.type = 'yarn' means"),
-        (other_factors, "scaled in another way than Llama 3's"),
-        (unknown_tensor, "nothing like its tensor blk.0.attn_sinks.weight"),
+        (unknown_key, r"no known equivalent of llama.rope.scaling.type = 'yarn'"),
+        (other_factors, "not scaled as Llama 3's"),
+        (unknown_tensor, "no tensor like blk.0.attn_sinks.weight"),
         (a_window, "llama.attention.sliding_window = 128"),
         (part_of_a_head, "llama.attention.value_length is 4"),
-        (one_of_three, "one of 3 parts; llama-gguf-split --merge"),
+        (one_of_three, "one of 3 parts. Join them with llama-gguf-split --merge"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_with_the_reason(
@@ -205,7 +205,7 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(tmp_pa
     for write in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
         getattr(writer, write)()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"architecture mamba; .* llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModel, match=r"architecture mamba. .* llama, qwen2, qwen3"):
         Conversion(tmp_path / "tiny.gguf")
 
 
@@ -219,7 +219,7 @@ def test_a_file_that_lacks_a_tensor_or_its_end_is_refused(tmp_path: Path) -> Non
     whole = path.read_bytes()
     for length in (3, 30, 2000, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ModelError, match="no whole GGUF file"):
+        with pytest.raises(ModelError, match="not a complete GGUF file"):
             Conversion(path)
 
 

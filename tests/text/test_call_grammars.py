@@ -188,7 +188,7 @@ def test_each_schema_has_definitions_of_its_own() -> None:
 
 def test_a_name_that_cannot_be_written_is_refused() -> None:
     for name in ("a b", "a[b", "", "x" * 300):
-        with pytest.raises(GrammarError, match="cannot be written"):
+        with pytest.raises(GrammarError, match="cannot write a call"):
             matcher("named", tools=[a_tool(name)])
     odd = 'say "hi" / \\ größe'
     text = "<tool_call>" + json.dumps({"name": odd, "arguments": {}}, ensure_ascii=False)

@@ -157,7 +157,7 @@ def test_what_depends_on_later_messages_is_refused_and_never_wrong() -> None:
     whole = template.opening([SYSTEM, user("Hello")], NOTHING)
     assert head.token_ids + behind.token_ids == whole.token_ids
     longer = [user("Hello"), Message("assistant", "yes"), user("So?")]
-    with pytest.raises(InvalidArgument, match="writes the prefix in another way"):
+    with pytest.raises(InvalidArgument, match="writes the prefix differently"):
         template.behind(head, [SYSTEM], longer, NOTHING)
 
 
