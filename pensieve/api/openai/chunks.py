@@ -67,8 +67,8 @@ class ChoiceStream:
         *,
         logprobs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        ending = ending or {"finish_reason": None}
-        one = {"index": self._choice, **new, "logprobs": logprobs, **ending}
+        reason = {"finish_reason": None} if ending is None else ending
+        one = {"index": self._choice, **new, "logprobs": logprobs, **reason}
         usage = {"usage": None} if self._request.include_usage else {}
         return {**_head(self._request, self._heading), "choices": [one], **usage}
 

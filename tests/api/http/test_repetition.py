@@ -76,7 +76,7 @@ def test_openai_chat_says_length_and_why(door: HttpRig, folder: Path) -> None:
     whole = door.chat("What do you like?", model="model", max_tokens=900).value["choices"][0]
     assert (whole["finish_reason"], whole["stop_reason"]) == ("length", "repetition")
     write_script(folder / "script", [LOOP])
-    body = {"model": "model", "max_tokens": 900, "stream": True}
+    body: dict[str, Any] = {"model": "model", "max_tokens": 900, "stream": True}
     last = door.chat("What do you like?", **body).events[-2]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("length", "repetition")
     write_script(folder / "script", ["Tea."])
@@ -105,8 +105,11 @@ def test_anthropics_client_takes_it(door: HttpRig) -> None:
 
 
 def test_the_calls_of_the_page_say_repetition(door: HttpRig) -> None:
-    body = {"conversation_id": "page", "messages": [{"content": "What do you like?"}]}
-    body["create_if_missing"] = True  # type: ignore[assignment]
+    body = {
+        "conversation_id": "page",
+        "messages": [{"content": "What do you like?"}],
+        "create_if_missing": True,
+    }
     answer = door.ask("POST", "/pensieve.v1.ConversationService/SendMessage", body)
     events = [
         json.loads(line[6:])

@@ -61,8 +61,9 @@ def test_a_required_or_named_call_is_made_and_its_result_answered(
     (name,) = check(asked.message.tool_calls, 1)
     if choice != "required":
         assert name == choice["function"]["name"]
-    (call,) = asked.message.tool_calls or ()
-    result = {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"rain": False})}
+    assert asked.message.tool_calls
+    call_id = asked.message.tool_calls[0].id
+    result = {"role": "tool", "tool_call_id": call_id, "content": json.dumps({"rain": False})}
     messages += [asked.message.to_dict(), result]
     answered = client.chat.completions.create(
         model=model, messages=messages, tool_choice="none", **{**ASK, "max_tokens": 20}
@@ -72,8 +73,9 @@ def test_a_required_or_named_call_is_made_and_its_result_answered(
 
 
 def test_auto_is_text_or_valid_calls(client: openai.OpenAI, model: str) -> None:
+    messages: list[Any] = [QUESTION]
     found = client.chat.completions.create(
-        model=model, messages=[QUESTION], tool_choice="auto", **{**ASK, "max_tokens": 120}
+        model=model, messages=messages, tool_choice="auto", **{**ASK, "max_tokens": 120}
     ).choices[0]
     if found.finish_reason == "tool_calls":
         check(found.message.tool_calls)
