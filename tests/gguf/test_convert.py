@@ -1,4 +1,4 @@
-"""A GGUF file becomes the folder of transformers that it was made from, or is refused with the reason."""
+"""A GGUF file becomes the folder that it was made from, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_quantised_file_is_what_transformers_itself_reads_from_it(
 def test_rows_that_are_written_block_by_block_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of three rows of 32: none ends where a head ends."""
+    """Blocks have three rows of 32, so no block ends where a head ends."""
     model = random_model("llama")
     for name, elements in (("whole", 1 << 22), ("blocks", 100)):
         monkeypatch.setattr(weights_module, "BLOCK_ELEMENTS", elements)
@@ -224,5 +224,5 @@ def test_a_file_that_lacks_a_tensor_or_its_end_is_refused(tmp_path: Path) -> Non
 
 
 def test_the_rows_of_a_head_go_back_where_they_were() -> None:
-    """Literally: two heads of four rows, which llama.cpp writes as 0 2 1 3."""
+    """Two heads of four rows, which llama.cpp writes as 0 2 1 3."""
     assert permuted(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -1,4 +1,4 @@
-"""From token ids to released text, and the three ways a reply ends."""
+"""From token ids to released text, and the ways a reply ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EURO = [100, 101, 102]
 
 
 def run(token_ids: list[int], *, length: int = 99, **fields: Any) -> list[object]:
-    """What each token answers: its text, or (text, finish) where it ends the turn."""
+    """Return the text of each token, or (text, finish) for the token that ends the turn."""
     sampling = Sampling(**fields)
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {2})
     reply = ReplyText(

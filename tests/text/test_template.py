@@ -1,4 +1,4 @@
-"""Deltas are exactly what the template writes, token by token, and the past is never touched."""
+"""Deltas are exactly what the template writes, token by token, and earlier tokens never change."""
 
 import dataclasses
 from typing import Any
@@ -95,7 +95,7 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 
 @pytest.mark.parametrize("system", [[], [Message("system", "Be kind.")]], ids=["own", "given"])
 def test_without_tools_the_first_model_has_its_own_template(system: list[Message]) -> None:
-    """It was trained with it."""
+    """The model was trained with that template."""
     itself = template_of(dataclasses.replace(SMOLLM2, template=SMOLLM2_ITSELF))
     messages = [*system, user(" Hello "), Message("assistant", "Yes "), user("мир 😀")]
     template = template_of(SMOLLM2)

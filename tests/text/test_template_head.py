@@ -1,4 +1,4 @@
-"""A head and what follows it are, token for token, the opening that the template writes as a whole."""
+"""A head and the tokens after it are, token for token, the whole opening that the template writes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FOLLOWERS = [
 
 
 def firsts_of(family: Family) -> list[list[Message]]:
-    """Few-shot turns, a system prompt, and both where the template takes one."""
+    """Return few-shot turns, a system prompt, and both together if the template allows it."""
     if family is GEMMA:
         return [SHOTS, SHOTS[:2]]
     return [[SYSTEM], SHOTS, [SYSTEM, *SHOTS], [SYSTEM, *SHOTS[:2]]]
@@ -92,7 +92,7 @@ def test_a_head_has_all_that_the_first_messages_say(family: Family) -> None:
 
 @pytest.mark.parametrize("family", [QWEN_2_5, LLAMA_3], ids=by_name)
 def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
-    """The head ends as a reply that the model has ended itself, so the log is like any other."""
+    """The head ends like a reply that the model ended itself, so later deltas are as usual."""
     template, setting = template_of(family), setting_of(family)
     first = [SYSTEM, *SHOTS]
     head = template.head(first, setting)
