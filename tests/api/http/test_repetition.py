@@ -13,9 +13,11 @@ import openai
 import pytest
 
 from pensieve.client import Client
+from pensieve.jobs.worker import JobsConfig
 from pensieve.sampling import STOP_REPETITION
 from tests.api.http.rig_http import HttpRig, http_rig
 from tests.conversations.rig import write_model
+from tests.conversations.rig_daemon import wait_for
 from tests.conversations.scripted_engine import write_script
 from tests.text.families import QWEN_3
 
@@ -32,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def door(folder: Path) -> Iterator[HttpRig]:
     model = write_model(folder / "model", QWEN_3)
     program = (sys.executable, "-m", "tests.conversations.scripted_engine", str(folder / "script"))
-    with http_rig(folder / "data", program=program, model_folder=model) as found:
+    with http_rig(
+        folder / "data", program=program, model_folder=model, batch_jobs=JobsConfig()
+    ) as found:
         yield found
 
 
@@ -102,6 +106,27 @@ def test_anthropics_client_takes_it(door: HttpRig) -> None:
             messages=[{"role": "user", "content": "What do you like?"}],
         )
     assert message.stop_reason == "max_tokens"
+
+
+def test_a_batch_says_what_chat_says(door: HttpRig) -> None:
+    messages = [{"role": "user", "content": "What do you like?"}]
+    line = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "model", "messages": messages},
+    }
+    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as typed:
+        file = typed.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = typed.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        wait_for(lambda: typed.batches.retrieve(batch.id).status == "completed")
+        output = typed.batches.retrieve(batch.id).output_file_id
+        assert output is not None
+        answer = json.loads(typed.files.content(output).text)
+    choice = answer["response"]["body"]["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "repetition")
 
 
 def test_the_calls_of_the_page_say_repetition(door: HttpRig) -> None:
