@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pensieve.conversations.followers import TurnFollowers
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.iteration import Logprob
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import HAS_REPLY, FinishReason
 from pensieve.text import Part
 from pensieve.text.reply_pieces import Piece, ReplyPieces
 
@@ -21,7 +21,7 @@ class ReplyTokens(NamedTuple):
 
     token_ids: Sequence[int]
     texts: Sequence[str]  # that each token released
-    finish: FinishReason = FinishReason.STOP  # STOP or LENGTH; of a whole reply
+    finish: FinishReason = FinishReason.STOP  # of HAS_REPLY; of a whole reply
     parts: Sequence[Part] = ()  # that each token belongs to; empty: all is text
     logprobs: Sequence[tuple[float, Sequence[Logprob]]] = ()  # of each token, if requested
 
@@ -93,8 +93,9 @@ class ReplyStream:
         texts = list(found.texts)
         if tail and texts:
             texts[-1] += tail
-        is_cut = (finish or live.finish) is FinishReason.LENGTH
-        finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        finish = finish or live.finish
+        if finish not in HAS_REPLY:  # it was cancelled
+            finish = FinishReason.STOP
         return ReplyTokens(found.token_ids, texts, finish, found.parts, found.logprobs)
 
     @property

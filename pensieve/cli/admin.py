@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,12 @@ from pensieve.cli.plain_values import plain
 from pensieve.cli.reaching import address_of
 from pensieve.config import LOOK, REACH, Resolved, settings_for, settings_named
 from pensieve.errors import InvalidArgument, NotFound
+from pensieve.sampling import Sampling
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pensieve.client import Job
+    from pensieve.client import Job, ServerInfo
     from pensieve.client.admin import Admin
 
 ACTIONS = ("list", "pause", "resume", "cancel", "delete")
@@ -138,7 +139,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         "computes": f"{found.dtype}, {found.weights} weights, {_kv_text(found.kv_dtype)}on {found.device}",
         "runs": found.layers,
         "context": f"{found.context_max_tokens:,} tokens at most",
-        "sampling": _sampling_text(found.sampling),
+        "sampling": _sampling_text(found),
         "pensieve": found.version,
         "torch": found.torch_version,
         "transformers": found.transformers_version,
@@ -160,10 +161,15 @@ def _kv_text(kv_dtype: str) -> str:
     return f"{kv_dtype} KV, " if kv_dtype else ""  # empty: a daemon of an earlier version
 
 
-def _sampling_text(named: Mapping[str, float] | None) -> str:
-    if not named:
-        return "the model names none: greedy, where a message does not say"
-    return ", ".join(f"{name} {value:g}" for name, value in named.items()) + " (the model's own)"
+def _sampling_text(info: ServerInfo) -> str:
+    """Show temperature, and the other values that are not neutral."""
+    neutral = asdict(Sampling())
+    values = ", ".join(
+        f"{name} {value:g}"
+        for name, value in (info.sampling or {}).items()
+        if name == "temperature" or value != neutral[name]
+    )
+    return f"{values} (" + ("the model's own)" if info.sampling_from_model else "default)")
 
 
 def print_stats(admin: Admin, arguments: argparse.Namespace) -> int:

@@ -158,7 +158,7 @@ def _chat(
     from pensieve.cli.chat_terminal import ChatTerminal
 
     settings = resolved.settings
-    of_the_model = info.sampling if info is not None else None
-    sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
+    defaults, from_model = (info.sampling, info.sampling_from_model) if info else (None, False)
+    sampling = ChatSampling(resolved, defaults, from_model)
     manner = Manner(sampling, settings.system or "", bool(settings.stats))
     return ChatTerminal(client, admin, manner, ended, ctrl_c, screen)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -22,8 +20,6 @@ from pensieve.client.requests import MessageInput
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnInterrupted
 
 NO_TURN = "there is no turn yet"
-PERIOD_TOKENS_MAX = 200  # a long paragraph
-REPEATED_TOKENS_MIN = 40
 
 
 @dataclass(frozen=True)
@@ -95,28 +91,23 @@ class Talk:
             reply = turn.reply
         except TurnInterrupted as error:  # it was given up
             raise TurnInterrupted(f"{error}; /messages shows what is in the history") from None
+        if reply.finish_reason == "repetition":
+            advice = self.sampling.advice
+            self._screen.notice(f"[stopped: the reply repeated itself. {advice} makes this rarer]")
         if self._stats:
             self._screen.notice(cost_line(reply.usage))
         return reply
 
     def _stream(self, turn: Turn) -> None:
-        repetition: Repetition | None = Repetition()  # until it is noticed
         self.thinking = ""
         for event in turn:
             if isinstance(event, Restarted):
                 self._screen.begin_again("[the engine was started again; so is the reply]")
                 self.thinking = ""
-                repetition = repetition and Repetition()
                 continue
             self._screen.reply(event.text, event.kind)
             if event.kind == "thinking":
                 self.thinking += event.text
-            if repetition is not None and repetition.push(event.token_ids):
-                repetition = None
-                advice = self.sampling.advice
-                self._screen.notice(
-                    f"[the reply repeats itself: Ctrl-C stops it, {advice} makes that rarer]"
-                )
 
     # -- its history --
 
@@ -173,28 +164,3 @@ def cost_line(usage: Usage) -> str:
         f"first token {usage.first_token_seconds * 1e3:.0f} ms | "
         f"{usage.output_tokens} tokens at {rate:.1f}/s]"
     )
-
-
-class Repetition:
-    """Notices a reply that says the same over and over, while it streams.
-
-    For each period p it counts for how long each token has been the one p tokens before.  A reply repeats
-    itself once that has lasted for two more periods (so the same came three times) and for
-    REPEATED_TOKENS_MIN tokens (so that a row of dashes is none).  Lists and tables that differ in an item
-    break every count.
-    """
-
-    def __init__(self) -> None:
-        self._last: deque[int] = deque(maxlen=PERIOD_TOKENS_MAX)  # the newest first
-        self._lasted = [0] * PERIOD_TOKENS_MAX  # of period p at p - 1: equal tokens in a row
-
-    def push(self, token_ids: Iterable[int]) -> bool:
-        """Whether the reply repeats itself, with these tokens."""
-        found = False
-        for token in token_ids:
-            for index, before in enumerate(self._last):
-                lasted = self._lasted[index] + 1 if before == token else 0
-                self._lasted[index] = lasted
-                found |= lasted >= max(2 * (index + 1), REPEATED_TOKENS_MIN)
-            self._last.appendleft(token)
-        return found

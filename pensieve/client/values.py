@@ -170,7 +170,8 @@ class Reply:
     Attributes:
         text: the whole text.
         token_ids: the tokens of this text.
-        finish_reason: "stop" (the model or a stop string ended it), "length" or "cancelled".
+        finish_reason: "stop" (the model or a stop string ended it), "length", "repetition" (it
+            only repeated itself) or "cancelled".
         usage: how many tokens were read and written, and how long it took.
         revision: the conversation's revision after this turn.
         turn_id: the server's id of the turn.
@@ -205,7 +206,7 @@ class Message:
         first_token: position of the message's first token in the conversation.
         num_tokens: number of tokens, including those of the chat template.
         token_ids: the tokens themselves; empty without `include_token_ids`.
-        finish_reason: for a reply: "stop", "length" or "cancelled".
+        finish_reason: for a reply: "stop", "length", "repetition" or "cancelled".
         metadata: the metadata that was sent with the turn; empty for replies.
         tool_calls: tool calls in the form of OpenAI's API: those that a client sent, and with `cut_replies`
             also those of the model. Without it, the model's calls are in the text of its reply.
@@ -311,9 +312,9 @@ class ServerInfo:
         torch_version: version of torch.
         transformers_version: version of transformers.
         uptime_seconds: seconds since the daemon started.
-        sampling: the sampling parameters that the model's files recommend, by field. A message that gives
-            none uses them. Empty: no recommendation, so such replies are greedy. None: the daemon is of an
+        sampling: the sampling parameters of a message that sets none, by field. None: the daemon is of an
             earlier version.
+        sampling_from_model: whether the model's files name these values; otherwise they are Pensieve's.
         layers: the form in which the model's layers run; empty until the model is loaded, or from an
             earlier version.
         kv_dtype: the data type of the KV cache, such as "bfloat16" or "int8"; empty likewise.
@@ -333,6 +334,7 @@ class ServerInfo:
     sampling: Mapping[str, float] | None = None
     layers: str = ""
     kv_dtype: str = ""
+    sampling_from_model: bool = False
     __repr__ = shown
 
 
@@ -442,12 +444,13 @@ def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
 
 def info_of(given: pb.ServerInfo) -> ServerInfo:
     """Convert a server description of the wire. `sampling` has only the fields that are set."""
-    sampling = {each.name: value for each, value in given.recommended_sampling.ListFields()}
+    sampling = {each.name: value for each, value in given.default_sampling.ListFields()}
     return _value(
         ServerInfo,
         given,
         state=STATES.get(given.state, "unknown"),
-        sampling=sampling if given.HasField("recommended_sampling") else None,
+        sampling=sampling if given.HasField("default_sampling") else None,
+        sampling_from_model=given.defaults_from_model,
     )
 
 

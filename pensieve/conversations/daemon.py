@@ -201,7 +201,7 @@ class Daemon:
 
     @property
     def defaults(self) -> Sampling:
-        """The sampling parameters that apply where a request gives none."""
+        """Return the sampling parameters for what a request does not set."""
         if self._conversations is None:
             raise Loading(LOADING)
         return self.texts.defaults

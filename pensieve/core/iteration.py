@@ -153,6 +153,7 @@ class SampledToken:
     stopped: bool = False  # it ends the reply, as end-of-turn token, stop token or stop string
     logprob: float | None = None
     top_logprobs: tuple[Logprob, ...] = ()
+    repeats: bool = False  # it stopped the reply because the reply only repeats itself
 
 
 class TurnFailure(NamedTuple):

@@ -531,6 +531,8 @@ class Scheduler:
                 turn.usage.first_token_at = now
             at_length = FinishReason.LENGTH if turn.ends_at(len(turn.tokens)) else None
             finish = FinishReason.STOP if sample.stopped else at_length
+            if sample.repeats:
+                finish = FinishReason.REPETITION
             news.append(sample)
             if finish is not None:
                 self._finish(turn, finish, now)

@@ -30,9 +30,13 @@ QUEUE_ORDER = attrgetter("queue_order")  # sort key for turns of one share
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-turn token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the context's limit
+    REPETITION = "repetition"  # the reply only repeated itself
     CANCELLED = "cancelled"
     FAILED = "failed"
     WARMED = "warmed"  # a warm turn has its whole context on the device
+
+
+HAS_REPLY = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 
 
 class TurnState(Enum):

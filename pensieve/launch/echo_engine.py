@@ -79,7 +79,9 @@ class EchoExecutor:
             options = start.sampling
             eos = frozenset() if options.ignore_eos else frozenset({self._end_id})
             ends = eos | frozenset(options.stop_token_ids)
-            text = ReplyText(self._tokenizer, ends, options.stop, options.min_tokens)
+            text = ReplyText(
+                self._tokenizer, ends, options.stop, options.min_tokens, options.stop_repetition
+            )
             self._turns[start.turn_id] = _Turn(text, digest(start.context))
         for turn_id in iteration.ended:
             self._turns.pop(turn_id, None)
@@ -98,7 +100,7 @@ class EchoExecutor:
         token_id = next_token(turn.digest, self._tokenizer.vocab_size, self._end_id)
         turn.digest = digest(array("I", [token_id]), turn.digest)
         text, stopped = turn.text.push(token_id, piece.is_last)
-        return SampledToken(piece.turn_id, token_id, text, stopped)
+        return SampledToken(piece.turn_id, token_id, text, stopped, repeats=turn.text.repeats)
 
     def close(self) -> None:
         self._launched.clear()

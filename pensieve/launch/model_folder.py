@@ -6,8 +6,8 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,11 @@ from pensieve.errors import ConfigError, ModelError, UnsupportedModel
 from pensieve.gguf.header import is_gguf
 from pensieve.launch import smollm2
 from pensieve.launch.model_cache import Check, check_room, kept, made_once, models_folder
-from pensieve.sampling import Sampling
+from pensieve.sampling import DefaultSampling, Sampling, default_sampling
 
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
 
-MAX_TOKENS = 1024  # of a reply, where the request does not set it
 KEY_BYTES = 1 << 20  # at both ends of a GGUF file
 HEADER_BYTES_MAX = 1 << 24  # of a safetensors file, that go into the fingerprint
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, in the fingerprint of weights
@@ -125,12 +124,12 @@ def _key(path: Path) -> str:
 
 @dataclass(frozen=True)
 class LoadedTexts:
-    """The chat template with its tokenizer, a fingerprint of what its token ids belong to, and defaults."""
+    """The chat template with its tokenizer, a fingerprint of them, and the default sampling."""
 
     template: ChatTemplate
     fingerprint: str
     defaults: Sampling
-    recommended: Mapping[str, float] = field(default_factory=dict)  # which of them the model names
+    defaults_from_model: bool = False  # the model's files name the values of sampling
 
 
 def load_texts(folder: Path, report: Report, chat_template: Path | None = None) -> LoadedTexts:
@@ -151,31 +150,19 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
         fingerprint = fingerprint_of(folder, tokenizer.fingerprint())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
-    named, is_named = _generation_config(folder)
-    defaults = replace(Sampling(**named), max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
-    return LoadedTexts(template, fingerprint, defaults, named if is_named else {})
+    return LoadedTexts(template, fingerprint, *_default_sampling(folder))
 
 
-def _generation_config(folder: Path) -> tuple[dict[str, float], bool]:
-    """The sampling of generation_config.json as transformers understands it, and whether it is named there.
-
-    Without `do_sample` transformers is greedy, and the file has said nothing about it.
-    """
+def _default_sampling(folder: Path) -> DefaultSampling:
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}, False
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    kinds = {name: int if name == "top_k" else float for name in names}
-    values = {name: kinds[name](given[name]) for name in names if given.get(name) is not None}
-    if not given.get("do_sample", False):
-        values["temperature"] = 0.0
-    else:
-        values.setdefault("temperature", 1.0)
-    return values, given.get("do_sample") is not None
+    try:
+        return default_sampling(given)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} has no usable sampling values: {error}") from error
 
 
 def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:

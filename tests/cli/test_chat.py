@@ -112,7 +112,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert marks == [("*", "b"), (" ", "a")]  # the present one is marked; the newest comes first
 
 
-def test_a_reply_that_repeats_itself_is_noticed_once(
+def test_a_reply_that_repeats_itself_is_stopped_and_chat_says_so(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this model a token decides the next one, so that a greedy reply ends in a circle."""
@@ -123,9 +123,10 @@ def test_a_reply_that_repeats_itself_is_noticed_once(
         if "o_proj" in name or "down_proj" in name:
             tensor.zero_()
     save_file(weights, circular / "model.safetensors", metadata={"format": "pt"})
-    assert chat("-q", "Hello there.", "--max-tokens", "150", folder=circular) == 0
+    short = ("--max-tokens", "150", "--stop-repetition", "64")
+    assert chat("-q", "Hello there.", *short, folder=circular) == 0
     captured = capsys.readouterr()
-    notice = "[the reply repeats itself: Ctrl-C stops it, /set temperature 0.7 makes that rarer]"
+    notice = "[stopped: the reply repeated itself. /set temperature 0.7 makes this rarer]"
     assert captured.err.count(notice) == 1
     assert notice not in captured.out
 

@@ -158,7 +158,7 @@ def test_a_retry_has_another_seed_than_the_one_that_is_set(
 def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -> None:
     lines = said(terminal, "/set").splitlines()
     assert lines[0] == "temperature        0.0          (the model's own)"
-    assert lines[1] == "top_p              the model's own"
+    assert lines[1] == "top_p              1.0          (the model's own)"
     assert lines[9] == "max_tokens         8            (--max-tokens)"
     assert said(terminal, "/set temperature 0.7") == "temperature        0.7          (/set)"
     assert said(terminal, "/set temperature") == "temperature        0.7          (/set)"

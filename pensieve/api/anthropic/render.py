@@ -63,7 +63,7 @@ def call_id(answer_id: str, index: int) -> str:
 def ending_of(
     finish: FinishReason, ends_with_call: bool, stop_sequence: str | None
 ) -> MessageEnding:
-    if finish is FinishReason.LENGTH:
+    if finish is not FinishReason.STOP:  # clients know no reason for a reply that repeats itself
         return MessageEnding("max_tokens")
     if stop_sequence is not None:
         return MessageEnding("stop_sequence", stop_sequence)

@@ -50,6 +50,7 @@ ROLE_NUMBERS = {name: number for number, name in ROLES.items() if number}
 FINISH_NUMBERS = {
     FinishReason.STOP.value: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH.value: pb.FINISH_REASON_LENGTH,
+    FinishReason.REPETITION.value: pb.FINISH_REASON_REPETITION,
     FinishReason.CANCELLED.value: pb.FINISH_REASON_CANCELLED,
 }
 PART_NUMBERS = {

@@ -24,7 +24,12 @@ ENGINE_SECONDS = 2.0
 COUNT_SECONDS = 15.0
 PREFIX = "pensieve_"
 Found = dict[str, list[tuple[tuple[str, ...], Value]]]
-FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}  # as vLLM has them
+FINISHED_REASONS = {  # as vLLM has them
+    "stop": "stop",
+    "length": "length",
+    "repetition": "repetition",
+    "cancelled": "abort",
+}
 CHUNK_EVENTS = (
     *("swapped_out", "swapped_in", "reclaimed", "dropped"),
     *("copied_on_write", "discarded", "damaged"),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from pensieve.api.openai.request import ParsedRequest, RequestKind
 from pensieve.api.reply import PromptTokens, ReplyTokens
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import HAS_REPLY, FinishReason
 from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def answer(
     text.
     """
     assert len(replies) == request.num_choices, (len(replies), request.num_choices)
-    assert all(each.finish in (FinishReason.STOP, FinishReason.LENGTH) for each in replies)
+    assert all(each.finish in HAS_REPLY for each in replies)
     assert tokenizer is not None or request.sampling.logprobs is None
     if request.kind is RequestKind.RESPONSE:
         output = _output(request, replies[0], heading, tokenizer, style)
@@ -100,8 +100,8 @@ def _chat_choice(
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = {"content": logprob_rows(reply, tokenizer), "refusal": None}
-    finish_reason = cut.finish_reason(reply.finish)
-    return {"message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+    ending = finish_fields(reply.finish, cut.ends_with_call)
+    return {"message": message, "logprobs": logprobs, **ending}
 
 
 def _text_choice(
@@ -113,7 +113,19 @@ def _text_choice(
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = logprob_columns(logprob_rows(reply, tokenizer))
     text = "".join(reply.texts)
-    return {"text": text, "logprobs": logprobs, "finish_reason": reply.finish.value}
+    return {"text": text, "logprobs": logprobs, **finish_fields(reply.finish)}
+
+
+def finish_fields(finish: FinishReason, ends_with_call: bool = False) -> dict[str, str]:
+    """Return a choice's finish reason, of those that OpenAI's clients know.
+
+    A reply that was stopped because it repeats itself is incomplete: "length". As with vLLM,
+    `stop_reason` says more.
+    """
+    if finish is FinishReason.REPETITION:
+        return {"finish_reason": "length", "stop_reason": finish.value}
+    waits = ends_with_call and finish is FinishReason.STOP
+    return {"finish_reason": "tool_calls" if waits else finish.value}
 
 
 def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, Any]:
@@ -288,11 +300,6 @@ class CutReply(NamedTuple):
     content: str
     calls: Sequence[SampledCall]
     ends_with_call: bool
-
-    def finish_reason(self, finish: FinishReason) -> str:
-        """Return the finish reason of a chat completion."""
-        waits = self.ends_with_call and finish is FinishReason.STOP
-        return "tool_calls" if waits else finish.value
 
 
 def cut_reply(

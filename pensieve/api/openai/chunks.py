@@ -18,6 +18,7 @@ from pensieve.api.openai.answer import (
     ID_PREFIXES,
     Heading,
     call_id,
+    finish_fields,
     logprob_columns,
     logprob_rows,
     usage_of,
@@ -62,11 +63,12 @@ class ChoiceStream:
     def _chunk(
         self,
         new: Mapping[str, Any],
-        finish_reason: str | None = None,
+        ending: Mapping[str, str] | None = None,
         *,
         logprobs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        one = {"index": self._choice, **new, "logprobs": logprobs, "finish_reason": finish_reason}
+        reason = {"finish_reason": None} if ending is None else ending
+        one = {"index": self._choice, **new, "logprobs": logprobs, **reason}
         usage = {"usage": None} if self._request.include_usage else {}
         return {**_head(self._request, self._heading), "choices": [one], **usage}
 
@@ -76,8 +78,7 @@ class ChatStream(ChoiceStream):
     _has_text = False
 
     def end(self, finish: FinishReason) -> dict[str, Any]:
-        waits = self._cutter.ends_with_call and finish is FinishReason.STOP
-        return self._chunk({"delta": {}}, "tool_calls" if waits else finish.value)
+        return self._chunk({"delta": {}}, finish_fields(finish, self._cutter.ends_with_call))
 
     def _chunks(self, pieces: Iterable[Piece], tokens: ReplyTokens) -> list[dict[str, Any]]:
         found = []
@@ -123,7 +124,7 @@ class CompletionStream(ChoiceStream):
     _num_characters = 0  # that were sent
 
     def end(self, finish: FinishReason) -> dict[str, Any]:
-        return self._chunk({"text": ""}, finish.value)
+        return self._chunk({"text": ""}, finish_fields(finish))
 
     def _chunks(self, pieces: Iterable[Piece], tokens: ReplyTokens) -> list[dict[str, Any]]:
         """The prompt was no chat, so all tokens are text."""

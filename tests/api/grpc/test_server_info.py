@@ -50,7 +50,9 @@ def test_a_daemon_says_which_model_it_serves_before_during_and_after(tmp_path: P
             assert serving.uptime_seconds >= loading.uptime_seconds > 0
             assert serving.version == __version__
             assert serving.torch_version
-            assert serving.sampling == {"temperature": 0.0}  # its files say that it is greedy
+            assert serving.sampling_from_model  # its files say that it is greedy
+            shown = serving.sampling or {}
+            assert (shown["temperature"], shown["top_p"], shown["max_tokens"]) == (0, 1, 1024)
             assert serving.transformers_version.split(".")[0].isdigit()
             gate.unlink()
             os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)

@@ -17,7 +17,7 @@ from tests.api.http.rig_http import MODEL_ENGINE, WRITTEN, HttpRig, http_rig
 from tests.conversations.rig import write_model
 from tests.conversations.rig_daemon import wait_for
 from tests.conversations.schemas import is_valid
-from tests.text.families import QWEN_3, template_of, tokenizer_of
+from tests.text.families import QWEN_3, Family, template_of, tokenizer_of
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -47,9 +47,9 @@ def tools(strict: bool = False) -> list[Any]:
     ]
 
 
-def a_model(folder: Path) -> Path:
+def a_model(folder: Path, family: Family = QWEN_3) -> Path:
     """With room for what a model writes that is as unsure as this one."""
-    path = write_model(folder, QWEN_3) / "config.json"
+    path = write_model(folder, family) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 1024}))
     return folder
 

@@ -81,6 +81,7 @@ def test_counters_are_what_the_turns_and_the_statistics_say(rig: DaemonRig) -> N
     assert found.by("pensieve_turns_total", "outcome") == {
         "stop": 0,
         "length": 6,
+        "repetition": 0,
         "cancelled": 0,
         "failed": 0,
     }
