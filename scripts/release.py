@@ -26,7 +26,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import wheel_file
+from scripts import wheel_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "docs" / "deploy"
