@@ -235,3 +235,44 @@ def test_rows_that_have_left_the_screen_stay() -> None:
     rows.show([f"old {number}" for number in range(8)])
     rows.show([f"new {number}" for number in range(9)])
     assert screen.rows == [f"old {n}" for n in range(4)] + [f"new {n}" for n in range(4, 9)]
+
+
+CODE_WITHOUT_FENCES = """Here it is:
+def fib(n):
+    if __debug__ and n < 2:
+\treturn n * 1 ** n
+
+    return fib(n - 1)
+
+1. In a list:
+
+   for each in those:
+       print(`each`)
+   - nested
+     with more
+  two spaces
+"""
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_code_without_fences_keeps_its_indentation_and_its_characters(size: int) -> None:
+    shown = Shown()
+    for first in range(0, len(CODE_WITHOUT_FENCES), size):
+        shown.seconds += 1
+        shown.view.push(CODE_WITHOUT_FENCES[first : first + size], "text")
+    shown.view.end()
+    assert shown.screen.text.splitlines() == [
+        "Here it is:",
+        "def fib(n):",
+        "    if __debug__ and n < 2:",
+        "    return n * 1 ** n",
+        "",
+        "    return fib(n - 1)",
+        "",
+        " 1 In a list:",
+        "   for each in those:",
+        "       print(`each`)",
+        "    • nested",
+        "      with more",
+        "      two spaces",
+    ]
