@@ -202,7 +202,7 @@ def _reach(
     check_whose(resolved, address, info)
 
     def wait(seconds: float) -> None:
-        progress.note(f"{address} cannot answer yet; trying again, Ctrl-C gives up")
+        progress.note(f"{address} is not ready; retrying, Ctrl-C gives up")
         if not ctrl_c.sleep(seconds):
             raise KeyboardInterrupt
 

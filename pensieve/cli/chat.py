@@ -58,6 +58,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         else:
             chat, name = _with_daemon_at(stack, resolved, address, quiet, ctrl_c)
         ctrl_c.check()
+        chat.warn()
         if arguments.prefix is not None:
             if resolved.sources["system"] == "flag":
                 raise InvalidArgument("--system", "the prefix brings a system prompt of its own")

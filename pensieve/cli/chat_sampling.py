@@ -9,6 +9,7 @@ values of its own for such a model, those of llama.cpp's server (docs/operating.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ UNSET = {
 OF_THE_MODEL = "the model's own"
 OF_CHAT = "chat's, as the model names none"
 FOR_A_TALK: Mapping[str, float] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05, "top_k": 40}
+TEMPERATURE_SANE_MAX = 2.0  # a higher one is allowed, with a warning
 TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # advice against a reply that repeats itself
 
 
@@ -80,7 +82,20 @@ class ChatSampling:
 
     def _check(self, name: str) -> None:
         if name not in SETTINGS:
-            raise InvalidArgument("/set", f"knows {', '.join(SETTINGS)}, not {name!r}")
+            near = difflib.get_close_matches(name, SETTINGS, 1)
+            meant = f"Did you mean {near[0]}?" if near else f"It knows {', '.join(SETTINGS)}"
+            raise InvalidArgument("/set", f"unknown setting {name!r}. {meant}")
+
+    @property
+    def warning(self) -> str:
+        """A warning about a temperature that makes replies useless; empty if there is none."""
+        temperature = self.options.get("temperature", 0)
+        if temperature <= TEMPERATURE_SANE_MAX:
+            return ""
+        return (
+            f"[temperature {temperature:g} is very high: above {TEMPERATURE_SANE_MAX:g}, most models "
+            "write nonsense]"
+        )
 
     @property
     def advice(self) -> str:

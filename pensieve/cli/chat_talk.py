@@ -10,7 +10,6 @@ import secrets
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from pensieve.client import Client, Conversation, Message, Reply, Restarted, Tur
 from pensieve.client.requests import MessageInput
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnInterrupted
 
-NO_TURN = "there is no turn yet"
+NO_TURN = "this conversation has no turn yet"
 PERIOD_TOKENS_MAX = 200  # a long paragraph
 REPEATED_TOKENS_MIN = 40
 
@@ -43,6 +42,7 @@ class Talk:
         self.sampling = manner.sampling
         self.system = manner.system
         self.thinking = ""  # of the last reply
+        self.usage: Usage | None = None  # of the last reply
         self._client = client
         self._stats = manner.stats
         self._ctrl_c = ctrl_c
@@ -95,6 +95,7 @@ class Talk:
             reply = turn.reply
         except TurnInterrupted as error:  # it was given up
             raise TurnInterrupted(f"{error}; /messages shows what is in the history") from None
+        self.usage = reply.usage
         if self._stats:
             self._screen.notice(cost_line(reply.usage))
         return reply
@@ -150,7 +151,8 @@ class Talk:
 
 
 def new_id() -> str:
-    return f"chat-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    """Return an id that is short enough to type, and that no other conversation has."""
+    return f"chat-{secrets.token_hex(6)}"
 
 
 def _cancel(turn: Turn) -> None:

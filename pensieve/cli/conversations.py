@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,10 +28,13 @@ from pensieve.config import REACH, Resolved, settings_for, settings_named
 from pensieve.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, PensieveError
 
 if TYPE_CHECKING:
+    from pensieve.cli.conversation_table import Cached
     from pensieve.client import Client, ConversationState
 
 LINE_BYTES_MAX = 1 << 30  # of a file that is imported: more than any context holds
 SPOOL_BYTES = 1 << 20  # of a line that is written, in memory
+LISTED = 50  # conversations, for a person
+TIMEOUT_SECONDS = 60.0
 
 
 def add_parser(commands: Any) -> None:
@@ -52,9 +56,24 @@ def add_parser(commands: Any) -> None:
         )
         return sub
 
-    listing = command("ls", ls, "list conversations, the newest first")
-    listing.add_argument("--limit", type=_count, metavar="N", help="list at most so many")
-    listing.add_argument("--json", action="store_true", help="print JSON, a line for each")
+    listing = kinds.add_parser(
+        "ls",
+        help="list conversations, the newest first",
+        description="List conversations, the newest first: title, age, size, what the daemon has cached of "
+        "them, and the id. A long id is shortened. The other commands accept the beginning of an id when you "
+        "type them on a terminal.",
+    )
+    add_settings(listing, (*settings_for(REACH), *settings_named("data")))
+    listing.set_defaults(run=with_settings(ls))
+    listing.add_argument(
+        "--limit",
+        type=_count,
+        metavar="N",
+        help=f"list at most N (default: {LISTED}; with --json: all)",
+    )
+    listing.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each conversation"
+    )
     showing = command("show", show, "print the messages of a conversation")
     showing.add_argument("id", metavar="ID", help="id of the conversation")
     showing.add_argument("--json", action="store_true", help="print the line that export writes")
@@ -96,31 +115,71 @@ def _count(text: str) -> int:
     return number
 
 
+def _client(resolved: Resolved) -> Client:
+    from pensieve.client import Client
+
+    address, tls = address_of(resolved)
+    return Client(address, token=resolved.settings.token, tls=tls, timeout=TIMEOUT_SECONDS)
+
+
 def _run(
     act: Callable[[Client, argparse.Namespace], int],
     arguments: argparse.Namespace,
     resolved: Resolved,
 ) -> int:
-    from pensieve.client import Client
-
-    address, tls = address_of(resolved)
-    with Client(address, token=resolved.settings.token, tls=tls, timeout=60.0) as client:
+    with _client(resolved) as client:
         return act(client, arguments)
+
+
+def _find(client: Client, conversation_id: str) -> str:
+    """Return the id that a person means.  A program must name the whole id: it does not see what is found."""
+    from pensieve.cli.conversation_table import with_beginning
+
+    return with_beginning(client, conversation_id) if sys.stdin.isatty() else conversation_id
 
 
 # -- what there is --
 
 
-def ls(client: Client, arguments: argparse.Namespace) -> int:
-    from pensieve.cli.chat_list import age_of
+def ls(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    from pensieve.cli.conversation_table import cached_by_id, table_of
+    from pensieve.client import Retry
+    from pensieve.client.admin import Admin
 
-    for each in islice(client.conversations(), arguments.limit):
+    address, tls = address_of(resolved)
+    token, no_retries = resolved.settings.token, Retry(retries=0)
+    admins = [
+        partial(
+            Admin, each.strip(), token=token, tls=tls, timeout=TIMEOUT_SECONDS, retry=no_retries
+        )
+        for each in address.split(",")
+    ]
+    limit = arguments.limit or (None if arguments.json else LISTED)
+    with _client(resolved) as client:
+        states = client.conversations()
         if arguments.json:
-            print(json.dumps(_plain(each), ensure_ascii=False))
-            continue
-        age, sizes = age_of(each.updated_at), f"{each.num_messages:>6,} messages"
-        print(f"{each.conversation_id:<32} {sizes} {each.num_tokens:>9,} tokens {age:>8}")
+            held = cached_by_id(*admins)
+            for each in islice(states, limit):
+                values = {**_plain(each), **_cached_tokens(each, held)}
+                print(json.dumps(values, ensure_ascii=False))
+            return 0
+        assert limit is not None
+        found = list(islice(states, limit + 1))
+    print("\n".join(table_of(found[:limit], cached_by_id(*admins))) or "no conversations yet")
+    if len(found) > limit:
+        print(f"older ones are not shown: try --limit {10 * limit}", file=sys.stderr)
     return 0
+
+
+def _cached_tokens(state: ConversationState, held: Cached | None) -> dict[str, int | None]:
+    """Return how many tokens each tier holds; None where the daemon does not tell this client."""
+    if held is None:
+        return {"device_tokens": None, "host_tokens": None}
+    found = held.get(state.conversation_id)
+    return {
+        "device_tokens": found.device_tokens if found else 0,
+        "host_tokens": found.host_tokens if found else 0,
+    }
 
 
 def _plain(state: ConversationState) -> dict[str, Any]:
@@ -134,7 +193,7 @@ def show(client: Client, arguments: argparse.Namespace) -> int:
     from pensieve.cli.conversation_lines import line_of
     from pensieve.cli.markdown import without_control
 
-    conversation = client.conversation(arguments.id)
+    conversation = client.conversation(_find(client, arguments.id))
     if arguments.json:
         sys.stdout.writelines(line_of(conversation.get(), conversation.messages(cut_replies=True)))
         return 0
@@ -177,7 +236,7 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
 
 def _wanted(client: Client, arguments: argparse.Namespace) -> Iterable[str]:
     if not arguments.all:
-        return list(dict.fromkeys(arguments.id))
+        return dict.fromkeys(_find(client, each) for each in arguments.id)
     return (each.conversation_id for each in client.conversations())
 
 
@@ -252,12 +311,8 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 def remove(client: Client, arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.id))
     if not arguments.yes and sys.stdin.isatty():
-        what = names[0] if len(names) == 1 else f"{len(names)} conversations"
-        try:
-            answer = input(f"delete {what} for good? [y/N] ")
-        except EOFError:
-            answer = ""
-        if answer.strip().lower() not in ("y", "yes"):
+        names = list(dict.fromkeys(_find(client, each) for each in names))
+        if not _is_confirmed(client, names):
             print("nothing is deleted", file=sys.stderr)
             return 1
     code = 0
@@ -269,6 +324,19 @@ def remove(client: Client, arguments: argparse.Namespace) -> int:
         else:
             print(f"deleted {name}")
     return code
+
+
+def _is_confirmed(client: Client, names: list[str]) -> bool:
+    from pensieve.cli.conversation_table import table_of
+
+    states = [client.conversation(each).get() for each in names]
+    print("\n".join(table_of(states, None)))
+    which = "this conversation" if len(names) == 1 else f"these {len(names)} conversations"
+    try:
+        answer = input(f"Delete {which} for good? [y/N] ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("y", "yes")
 
 
 def _complain(line: str) -> int:

@@ -104,10 +104,10 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert "KV pools: device" in process.stderr
     assert "0 recomputed" in process.stderr
     assert "conversation b" in process.stdout
-    assert "the last turn is taken back" in process.stdout
-    assert "output tokens" in process.stdout
-    assert "! /nonsense: is no command; /help lists them" in process.stderr
-    listed = [line for line in process.stdout.splitlines() if " messages  " in line]
+    assert "the last turn is removed" in process.stdout
+    assert "last reply     6 tokens" in process.stdout
+    assert "! unknown command: /nonsense (try /help)" in process.stderr
+    listed = [line for line in process.stdout.splitlines() if "just now" in line]
     marks = [(line.removeprefix("> ")[0], line.split()[-1]) for line in listed]
     assert marks == [("*", "b"), (" ", "a")]  # the present one is marked; the newest comes first
 

@@ -61,7 +61,7 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
             terminal.read_until(PROMPT)
             press_twice(terminal, f"message {index}.", drawn)
             terminal.type(f"/mark{index}\n")
-            screen = terminal.read_until(f"! /mark{index}: is no command")
+            screen = terminal.read_until(f"! unknown command: /mark{index} (try /help)")
             assert "Traceback" not in screen
             shown[f"message {index}."] = text_of(screen.partition(PROMPT)[0])
         terminal.read_until(PROMPT)
@@ -107,7 +107,7 @@ def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Pat
         terminal.type(CTRL_C)
         terminal.read_until(PROMPT)
         terminal.type(CTRL_C)
-        assert "[Ctrl-D or /bye leaves]" in terminal.read_until(PROMPT)
+        assert "[press Ctrl-D or type /bye to leave]" in terminal.read_until(PROMPT)
         terminal.type("\x04")
         assert terminal.wait() == 0
     assert list(replies_in(tmp_path)) == ["a whole line"]
@@ -126,7 +126,7 @@ def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Pat
         terminal.type(CTRL_C)
         time.sleep(TYPING_SECONDS)
         terminal.type("/mark\n")
-        shown = terminal.read_until("! /mark: is no command")
+        shown = terminal.read_until("! unknown command: /mark (try /help)")
         assert shown.count("Tab                completes commands") == 8
 
 

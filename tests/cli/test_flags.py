@@ -105,7 +105,7 @@ def test_a_daemon_that_loads_its_model_is_waited_for(
         threading.Timer(1.0, let_go).start()
         common = ["chat", "--address", rig.server.address, "--max-tokens", "3"]
         assert main([*common, "-q", "Hello."]) == 0
-    assert "cannot answer yet; trying again" in capsys.readouterr().err
+    assert "is not ready; retrying" in capsys.readouterr().err
 
 
 def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: Path) -> None:

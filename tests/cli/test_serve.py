@@ -75,8 +75,8 @@ def test_a_session_with_a_daemon(daemon: ServeProcess) -> None:
     )
     assert process.returncode == 0, process.stderr
     assert "conversation b" in process.stdout
-    assert "the last turn is taken back" in process.stdout
-    assert "output tokens" in process.stdout
+    assert "the last turn is removed" in process.stdout
+    assert "last reply     6 tokens" in process.stdout
     with Client(daemon.address) as client:
         names = {state.conversation_id for state in client.conversations()}
     assert "a" in names

@@ -54,7 +54,7 @@ ROWS = (
         ("shared",),
     ),
     Row("pensieve admin jobs", (r"batch-\w+", r"completed"), ("shared",)),
-    Row("pensieve conversations ls", (r"trip-42 +\d+ messages",), ("shared",)),
+    Row("pensieve conversations ls", (r"title +age ", r" trip-42"), ("shared",)),
     Row("pensieve conversations show trip-42", (r"user: ",), ("shared",)),
     Row("pensieve conversations export --all -o talks.jsonl", needs=("shared",)),
     Row(
