@@ -44,7 +44,7 @@ HELP = """\
 /system [TEXT]     start a new one with this system prompt; TEXT `none`: with
                    none; without TEXT: show the prompt
 /list [PAGE]       list your conversations, newest first
-/resume WHICH      continue one: its number in the list, or the start of an id
+/resume WHICH      continue one: its number in the list, or the start of its id
 /messages          show the messages of this conversation
 /thinking          show what the model thought before its last reply
 /retry             discard the last reply and generate another one

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pensieve.cluster.local_ray import LocalRay
 
 WAIT_SECONDS = 1800.0
+NO_CLUSTER = "no cluster runs here; `pensieve cluster up` starts one"
 
 
 def add_parser(commands: Any) -> None:
@@ -129,7 +130,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
     address = arguments.ray or local.address
     if address is None:
-        print("no cluster runs here")
+        print(NO_CLUSTER)
         return 1
     with deploying.connected(address):
         state = deploying.look()
@@ -149,7 +150,7 @@ def _roll(arguments: argparse.Namespace) -> int:
 
     address = arguments.ray or local.address
     if address is None:
-        raise Unavailable("no cluster runs here")
+        raise Unavailable(NO_CLUSTER)
     with deploying.connected(address):
         deploying.roll(arguments.timeout, lambda line: print(line, flush=True))
     print("all replicas are new")
@@ -162,7 +163,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
     address = arguments.ray or local.address
     if address is None:
-        print("no cluster runs here")
+        print(NO_CLUSTER)
         return 0
     with deploying.connected(address):
         print("the replicas drain and end", flush=True)

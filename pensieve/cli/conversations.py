@@ -109,10 +109,9 @@ def add_parser(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("is a number from 1 on")
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
+    return int(text)
 
 
 def _client(resolved: Resolved) -> Client:

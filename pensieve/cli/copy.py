@@ -33,7 +33,7 @@ def copy(arguments: argparse.Namespace, resolved: Resolved) -> int:
     data, url = resolved.settings.data, resolved.settings.store
     if not url:
         raise ConfigError(
-            "where the other database is: --store postgresql://USER@HOST/NAME or sqlite:///FILE"
+            "pensieve copy needs --store, the other database: postgresql://USER@HOST/NAME or sqlite:///FILE"
         )
     file = path_of(url) if url.startswith(SQLITE_SCHEME) else None
     if arguments.back and file is not None and not file.exists():

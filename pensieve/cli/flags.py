@@ -68,7 +68,9 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
         "--print-config", action="store_true", help="print each setting and where it comes from"
     )
     if hidden:
-        command.usage = f"{command.prog} [MODEL] [options]"
+        positional = [each for each in command._actions if not each.option_strings]
+        names = [each.metavar if each.nargs is None else f"[{each.metavar}]" for each in positional]
+        command.usage = f"{command.prog} {' '.join(map(str, names))} [options]"
         group.add_argument(
             "--help-all",
             action=_HelpAll,

@@ -83,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("tenant", "name"):
         word = getattr(arguments, name)
         if word and not ID_PATTERN.fullmatch(word):
-            raise InvalidArgument(f"--{name}", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+            raise InvalidArgument(
+                f"--{name}", "must have 1 to 128 characters of A-Z a-z 0-9 . _ ~ -"
+            )
     names = [flag.removeprefix("--").replace("-", "_") for flag in LIMIT_FLAGS]
     limits = {name: getattr(arguments, name) for name in names}
     token, entry = new_token(arguments.tenant, arguments.admin, arguments.name, **limits)

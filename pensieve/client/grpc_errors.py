@@ -133,7 +133,9 @@ def _of_code(
 
 
 def _why_unreachable(text: str) -> str:
-    """What gRPC's words about a connection mean; they stay where nothing is known about them."""
+    """Say what gRPC's text about a connection means; a text without a known meaning stays."""
+    if found := re.search(r"(?:errors resolving|lookup failed for) (\S+?)(?::\d+)?: ", text):
+        return f"no address is known for the host name {found[1]!r} (DNS)"
     found = re.search(r"(?:ipv4|ipv6|unix):(\S+): ", text)
     if found is None:
         return text
@@ -141,19 +143,19 @@ def _why_unreachable(text: str) -> str:
     if "Connection refused" in text or "No such file or directory" in text:
         return f"nothing listens at {peer}"
     if "WRONG_VERSION_NUMBER" in text:
-        return f"the daemon at {peer} does not speak TLS: connect without it"
+        return f"the daemon at {peer} does not speak TLS: connect without TLS"
     if "CERTIFICATE_VERIFY_FAILED" in text:
         why = text.partition("CERTIFICATE_VERIFY_FAILED")[2].strip(": ").partition(":")[0]
         return (
-            f"{peer} speaks TLS, and its certificate is not trusted ({why}); "
-            "name the authority that signed it"
+            f"{peer} speaks TLS, and its certificate is not trusted ({why}): "
+            "pass its CA certificate (--tls-ca FILE, or tls=FILE in Python)"
         )
     if "Hostname Verification Check failed" in text:
         return f"{peer} speaks TLS, and its certificate is for another host name"
     if "failed to connect" in text and re.search("Socket closed|Connection reset", text):
         return (
-            f"{peer} closed the connection at once, as a daemon with TLS does to a client without it "
-            "or without the certificate it wants, and one that has all the connections it takes"
+            f"{peer} closed the connection at once. Perhaps it requires TLS (--tls), requires a client "
+            "certificate, or has its maximum number of connections"
         )
     return text
 

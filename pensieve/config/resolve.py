@@ -111,7 +111,7 @@ def _read(file: Path) -> dict[str, str]:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
     known = {each.name for each in ALL if INTERNAL not in each.of}

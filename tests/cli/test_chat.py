@@ -105,7 +105,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert "0 recomputed" in process.stderr
     assert "conversation b" in process.stdout
     assert "the last turn is removed" in process.stdout
-    assert "last reply     6 tokens" in process.stdout
+    assert "\nlast reply " in process.stdout
     assert "! unknown command: /nonsense (try /help)" in process.stderr
     listed = [line for line in process.stdout.splitlines() if "just now" in line]
     marks = [(line.removeprefix("> ")[0], line.split()[-1]) for line in listed]

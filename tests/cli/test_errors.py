@@ -40,7 +40,7 @@ def test_an_unknown_flag_is_the_first_thing_that_is_said(
     for command in (["serve"], ["admin", "stats"], ["bench", "chat"]):
         name = f"pensieve {' '.join(command)}"
         first, second = told_about([*command, "--prot", "50051"], capsys)
-        assert first.startswith(f"{name}: unrecognized arguments: --prot")
+        assert first.startswith(f"{name}: unknown flag --prot")
         assert second.startswith(f"`{name} --help`")
 
 

@@ -106,9 +106,9 @@ def test_a_socket_that_a_killed_daemon_left_is_one_line_and_in_nobodys_way(
     assert (tmp_path / "data" / "admin.sock").is_socket()
     assert run("admin", "stats", *where) == 3
     assert capfd.readouterr().err == (
-        f"pensieve: no daemon runs on {tmp_path / 'data'} (nobody listens on "
-        f"{tmp_path / 'data' / 'admin.sock'}, which one that was killed has left); `pensieve serve` "
-        "starts one, --data and --address name another\n"
+        f"pensieve: no daemon has the data folder {tmp_path / 'data'} (a killed daemon left the socket "
+        f"{tmp_path / 'data' / 'admin.sock'}). `pensieve serve` starts one; --data and --address name "
+        "another one\n"
     )
     process.start()
     assert run("admin", "stats", *where) == 0

@@ -384,7 +384,11 @@ def certificates(
             pair = (key.read_bytes(), cert.read_bytes())
             ca = client_ca.read_bytes() if client_ca else None
         except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+            flags = {key: "--tls-key", cert: "--tls-cert", client_ca: "--tls-client-ca"}
+            flag = next(
+                (flags[path] for path in flags if str(path) == error.filename), "--tls-cert"
+            )
+            raise ConfigError(f"{flag}: cannot read {error.filename}: {error.strerror}") from error
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
     return Reloaded("the certificate", (cert, key, client_ca), read, on_reload)
