@@ -53,10 +53,7 @@ class Command(argparse.ArgumentParser):
         if not choices or value in (action.choices or ()):
             return
         near = _meant(str(value), choices) or f"; choose one of {', '.join(choices)}"
-        name = (
-            action.metavar if isinstance(action.metavar, str) else "/".join(action.option_strings)
-        )
-        self.error(f"unknown {name} {str(value)!r}{near}")
+        self.error(f"unknown {_name_of(action)} {str(value)!r}{near}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         try:
@@ -70,7 +67,7 @@ class Command(argparse.ArgumentParser):
 
 
 def _name_of(action: argparse.Action) -> str:
-    return "/".join(action.option_strings) or str(action.metavar or action.dest)
+    return "/".join(action.option_strings) or str(action.metavar or action.dest).lower()
 
 
 def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
@@ -100,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
         prog="pensieve",
         description="Stateful serving of chat with large language models.",
         epilog="`pensieve COMMAND --help` describes a command. Exit codes: 0 success, 1 other errors, "
-        "2 wrong usage, 3 configuration or history, 4 model, 5 address in use, 6 device, 7 a replica did not answer.",
+        "2 wrong usage, 3 configuration or history, 4 model, 5 address in use, 6 device, 7 a replica "
+        "did not answer.",
     )
     top.add_argument("--version", action="version", version=f"pensieve {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -455,7 +455,7 @@ def _several(one: Callable[[str], Value]) -> Callable[[str], list[Value]]:
             return [one(each) for each in text.split(",")]
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no number, nor several with commas between"
+                f"must be a number, or several with commas between them, not {text!r}"
             ) from None
 
     return several
@@ -473,5 +473,7 @@ def tokens(text: str) -> int:
     except (ValueError, OverflowError):
         count = -1
     if count < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens (500000, 500k, 3M)")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens such as 500000, 500k or 3M, not {text!r}"
+        )
     return count
