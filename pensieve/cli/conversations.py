@@ -1,10 +1,8 @@
-"""`pensieve conversations` lists, shows, exports, imports and deletes the conversations of a running daemon.
+"""`pensieve conversations`: list, show, export, import and delete the conversations of a running daemon.
 
-It finds the daemon as `pensieve admin` does, and is an ordinary client of it: with an access token it sees
-what is that tenant's.  Exports are written message by message, and a file of exports is there as a whole
-or not at all.  An import makes conversations whose history is given (`Conversation.create`, messages); a line
-that cannot be one is reported by its number, and the others are imported all the same.
-"""
+The command is an ordinary client: a token sees the conversations of its tenant. An export streams message by
+message, and its output file appears only when it is complete. An import reports each invalid line by its
+number and imports the others."""
 
 from __future__ import annotations
 
@@ -41,8 +39,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "conversations",
         help="list, show, export, import and delete conversations",
-        description="The conversations of a running daemon. Without --address it uses the socket in the "
-        "data folder.",
+        description="Manage the conversations of a running daemon. Without --address, the command uses the "
+        "daemon that has the data folder.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
@@ -81,7 +79,7 @@ def add_parser(commands: Any) -> None:
         "export",
         export,
         "write conversations as lines of JSON",
-        "Each line has an id, metadata, tools, template_options, and messages in the form of OpenAI's API.",
+        "Each line has an id, metadata, tools, template_options, and messages in the format of OpenAI's API.",
     )
     exporting.add_argument("id", nargs="*", metavar="ID", help="ids of the conversations")
     exporting.add_argument("--all", action="store_true", help="all conversations, the newest first")
@@ -96,16 +94,16 @@ def add_parser(commands: Any) -> None:
         "import",
         import_,
         "create conversations from lines of JSON",
-        "It reads what export writes; a line needs no more than `messages`. They are tokenized as the chat "
-        "template writes them, so a reply that was sampled may have other tokens than it had.",
+        "FILE has the format that export writes; a line needs only `messages`. The chat template tokenizes "
+        "them anew, so the tokens of a reply may differ from those that were sampled.",
     )
-    importing.add_argument("file", metavar="FILE", help="the lines; -: standard input")
+    importing.add_argument("file", metavar="FILE", help="file with the lines; `-`: standard input")
     importing.add_argument(
-        "--new-ids", action="store_true", help="give each a new id, and print that"
+        "--new-ids", action="store_true", help="give each conversation a new id, and print the ids"
     )
-    removing = command("rm", remove, "delete conversations, on disk as well")
+    removing = command("rm", remove, "delete conversations, also on disk")
     removing.add_argument("id", nargs="+", metavar="ID", help="ids of the conversations")
-    removing.add_argument("--yes", action="store_true", help="do not ask")
+    removing.add_argument("--yes", action="store_true", help="delete without asking")
 
 
 def _count(text: str) -> int:
@@ -137,7 +135,7 @@ def _find(client: Client, conversation_id: str) -> str:
     return with_beginning(client, conversation_id) if sys.stdin.isatty() else conversation_id
 
 
-# -- what there is --
+# -- looking --
 
 
 def ls(arguments: argparse.Namespace, resolved: Resolved) -> int:
@@ -202,20 +200,20 @@ def show(client: Client, arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- out and in --
+# -- export and import --
 
 
 def export(client: Client, arguments: argparse.Namespace) -> int:
     from pensieve.cli.conversation_lines import line_of
 
     if bool(arguments.id) is arguments.all:
-        raise InvalidArgument("ID", "name conversations, or give --all")
+        raise InvalidArgument("ID", "name conversations or pass --all, one of the two")
     code = num_written = 0
     with _output(arguments.output) as file:
         for conversation_id in _wanted(client, arguments):
             conversation = client.conversation(conversation_id)
             try:
-                # A line is written as a whole: the conversation may be deleted while it is read.
+                # The conversation may be deleted meanwhile, so only whole lines are written.
                 with tempfile.SpooledTemporaryFile(SPOOL_BYTES, "w+", encoding="utf-8") as line:
                     line.writelines(
                         line_of(conversation.get(), conversation.messages(cut_replies=True))
@@ -241,7 +239,7 @@ def _wanted(client: Client, arguments: argparse.Namespace) -> Iterable[str]:
 
 @contextlib.contextmanager
 def _output(path: Path | None) -> Iterator[IO[str]]:
-    """Standard output, or a file that is there as a whole or not at all."""
+    """Yield standard output, or a file that appears only when it is complete."""
     if path is None:
         yield sys.stdout
         return
@@ -298,7 +296,7 @@ def _input(name: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Those that hold something; of one that is too long, its beginning."""
+    """Yield the lines that are not blank; of a line that is too long, only the beginning."""
     while line := file.readline(LINE_BYTES_MAX + 1):
         rest = line
         while len(rest) > LINE_BYTES_MAX and not rest.endswith(b"\n"):

@@ -28,12 +28,31 @@ from pensieve.cli import (
 )
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import ENGINE, MOVED_HISTORY, REACH, SERVE, TALK, settings_for
-from pensieve.errors import ConfigError, PensieveError, Unauthenticated, Unavailable
+from pensieve.errors import (
+    ConfigError,
+    NotFound,
+    PensieveError,
+    StoreLocked,
+    Unauthenticated,
+    Unavailable,
+)
 from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
 
 SIMILARITY = 0.65  # of words, that makes a suggestion
-NO_DAEMON = "nothing listens at"
+# For errors of a class whose text has these words.
+REMEDIES: tuple[tuple[type[PensieveError], str, str], ...] = (
+    (
+        Unavailable,
+        "nothing listens at",
+        "Start a daemon with `pensieve serve`, or name another one with --address",
+    ),
+    (Unauthenticated, "token", "Pass the client's token with --token, or set PENSIEVE_TOKEN"),
+    (StoreLocked, "the data folder", "Stop that program, or choose another folder with --data"),
+    (NotFound, "there is no conversation", "`pensieve conversations ls` lists them"),
+    (NotFound, "there is no job", "`pensieve admin jobs` lists them"),
+    (NotFound, "there is no prefix", "`pensieve admin prefixes` lists them"),
+)
 
 
 class Command(argparse.ArgumentParser):
@@ -170,12 +189,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_remedy(error: PensieveError) -> str:
+    """Return an error in one line, with what a person can do on the command line."""
     text = " ".join(str(error).split())
-    if isinstance(error, Unavailable) and NO_DAEMON in text:
-        return f"{text}. Start a daemon with `pensieve serve`, or name another one with --address"
-    if isinstance(error, Unauthenticated):
-        return f"{text}. Pass the client's token with --token, or set PENSIEVE_TOKEN"
-    return text
+    remedies = [
+        remedy for kind, words, remedy in REMEDIES if isinstance(error, kind) and words in text
+    ]
+    return f"{text}. {remedies[0]}" if remedies else text
 
 
 if __name__ == "__main__":

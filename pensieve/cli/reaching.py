@@ -83,7 +83,7 @@ def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> No
     if given:
         raise InvalidArgument(
             ", ".join(given),
-            f"the daemon at {address} runs already, with its own model and settings; leave these out",
+            f"the daemon at {address} has its own model and settings; leave these flags out",
         )
 
 

@@ -420,7 +420,7 @@ def check(arguments: argparse.Namespace) -> None:
     if CLAIRVOYANT in policies_of(arguments) and arguments.record is not None:
         raise InvalidArgument("policy", "clairvoyant knows a trace: it cannot serve or record")
     if bool(arguments.traces) == (arguments.workload is not None):
-        raise InvalidArgument("TRACE", "give trace files, or --workload; one of the two")
+        raise InvalidArgument("TRACE", "give trace files or --workload, not both")
     if arguments.workload is None and len(arguments.rate) > 1:
         raise InvalidArgument("rate", "a recorded trace has its own; several are for a --workload")
     if arguments.workload is None and len(arguments.seed) > 1:

@@ -453,7 +453,7 @@ def test_a_job_that_several_tenants_have_needs_the_tenant(
     assert rig.call(rig.jobs.get("beta", "same")).state is JobState.PAUSED
     assert rig.call(rig.jobs.get("acme", "same")).state is JobState.RUNNING
     for arguments, code, words in (
-        (["pause"], 2, "ID: is needed: which jobs to pause"),
+        (["pause"], 2, "ID: name the jobs to pause"),
         (["cancel", "none"], 1, "there is no job 'none'"),
     ):
         capsys.readouterr()

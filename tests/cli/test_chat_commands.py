@@ -77,7 +77,7 @@ def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_p
         said(terminal, text)
     assert "the last 2 turns are removed" in said(terminal, "/rewind 2")
     assert "the last turn is removed" in said(terminal, "/rewind")
-    assert "! /rewind: there is one turn" in said(terminal, "/rewind 2")
+    assert "! /rewind: this conversation has only one turn" in said(terminal, "/rewind 2")
     assert "! /rewind: needs a number of turns, not '-1'" in said(terminal, "/rewind -1")
     assert leave(terminal, tmp_path / "data") == ["One."]
 

@@ -225,9 +225,7 @@ def test_a_system_prompt_is_for_new_conversations_and_for_others_refused(
     capsys.readouterr()
     assert main([*common, "--system", "Be long.", "-q", "Hello."]) == 2
     told = capsys.readouterr().err
-    assert (
-        "--system: the conversation told is there already, with a system prompt of its own" in told
-    )
+    assert "--system: the conversation told exists already, with another system prompt" in told
     assert asked(daemon, "told") == ["Hello.", "Again.", "More."]
 
 
@@ -243,7 +241,11 @@ def test_a_token_that_is_not_known_is_not_called_missing(
     common = ["chat", "--address", process.start(), "-q", "Hello."]
     capsys.readouterr()
     for flags, problem in (
-        (["--token", "guess"], "pensieve: the token is not known to this daemon\n"),
+        (
+            ["--token", "guess"],
+            "pensieve: the token is not known to this daemon. Pass the client's token with "
+            "--token, or set PENSIEVE_TOKEN\n",
+        ),
         ([], "pensieve: a token is needed\n"),
     ):
         assert main([*common, *flags]) == 1
@@ -281,7 +283,7 @@ def test_nobody_at_an_address_is_said_so(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["chat", "--address", "127.0.0.1:1", "-q", "Hello."]) == 1
     told = capsys.readouterr().err
     assert "nothing listens at 127.0.0.1:1" in told
-    assert "`pensieve serve` starts a daemon" in told
+    assert "Start a daemon with `pensieve serve`" in told
 
 
 def test_the_socket_of_the_folder_needs_no_tls_whatever_the_network_needs(

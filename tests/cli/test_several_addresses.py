@@ -63,6 +63,6 @@ def test_when_none_can_be_reached_all_are_named(
         fleet.stop(address)
     assert main(["chat", "--address", ",".join(fleet.addresses), "-q", "Hello."]) == 1
     told = capsys.readouterr().err
-    assert "; `pensieve serve` starts a daemon" in told
+    assert "Start a daemon with `pensieve serve`" in told
     for address in fleet.addresses:
         assert f"{address}: nothing listens at {address}" in told

@@ -315,7 +315,10 @@ class Server:
         except RuntimeError:
             bound = 0
         if not bound:
-            raise AddressInUse(f"cannot listen on {listening.address}; is another daemon there?")
+            raise AddressInUse(
+                f"cannot listen on {listening.address}: the port is in use, perhaps by another daemon. "
+                "Choose another address with --address (port 0: any free port)"
+            )
         self.address = f"{host}:{bound}"
 
     def _listen_locally(self, path: Path) -> None:
