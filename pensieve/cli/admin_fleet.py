@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             "--listen",
             default="",
             metavar="HOST:PORT",
-            help="serve the metrics of all replicas there until Ctrl-C, for Prometheus (port 0: any free one)",
+            help="serve the metrics of all replicas for Prometheus, until Ctrl-C (port 0: any free port)",
         )
         parser.add_argument(
             "--insecure", action="store_true", help="let other machines reach --listen"

@@ -155,11 +155,11 @@ def _chat(
     screen: Screen,
 ) -> ChatTerminal:
     from pensieve.cli.chat_sampling import ChatSampling
-    from pensieve.cli.chat_talk import Manner
+    from pensieve.cli.chat_talk import TalkSettings
     from pensieve.cli.chat_terminal import ChatTerminal
 
     settings = resolved.settings
     of_the_model = info.sampling if info is not None else None
     sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
-    manner = Manner(sampling, settings.system or "", bool(settings.stats))
-    return ChatTerminal(client, admin, manner, ended, ctrl_c, screen)
+    talk_settings = TalkSettings(sampling, settings.system or "", bool(settings.stats))
+    return ChatTerminal(client, admin, talk_settings, ended, ctrl_c, screen)

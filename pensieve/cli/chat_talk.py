@@ -26,7 +26,7 @@ REPEATED_TOKENS_MIN = 40
 
 
 @dataclass(frozen=True)
-class Manner:
+class TalkSettings:
     """The settings of a chat."""
 
     sampling: ChatSampling
@@ -37,14 +37,16 @@ class Manner:
 class Talk:
     """The present conversation, and the settings of new ones."""
 
-    def __init__(self, client: Client, manner: Manner, ctrl_c: CtrlC, screen: Screen) -> None:
+    def __init__(
+        self, client: Client, settings: TalkSettings, ctrl_c: CtrlC, screen: Screen
+    ) -> None:
         self.conversation_id = new_id()
-        self.sampling = manner.sampling
-        self.system = manner.system
+        self.sampling = settings.sampling
+        self.system = settings.system
         self.thinking = ""  # of the last reply
         self.usage: Usage | None = None  # of the last reply
         self._client = client
-        self._stats = manner.stats
+        self._stats = settings.stats
         self._ctrl_c = ctrl_c
         self._screen = screen
         self._prefix_id = ""  # declared prefix of new conversations

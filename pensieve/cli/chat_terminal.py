@@ -19,7 +19,7 @@ from pensieve.cli.admin_stats import seconds_text
 from pensieve.cli.chat_list import ChatList
 from pensieve.cli.chat_sampling import SETTINGS
 from pensieve.cli.chat_screen import Screen
-from pensieve.cli.chat_talk import NO_TURN, Manner, Talk, new_id
+from pensieve.cli.chat_talk import NO_TURN, Talk, TalkSettings, new_id
 from pensieve.cli.conversation_lines import line_of, markdown_of, openai_message
 from pensieve.cli.conversation_table import cached_by_id, cached_text, shortened
 from pensieve.cli.ctrl_c import CtrlC
@@ -388,12 +388,12 @@ class ChatTerminal:
         self,
         client: Client,
         admin: Callable[[str], Admin],  # of a conversation's daemon
-        manner: Manner,
+        settings: TalkSettings,
         ended: Callable[[], bool],  # whether nothing will ever be answered again
         ctrl_c: CtrlC,
         screen: Screen,
     ) -> None:
-        self.talk = Talk(client, manner, ctrl_c, screen)
+        self.talk = Talk(client, settings, ctrl_c, screen)
         self._commands = Commands(self.talk, client, admin, ctrl_c, screen)
         self._ended = ended
         self._ctrl_c = ctrl_c

@@ -63,8 +63,8 @@ def add_parser(commands: Any) -> None:
         help="make a token for a client",
         description="Make a token for a client, and an entry for the file of `pensieve serve --token-file`. "
         "The entry has only the token's SHA-256. With --file, the entry is appended to the file and the "
-        "token is printed. Without --file, the entry is printed and the token goes to standard error. The token is "
-        "shown only once.",
+        "token is printed. Without --file, the entry is printed and the token goes to standard error. "
+        "The token is shown only once.",
     )
     tokens.add_argument(
         "--file",

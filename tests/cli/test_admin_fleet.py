@@ -193,7 +193,7 @@ def test_what_is_of_one_daemon_wants_to_be_told_which(
     world: Replicas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(world, "drain") == 2
-    assert "must say which, for drain is of one: a, b, c, dead, hanging" in capsys.readouterr().err
+    assert "is missing: drain works on one of a, b, c, dead, hanging" in capsys.readouterr().err
     assert admin(world, "drain", "--replica", "z") == 1
     assert "there is no replica 'z'" in capsys.readouterr().err
     assert admin(world, "info", "--replica", "b") == 0
@@ -220,17 +220,17 @@ def test_several_addresses_are_replicas_without_names(
     assert 'pensieve_engine_up{replica="a",' in text  # as the daemon calls itself
     both = ("--address", addresses, "--replicas", "a=h:1")
     assert main(["admin", "stats", *both]) == 2
-    assert "leave out one" in capsys.readouterr().err
+    assert "leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("stats", "--replica", "a"), "--replica: is for several daemons"),
-        (("metrics", "--listen", "127.0.0.1:0"), "--listen: is for several daemons"),
+        (("stats", "--replica", "a"), "--replica: needs several daemons"),
+        (("metrics", "--listen", "127.0.0.1:0"), "--listen: needs several daemons"),
         (("stats", "--replicas", "a="), "--replicas: a has no address"),
-        (("stats", "--replicas", "a=h:1", "--wait", "0"), "--wait: is a number"),
-        (("stats", "--replicas", "a=h:1", "--wait", "nan"), "--wait: is a number"),
+        (("stats", "--replicas", "a=h:1", "--wait", "0"), "--wait: must be a number"),
+        (("stats", "--replicas", "a=h:1", "--wait", "nan"), "--wait: must be a number"),
         (("watch", "--replicas", "a=h:1", "--interval", "0"), "--interval: must lie"),
         (("conversations", "--replicas", "a=h:1", "--limit", "0"), "--limit: must lie"),
         (("metrics", "--replicas", "a=h:1", "--listen", "127.0.0.1:0", "--wait", "9"), "3.5"),

@@ -255,11 +255,11 @@ def test_bad_messages_are_refused_and_harm_nothing(
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (["--device-cache", "lots"], 3, "--device-cache is a size such as 6GiB"),
+        (["--device-cache", "lots"], 3, "--device-cache must be a size such as 6GiB"),
         (["--device-cache", "3t"], 3, "--device-cache 3t holds 1 chunks"),
         (["--host-cache", "90TiB"], 3, "lower --device-cache or --host-cache"),
-        (["--token-budget", "0"], 3, "--token-budget is a whole number"),
-        (["--top-p", "7"], 3, "--top-p is a number in 0..1"),
+        (["--token-budget", "0"], 3, "--token-budget must be a whole number"),
+        (["--top-p", "7"], 3, "--top-p must be a number in 0..1"),
         (["--config", "/nowhere/at/all"], 3, "cannot read /nowhere/at/all"),
         (["--conversation", "../etc"], 2, "conversation_id: must be 1 to 128"),
     ],
@@ -380,4 +380,4 @@ def test_every_setting_says_where_it_comes_from(
     assert 'host_cache = "auto"  # default' in said
     file.write_text("colour = 1\n")
     assert main(arguments) == 3
-    assert "there is no setting 'colour'" in capsys.readouterr().err
+    assert "unknown setting 'colour'" in capsys.readouterr().err

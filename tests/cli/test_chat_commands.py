@@ -125,7 +125,7 @@ def test_several_settings_may_be_set_at_once(terminal: Terminal) -> None:
     ]
     hot = said(terminal, "/set temperature=2.5")
     assert "[temperature 2.5 is very high" in hot
-    assert "! /set: temperature is a number in 0..100, not '-1'" in said(
+    assert "! /set: temperature must be a number in 0..100, not '-1'" in said(
         terminal, "/set temperature -1"
     )
     said(terminal, "/set temperature=0.7")

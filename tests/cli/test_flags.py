@@ -164,7 +164,7 @@ def test_a_dash_is_the_message_on_standard_input(
     ("given", "flags", "problem"),
     [
         (b"\xff", ["-q", "-"], "standard input is not UTF-8"),
-        (b"x", ["-q", "-", "-q", "-"], "standard input can be one message only"),
+        (b"x", ["-q", "-", "-q", "-"], "only one message can be read from standard input"),
         (b"", ["-q", "-"], "must not be empty"),
     ],
 )
@@ -246,7 +246,11 @@ def test_a_token_that_is_not_known_is_not_called_missing(
             "pensieve: the token is not known to this daemon. Pass the client's token with "
             "--token, or set PENSIEVE_TOKEN\n",
         ),
-        ([], "pensieve: a token is needed\n"),
+        (
+            [],
+            "pensieve: a token is needed. Pass the client's token with --token, or set "
+            "PENSIEVE_TOKEN\n",
+        ),
     ):
         assert main([*common, *flags]) == 1
         assert capsys.readouterr().err == problem

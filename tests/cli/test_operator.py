@@ -88,7 +88,7 @@ def test_the_operator_lists_and_deletes_the_prefixes_of_all_tenants(
         assert run("admin", "prefixes", "--delete", "rules", *where) == 1
         assert "there is no prefix 'rules'" in capsys.readouterr().err
         assert run("admin", "prefixes", "--delete", "rules", "--tenant", "acme", *where) == 0
-        assert capsys.readouterr().out == "prefix rules is deleted\n"
+        assert capsys.readouterr().out == "deleted prefix rules\n"
         assert run("admin", "prefixes", "--json", *where) == 0
         (left,) = json.loads(capsys.readouterr().out)["prefixes"]
         assert (left["tenant"], left["prefix"]["prefix_id"]) == ("beta", "rules")
@@ -165,7 +165,7 @@ def test_stats_say_what_was_attained_and_whose_the_work_was(
     assert "100.0% of tokens within 100,000.0 ms" in shown
     assert "100.0% of first tokens within 200,000.0 ms" in shown
     assert "of the token budget used" in shown
-    assert "iterations to within" in shown
+    assert "iteration times, with an error of" in shown
     assert re.search(r"tenants +beta 6\d%, acme 3\d% of \d+ tokens computed", shown)
     assert run("admin", "stats", *where, "--json") == 0
     more = json.loads(capsys.readouterr().out)["more"]
@@ -190,9 +190,9 @@ def test_the_table_shows_what_stood_in_the_way() -> None:
     out = io.StringIO()
     Console(file=out, width=200).print(stats_table(stats))
     shown = out.getvalue()
-    assert "another turn would wait 2,000.0 ms; 5 were refused for it" in shown
-    assert "3 gaps between tokens" in shown
-    assert "7 times, 2 for turns that were next; p50 250.0 ms, p99 1,500.0 ms" in shown
+    assert "a new turn would wait 2,000.0 ms; 5 were refused to keep" in shown
+    assert "3 long gaps between tokens" in shown
+    assert "7 times, 2 for turns with priority; p50 250.0 ms, p99 1,500.0 ms" in shown
     assert "t0 10%, t1 10%" in shown
     assert "t7 10% and 2 more of 955 tokens computed" in shown
     assert "objective" not in shown
