@@ -1,4 +1,4 @@
-"""Where a setting comes from, and what is said when it is wrong."""
+"""The sources of settings, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WITH_FLAGS = tuple(each for each in ALL if INTERNAL not in each.of)
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """One file for every command."""
+    """All commands can share one file."""
     path = tmp_path / "pensieve.toml"
     path.write_text(
         'address = "[::1]:7000"\n'
@@ -153,7 +153,7 @@ ODD_TEXTS = (
 def test_what_print_config_prints_loads_as_the_same_settings(
     setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each setting, with every text that it takes of a list."""
+    """Return each setting with all its valid texts, if those are a list."""
     num_taken, path = 0, tmp_path / "printed.toml"
     for text in ODD_TEXTS:
         try:

@@ -1,4 +1,4 @@
-"""Packages that are missing: named in one line, or installed where that is wanted."""
+"""Missing packages are named in one line, or installed on request."""
 
 from __future__ import annotations
 

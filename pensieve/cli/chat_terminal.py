@@ -21,7 +21,14 @@ from pensieve.cli.chat_sampling import SETTINGS
 from pensieve.cli.chat_screen import Screen
 from pensieve.cli.chat_talk import NO_TURN, Talk, TalkSettings, new_id
 from pensieve.cli.conversation_lines import line_of, markdown_of, openai_message
-from pensieve.cli.conversation_table import cached_by_id, cached_text, shortened
+from pensieve.cli.conversation_table import (
+    CACHED_MAX,
+    Cached,
+    by_id,
+    cached_by_id,
+    cached_text,
+    shortened,
+)
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.line_editor import LineEditor
 from pensieve.client import Client, Message, Usage
@@ -306,16 +313,18 @@ class Commands:
             self._screen.notice(warning)
 
     def _stats(self, argument: str) -> None:
-        rows = list(self._conversation_rows())
+        cached: Cached = {}
         try:
             with self._admin(self._talk.conversation_id) as admin:
-                rows += daemon_rows(admin.stats())
+                of_daemon = list(daemon_rows(admin.stats()))
+                cached = by_id(admin.cached(limit=CACHED_MAX))
         except (PermissionDenied, Unauthenticated):
-            rows.append(("daemon", "its figures need an admin token"))
+            of_daemon = [("daemon", "its figures need an admin token")]
+        rows = [*self._conversation_rows(cached), *of_daemon]
         width = max(len(name) for name, _ in rows) + 2
         self._screen.line("\n".join(f"{name:<{width}}{text}" for name, text in rows))
 
-    def _conversation_rows(self) -> Iterator[tuple[str, str]]:
+    def _conversation_rows(self, cached: Cached) -> Iterator[tuple[str, str]]:
         try:
             state = self._talk.conversation.get()
         except NotFound:
@@ -324,10 +333,8 @@ class Commands:
             most = f" of {state.context_max_tokens:,}" if state.context_max_tokens else ""
             sizes = f"{state.num_messages:,} messages, {state.num_tokens:,}{most} tokens"
             yield "conversation", sizes
-            cached = cached_by_id(partial(self._admin, state.conversation_id))
-            if cached is not None:
-                found = cached.get(state.conversation_id)
-                yield "cached", cached_text(state, found) or "nothing"
+            if share := cached_text(state, cached.get(state.conversation_id)):
+                yield "cached", share
         if self._talk.usage is not None:
             yield from usage_rows(self._talk.usage)
 

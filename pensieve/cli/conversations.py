@@ -144,25 +144,20 @@ def ls(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.client.admin import Admin
 
     address, tls = address_of(resolved)
-    token, no_retries = resolved.settings.token, Retry(retries=0)
-    admins = [
-        partial(
-            Admin, each.strip(), token=token, tls=tls, timeout=TIMEOUT_SECONDS, retry=no_retries
-        )
-        for each in address.split(",")
-    ]
+    token = resolved.settings.token
+    admin = partial(Admin, address, token=token, tls=tls, retry=Retry(retries=0))
     limit = arguments.limit or (None if arguments.json else LISTED)
     with _client(resolved) as client:
         states = client.conversations()
         if arguments.json:
-            held = cached_by_id(*admins)
+            held = cached_by_id(admin)
             for each in islice(states, limit):
                 values = {**_plain(each), **_cached_tokens(each, held)}
                 print(json.dumps(values, ensure_ascii=False))
             return 0
         assert limit is not None
         found = list(islice(states, limit + 1))
-    print("\n".join(table_of(found[:limit], cached_by_id(*admins))) or "no conversations yet")
+    print("\n".join(table_of(found[:limit], cached_by_id(admin))) or "no conversations yet")
     if len(found) > limit:
         print(f"older ones are not shown: try --limit {10 * limit}", file=sys.stderr)
     return 0

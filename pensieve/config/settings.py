@@ -180,7 +180,7 @@ class Settings:
     stream: str = _setting(
         choice("auto", "on", "off"),
         "auto",
-        "run turns that do not fit on the device with their KV in the host tier; auto: where it pays",
+        "run turns that do not fit on the device with their KV in the host tier; auto: if it is worthwhile",
         "auto|on|off",
         group="cache and scheduling",
     )
@@ -208,8 +208,8 @@ class Settings:
     tbt: float = _setting(
         number(0, 3600),
         "0",
-        "objective for the time between two tokens of a reply, in seconds: prompts are computed in pieces "
-        "that keep it; 0: none",
+        "objective for the time between two tokens of a reply, in seconds: long prompts are computed in "
+        "pieces to keep it; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
@@ -217,14 +217,14 @@ class Settings:
         number(0, 3600),
         "0",
         "objective for the time to the first token, in seconds: a turn that would wait longer is refused at "
-        "once and told when to retry; 0: none",
+        "once, with a time for a retry; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
     threads: int = _setting(
         automatic(whole(0, 1024)),
         "auto",
-        "threads that compute; auto: one per core",
+        "compute threads; auto: one per core",
         "N",
         of=(ENGINE, RANK),
         group="cache and scheduling",
@@ -233,14 +233,14 @@ class Settings:
     tensor_parallel: int = _setting(
         whole(1, 64),
         "1",
-        "ranks that share each layer: one GPU each, or processes on a CPU",
+        "number of ranks that share each layer: GPUs, or processes on a CPU",
         "N",
         group="several GPUs",
     )
     pipeline_stages: int = _setting(
         whole(1, 64),
         "1",
-        "ranks that have some of the layers each: one GPU each, or processes on a CPU",
+        "number of ranks among which the layers are divided: GPUs, or processes on a CPU",
         "N",
         group="several GPUs",
     )
@@ -255,7 +255,7 @@ class Settings:
     cluster_secret: Path | None = _setting(
         file,
         "",
-        "a file with the secret of the processes of a cluster: daemons and ranks",
+        "file with the secret that the daemons and ranks of a cluster share",
         "FILE",
         of=(ENGINE, RANK),
         group="several daemons",
@@ -272,7 +272,7 @@ class Settings:
     store: str | None = _setting(  # with its password, if it has one
         store_url,
         "",
-        "keep the history in this database instead: postgresql://USER@HOST/NAME (docs/postgresql.md), or "
+        "database with the history, instead of --data: postgresql://USER@HOST/NAME (docs/postgresql.md), or "
         "sqlite:///FILE, which daemons of this host can share (docs/cluster.md)",
         "URL",
         group="history",
@@ -281,7 +281,7 @@ class Settings:
     backup: Path | None = _setting(
         file,
         "",
-        "back the history up into this folder every minute (see `pensieve restore`)",
+        "back up the history to this folder every minute (see `pensieve restore`)",
         "DIR",
         of=(SERVE,),
         group="history",
@@ -548,8 +548,8 @@ class Settings:
     engine: str = _setting(
         engine,
         "model",
-        "echo: arithmetic instead of a model, with SECONDS for each iteration; separate: prompts in passes "
-        "of their own",
+        "echo: arithmetic instead of a model, with SECONDS per iteration; separate: a pass of its own for "
+        "prompts",
         "model|echo[:SECONDS]|separate",
         of=(INTERNAL,),
     )
@@ -557,37 +557,37 @@ class Settings:
     staging_tokens: int = _setting(
         whole(0, 1 << 31),
         "0",
-        "of one layer, in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
+        "tokens of one layer in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
         of=(INTERNAL,),
     )
     prompt_seconds: float = _setting(
         number(0, 3600),
         "0.05",
-        "how much longer an iteration may take for prompts beside replies, in seconds (0: no limit)",
+        "how much longer prompts may make an iteration that also generates, in seconds (0: no limit)",
         of=(INTERNAL,),
     )
     share: int = _setting(
         whole(0, 1 << 20),
         "0",
-        "tokens of a reply after which a turn gives its place to one that waits (0: it keeps its place)",
+        "tokens of a reply after which a turn yields to a waiting turn (0: never)",
         of=(INTERNAL,),
     )
     cost: Path | None = _setting(
         file,
         "",
-        "a file of `pensieve profile --output`, in the place of the profile that was kept",
+        "a file of `pensieve profile --output`, instead of the kept profile",
         of=(INTERNAL,),
     )
     lease: float = _setting(
         number(0.5, 3600),
         "10",
-        "a daemon that is silent for so long loses its conversations to the others that are called",
+        "a daemon that is silent for so long loses its conversations to other daemons",
         of=(INTERNAL,),
     )
     ranks_elsewhere: int = _setting(
         whole(0, 4096),
         "0",
-        "so many of the ranks are on other machines (0: those of all stages but the last one)",
+        "number of ranks on other machines (0: the ranks of all stages but the last one)",
         of=(INTERNAL,),
     )
 
@@ -609,36 +609,36 @@ def settings_named(*names: str) -> Table:
 
 # Settings of earlier versions, and what to do instead.
 REMOVED_SETTINGS = {
-    "backup_seconds": "a history that has changed is backed up every minute",
+    "backup_seconds": "a changed history is backed up every minute",
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",
     "chunk_tokens": "a chunk has 32 tokens",
-    "connections_max": "there may be 512 connections; limit those of each peer in a firewall or proxy",
-    "cost": "run `pensieve profile`; what it keeps is used",
+    "connections_max": "the daemon accepts 512 connections; limit each peer in a firewall or proxy",
+    "cost": "run `pensieve profile`: daemons use its result",
     "echo_seconds": "it was for tests",
     "engine": "it was for tests",
     "event_log": MOVED_HISTORY,
-    "grace": "a turn whose connection broke can be attached to for 5 seconds",
-    "heartbeat": "an engine that is silent for 30 seconds is started again",
+    "grace": "a client can reattach to its turn for 5 seconds after a disconnect",
+    "heartbeat": "an engine that is silent for 30 seconds is restarted",
     "history_address": MOVED_HISTORY,
-    "history_ca": "write cluster_ca",
-    "history_secret": "write cluster_secret",
-    "iteration_timeout": "an iteration may take 300 seconds; lower token_budget if it takes longer",
+    "history_ca": "use cluster_ca",
+    "history_secret": "use cluster_secret",
+    "iteration_timeout": "an iteration is limited to 300 seconds; lower token_budget if it takes longer",
     "keepalive": "connections are pinged every 30 seconds",
-    "lease": "a daemon that is silent for 10 seconds loses its conversations to the others that are called",
-    "log_turns": "each turn is logged; filter the logger pensieve.turns out with log_format json",
+    "lease": "a daemon that is silent for 10 seconds loses its conversations to other daemons",
+    "log_turns": "each turn is logged; with log_format json, filter out the logger pensieve.turns",
     "metrics_alias": "metrics have one name each",
-    "prefill_ahead": "it gained nothing; raise turns_max for earlier first tokens",
+    "prefill_ahead": "it had no benefit; raise turns_max for earlier first tokens",
     "prompt_seconds": "prompts make an iteration at most 0.05 seconds longer; tbt sets an objective",
-    "rank_secret": "write cluster_secret",
-    "rank_wait": "the engine waits 300 seconds for ranks of other machines",
-    "ranks_elsewhere": "all stages but the last one are on other machines",
-    "reflection": "gRPC reflection is always offered; where clients need tokens, it needs one",
-    "request_keep": "a request_id is known for 7 days after its turn",
-    "scrub": "the whole history is read once in 7 days",
-    "share": "it made replies end later; raise turns_max for earlier first tokens",
-    "staging": "the arenas take a tenth of the device tier; stream off has none",
-    "staging_tokens": "the arenas take a tenth of the device tier; stream off has none",
-    "statement_timeout": "a job of the history may compute for 10 seconds",
-    "turns_waiting_max": "1024 turns may wait; token_file limits those of each tenant",
-    "vllm_engine": "routers speak to the APIs of --http",
+    "rank_secret": "use cluster_secret",
+    "rank_wait": "the engine waits 300 seconds for ranks on other machines",
+    "ranks_elsewhere": "with rank_address, all stages but the last one are on other machines",
+    "reflection": "gRPC reflection is always on; it needs a token if clients need one",
+    "request_keep": "a request_id is kept for 7 days after its turn",
+    "scrub": "the whole history is verified once in 7 days",
+    "share": "it delayed replies; raise turns_max for earlier first tokens",
+    "staging": "the staging arenas take a tenth of the device tier; `stream off` removes them",
+    "staging_tokens": "the staging arenas take a tenth of the device tier; `stream off` removes them",
+    "statement_timeout": "a database operation is limited to 10 seconds",
+    "turns_waiting_max": "1024 turns can wait; limit each tenant in the token_file",
+    "vllm_engine": "routers use the APIs of --http",
 }

@@ -1,4 +1,4 @@
-"""`pensieve admin` of several daemons: rows for each, what they make together, exit codes, JSON."""
+"""`pensieve admin` with several daemons: rows, totals, exit codes, JSON."""
 
 from __future__ import annotations
 

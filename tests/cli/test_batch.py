@@ -1,4 +1,4 @@
-"""`pensieve batch` and `pensieve admin jobs`, in front of a daemon whose jobs are scripted."""
+"""`pensieve batch` and `pensieve admin jobs`, with a daemon whose jobs are scripted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsRig]:
 
 @pytest.fixture
 def working(rig: JobsRig) -> Iterator[None]:
-    """Jobs are worked on, a few lines at a time."""
+    """Work on the jobs, a few lines at a time."""
     over = threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""`pensieve chat` as a person meets it: replies, resumed conversations, and one-line errors."""
+"""`pensieve chat` from the outside: replies, resumed conversations, and one-line errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that starts at once, for tests of what the service does with the model's other files."""
+    """Use an engine that starts at once, for tests of the service with other model files."""
     monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
 
 
@@ -115,7 +115,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
 def test_a_reply_that_repeats_itself_is_noticed_once(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this model a token decides the next one, so that a greedy reply ends in a circle."""
+    """In this model each token decides the next one, so a greedy reply ends in a loop."""
     circular = tmp_path / "circular"
     shutil.copytree(model, circular)
     weights = load_file(circular / "model.safetensors")
@@ -193,7 +193,7 @@ def _children_of(pid: int) -> list[int]:
 
 @pytest.mark.executed  # it finds the engine among the children of the program
 def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
-    """A terminal sends it to every process of the foreground; only the chat may notice."""
+    """A terminal sends SIGINT to all foreground processes; only the chat may react."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pensieve", "chat"],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The /commands of `pensieve chat`, and its lines, on a terminal."""
+"""The /commands and the line editor of `pensieve chat`, on a terminal."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def leave(terminal: Terminal, data: Path, conversation_id: str = "c") -> list[str]:
-    """End the program; the texts of the user that the history has."""
+    """End the program, and return the user's messages in the history."""
     terminal.type("/bye\n")
     assert terminal.wait() == 0
     with ConversationStore.open(data, "a test") as store:
@@ -36,7 +36,7 @@ def leave(terminal: Terminal, data: Path, conversation_id: str = "c") -> list[st
 
 
 def said(terminal: Terminal, line: str) -> str:
-    """What a command shows."""
+    """Type a line, and return the output up to the next prompt."""
     terminal.type(f"{line}\n")
     return text_of(terminal.read_until(PROMPT)).removeprefix(line).strip()
 

@@ -1,4 +1,4 @@
-"""`pensieve conversations`: what is exported is imported again, and what cannot be is named."""
+"""`pensieve conversations`: lists, exports that can be imported again, and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def talk(client: Client, name: str, *texts: str) -> None:
 
 
 def make_some(client: Client) -> None:
-    """Conversations of every kind."""
+    """Create conversations of every kind."""
     talk(client, "plain", "Hello there.", "Grüße\u2028\n日本")
     client.conversation("empty").create(metadata={"a": [1, None, "ü"]})
     ruled = client.conversation("ruled")

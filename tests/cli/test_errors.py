@@ -1,4 +1,4 @@
-"""What is wrong is said in one clear line, before anything is computed in vain."""
+"""An error is one clear line, and comes before anything is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CERTS = Path(__file__).parent.parent / "guard" / "certs"
 
 
 def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with what libraries write to standard error themselves."""
+    """Run the command in its own process, with all that libraries write to standard error."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     return subprocess.run(
         [sys.executable, "-m", "pensieve", *arguments],

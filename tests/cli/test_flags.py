@@ -1,4 +1,4 @@
-"""What is given on the command line is done, or refused; nothing is taken and ignored."""
+"""A flag has an effect or is refused; no flag is silently ignored."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_daemon_that_loads_its_model_is_waited_for(
 
 
 def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: Path) -> None:
-    """One whose socket lies in the data folder that is the default."""
+    """The other daemon has its socket in the default data folder."""
     with DaemonRig(tmp_path / "data", program=ECHO) as rig:
         given = subprocess.run(
             [sys.executable, "-m", "pensieve", "chat", "--address", rig.server.address],

@@ -1,4 +1,4 @@
-"""What an operator meets first: which daemon it is, whose conversation, a socket without a daemon."""
+"""First tasks of an operator: identify the daemon, find a conversation's tenant, a stale socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*arguments: str) -> int:
 
 
 def tokens_for(file: Path, capsys: pytest.CaptureFixture[str], *tenants: str) -> dict[str, str]:
-    """A token of each tenant, and the file for --token-file."""
+    """Return a token for each tenant, and the file for --token-file."""
     found = {}
     for tenant in tenants:
         assert run("token", "--tenant", tenant, "--file", str(file)) == 0

@@ -1,4 +1,4 @@
-"""Replies on a terminal: however they come in pieces, they end up as if they had come at once."""
+"""A reply on a terminal looks the same, however its pieces arrive."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Grüße, 日本, and an end without one: **bold
 
 
 class Shown:
-    """A reply on a screen of its own."""
+    """A reply on an emulated screen."""
 
     def __init__(self, columns: int = 60, lines: int = 24) -> None:
         self.screen = TerminalScreen(columns, lines)
@@ -114,7 +114,7 @@ def test_however_a_reply_comes_in_pieces_it_ends_up_the_same(columns: int) -> No
 
 
 def test_a_long_reply_costs_what_its_text_costs() -> None:
-    """Of text that only grows, each piece is written once, and code lines a few times."""
+    """Each piece of growing text is written once, and lines of code a few times."""
     words = "a word and another one, " * 400
     shown = Shown()
     for start in range(0, len(words), 12):

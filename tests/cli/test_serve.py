@@ -1,4 +1,4 @@
-"""`pensieve serve`, `admin` and `chat --address` as their users meet them."""
+"""`pensieve serve`, `admin` and `chat --address` from the outside."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_a_token_file_that_others_may_write_to_is_refused(
 
 @pytest.mark.parametrize("mode", [0o400, 0o444, 0o600, 0o644])
 def test_a_token_file_may_be_read_by_others(tmp_path: Path, mode: int) -> None:
-    """It holds digests; a container's secret is 0444."""
+    """The file has only digests, and a container's secret is 0444."""
     file = tmp_path / "tokens.toml"
     file.write_text('[[token]]\nsha256 = "' + "0" * 64 + '"\n')
     file.chmod(mode)
@@ -394,7 +394,7 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_tls_and_client_certificates(tmp_path: Path) -> None:
-    """The certificates beside this test are for localhost, and good for nothing else."""
+    """The certificates beside this test are for localhost only."""
     certs = ROOT / "tests" / "guard" / "certs"
     server = ("--tls-cert", str(certs / "server.pem"), "--tls-key", str(certs / "server.key"))
     process = ServeProcess(tmp_path / "data", *server)

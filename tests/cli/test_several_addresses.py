@@ -1,4 +1,4 @@
-"""Commands that talk to several daemons, which have one history."""
+"""Commands with several daemons that share a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simulate` compares policies, sweeps, draws, and explains what is wrong."""
+"""`pensieve simulate` compares policies, sweeps, draws, and explains errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`simulate` with a journal: records, replays and fits, and says what is wrong."""
+"""`pensieve simulate` with a journal: it records, replays, fits, and explains errors."""
 
 from __future__ import annotations
 
