@@ -51,7 +51,7 @@ HELP = """\
 /system [TEXT]     start a new one with this system prompt; TEXT `none`: with
                    none; without TEXT: show the prompt
 /list [PAGE]       list your conversations, newest first
-/resume WHICH      continue one: its number in the list, or the start of its id
+/resume WHICH      continue one: its number in the list, or how its id begins
 /messages          show the messages of this conversation
 /thinking          show what the model thought before its last reply
 /retry             discard the last reply and generate another one
@@ -59,14 +59,14 @@ HELP = """\
 /rewind [N]        remove the last N turns (default: 1); also /undo
 /fork [ID]         continue with a copy of this conversation
 /save FILE         write it as Markdown, or as JSON if FILE ends with .jsonl
-/set [NAME VALUE]  set temperature, top_p, min_p, top_k, max_tokens or seed until
-                   you leave; VALUE `default` resets it; without NAME: show all
+/set [NAME VALUE]  set temperature, top_p, min_p, top_k, max_tokens or seed for
+                   this chat; VALUE `default` resets it; without NAME: show all
 /delete            delete this conversation, also on disk; it asks first
 /stats             show figures of this conversation and of the daemon
 /bye               leave; also /quit, /exit or Ctrl-D
 Several lines      paste them; or end a line with \\; or press Alt-Enter; or put
                    \"\"\" before the first and after the last
-Ctrl-C             stop the reply, and keep its text so far; at the prompt: clear
+Ctrl-C             stop the reply and keep its text so far; at the prompt: clear
                    the line
 Ctrl-R             search the lines that you have typed before
 Tab                completes commands, settings, and ids after /resume"""

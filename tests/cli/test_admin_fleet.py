@@ -202,7 +202,7 @@ def test_what_is_of_one_daemon_wants_to_be_told_which(
     assert capsys.readouterr().out == "1 chunks dropped\n"
     assert not world.rigs["a"].server.stopping.is_set()
     assert admin(world, "drain", "--replica", "c") == 0
-    assert capsys.readouterr().out == "draining; 0 turns run\n"
+    assert capsys.readouterr().out == "draining; 0 turns are running\n"
     assert world.rigs["c"].server.stopping.is_set()
     assert not world.rigs["b"].server.stopping.is_set()
 

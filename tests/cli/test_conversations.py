@@ -196,9 +196,9 @@ def test_conversations_are_listed_and_shown(
     assert values["title"] == "Hello [31mred."
     assert values["device_tokens"] > 0
     assert run("ls", "--limit", "1") == 0
-    shown = capsys.readouterr()
-    assert len(shown.out.splitlines()) == 2
-    assert "--limit 10" in shown.err
+    limited = capsys.readouterr()
+    assert len(limited.out.splitlines()) == 2
+    assert "--limit 10" in limited.err
     assert run("show", "second") == 0
     shown = capsys.readouterr().out
     assert shown.startswith("user: Hello \x1b[31mred.\nassistant: ")  # where there is no terminal

@@ -69,7 +69,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         (["--journal", str(tmp_path / "none")], "cannot read"),
         (["--journal", str(other)], "line 1: not a journal"),
         (["--journal", str(empty)], "is empty: not a journal"),
-        (["--journal", short, "--workload", "agents"], "name no trace"),
+        (["--journal", short, "--workload", "agents"], "leave out trace files"),
         (["--journal", short, "--fit", str(tmp_path / "x")], "at least 40 are needed"),
         (["--workload", "agents", "--fit", "x"], "--fit: needs --journal"),
         (["--workload", "agents", "--cost", str(other)], "is not a file that"),
