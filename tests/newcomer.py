@@ -350,7 +350,7 @@ BACKUP = (
     Step(
         'pensieve chat --address 127.0.0.1:50061 --conversation drill -q "Remember this."', (r"\w",)
     ),
-    Step("pensieve backup /srv/copy --data /var/lib/pensieve", (r"it was checked",)),
+    Step("pensieve backup /srv/copy --data /var/lib/pensieve", (r"the copy was checked",)),
 )
 RESTORE = (
     Step("pensieve restore /srv/backup --list", (r"generation 1",)),

@@ -92,9 +92,7 @@ def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
     refused = more.get("refused_for_ttft", 0)
     if refused or more.get("queue_wait_seconds"):
         waits = _milliseconds(more["queue_wait_seconds"])
-        table.add_row(
-            "", f"a new turn would wait {waits}; {refused:,.0f} were refused for it"
-        )
+        table.add_row("", f"a new turn would wait {waits}; {refused:,.0f} were refused for it")
     if stalls := more.get("stalls", 0):
         table.add_row("stalls", f"{stalls:,.0f} long gaps between tokens since the engine started")
     if more.get("suspensions") or more.get("preemptions"):
