@@ -388,14 +388,14 @@ def _total_lines(total: Mapping[str, Any]) -> Iterator[str]:
     if refusals:
         yield "refused: " + ", ".join(f"{count:,} {reason}" for reason, count in refusals.items())
     if total["more"].get("history_problems"):
-        yield "the history is damaged and takes no changes"
+        yield "the history is damaged and read-only"
 
 
 def _names_differ(found: Sequence[ReplicaAnswer[pb.Stats]]) -> Iterator[str]:
     for each in found:
         own = each.value.replica if each.value is not None else ""
         if own and each.replica.is_named and own != each.replica.name:
-            yield f"{each.replica.name} ({each.replica.address}) calls itself {own}"
+            yield f"{each.replica.name} ({each.replica.address}) has the name {own}"
 
 
 def conversations_table(
@@ -433,18 +433,18 @@ def explained(
 
     tenants = {each.value.tenant for each in found if each.value is not None}
     whose = "".join(f" of tenant {name}" for name in sorted(tenants) if name)
-    who = f"{owner.name} serves it: {owner.known_by}" if owner else "nobody knows who serves it"
+    who = f"{owner.name} serves it: {owner.known_by}" if owner else "its owner is unknown"
     if owner is None and (count := num_histories(found)) > 1:
-        who = f"there are {count} of this id, in histories of their own"
+        who = f"there are {count} conversations with this id, in separate histories"
     yield f"conversation {conversation_id}{whose}: {who}"
     for each in found:
         if each.value is None:
             continue
         value = each.value
         is_stale = owner is not None and owner.name != each.replica.name and holds_kv(value)
-        running = ", a turn of it runs" if value.running else ""
+        running = ", a turn is running" if value.running else ""
         if not value.runs:
-            yield f"{each.replica.name}: nothing of it is cached{running}"
+            yield f"{each.replica.name}: nothing is cached{running}"
         else:
             yield f"{each.replica.name}:{' stale,' * is_stale} KV is cached{running}"
         for run in value.runs:
@@ -455,7 +455,7 @@ def explained(
             yield f"  {seconds_text(event.seconds_ago)} ago: {event.text}"
     unknown = [each.replica.name for each in found if isinstance(each.error, NotFound)]
     if unknown:
-        yield f"not known to {', '.join(unknown)}"
+        yield f"unknown to {', '.join(unknown)}"
     yield from silent(found)
 
 

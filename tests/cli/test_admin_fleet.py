@@ -80,7 +80,7 @@ def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
         "tokens: 0 new, 0 on the device, 0 on the host, 0 recomputed, 0 generated\n"
         "first token of all: p50 12.3 ms, p95 1,500.0 ms, p99 1,500.0 ms in the last 5 minutes\n"
         "token gap of all: p50 12.3 ms, p95 1,500.0 ms, p99 1,500.0 ms in the last 5 minutes\n"
-        "a (h:1) calls itself z\n"
+        "a (h:1) has the name z\n"
         "c does not answer: nothing listens at h:3\n"
         "d does not answer: no answer in 5 s"
     )
@@ -165,7 +165,7 @@ def test_a_conversation_is_found_where_it_is_served(
         "  chunks     0 to     0: device\n"
         "b: KV is cached\n"
         "  chunks     0 to     0: device\n"
-        "not known to c\n"
+        "unknown to c\n"
     )
     assert admin(world, "explain", "x", "--json", whole=True) == 0
     found = json.loads(capsys.readouterr().out)
@@ -174,7 +174,7 @@ def test_a_conversation_is_found_where_it_is_served(
     assert admin(world, "explain", "nobody", whole=True) == 1
     assert "there is no conversation 'nobody'" in capsys.readouterr().err
     assert admin(world, "explain", "nobody", *WAIT) == 7  # who does not answer may know it
-    assert "not known to a, b, c\n" in capsys.readouterr().out
+    assert "unknown to a, b, c\n" in capsys.readouterr().out
     assert admin(world, "conversations", whole=True) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(row[0], row[1]) for row in rows if row[-1] in ("a", "b")] == [("x", "a"), ("x", "b")]

@@ -149,7 +149,7 @@ def test_admin_shows_figures(daemon: ServeProcess, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "4 chunks dropped\n"
     assert run("admin", "explain", "shown", *where) == 0
     told = capsys.readouterr().out
-    assert "nothing of it is cached" in told
+    assert "nothing is cached; the next turn" in told
     assert "4 chunks, 0 to 3, dropped on request" in told
     assert run("admin", "check", *where) == 0
     assert capsys.readouterr().out == "nothing is wrong\n"
