@@ -181,7 +181,7 @@ def test_the_command_copies_to_a_shared_file_and_back(
     data = ("--data", str(tmp_path / "data"), "--store", f"sqlite://{file}")
     back = ("--data", str(tmp_path / "back"), "--store", f"sqlite://{file}")
     assert main(["copy", "--back", *back]) == 3
-    assert f"{file} is not there" in capsys.readouterr().err
+    assert f"there is no file {file}" in capsys.readouterr().err
     assert not file.exists()
     with ConversationStore.open(tmp_path / "data", "test") as store:
         rich(store)
