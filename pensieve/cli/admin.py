@@ -166,7 +166,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _kv_text(kv_dtype: str) -> str:
-    return f"{kv_dtype} KV, " if kv_dtype else ""  # a daemon of an earlier version does not tell
+    return f"{kv_dtype} KV, " if kv_dtype else ""  # empty from a daemon of an earlier version
 
 
 def _sampling_text(named: Mapping[str, float] | None) -> str:

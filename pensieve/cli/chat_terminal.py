@@ -83,7 +83,7 @@ class Commands:
         self,
         talk: Talk,
         client: Client,
-        admin: Callable[[str], Admin],  # of a conversation's daemon
+        admin: Callable[[str], Admin],  # connects to the daemon of a conversation
         ctrl_c: CtrlC,
         screen: Screen,
     ) -> None:
@@ -95,7 +95,7 @@ class Commands:
         self._listed = ChatList(
             client, lambda conversation_id: cached_by_id(partial(admin, conversation_id))
         )
-        self._editor: LineEditor | None = None  # that the command was typed in
+        self._editor: LineEditor | None = None  # where the command was typed
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/new": self._new,
@@ -394,9 +394,9 @@ class ChatTerminal:
     def __init__(
         self,
         client: Client,
-        admin: Callable[[str], Admin],  # of a conversation's daemon
+        admin: Callable[[str], Admin],  # connects to the daemon of a conversation
         settings: TalkSettings,
-        ended: Callable[[], bool],  # whether nothing will ever be answered again
+        ended: Callable[[], bool],  # whether the daemon has ended for good
         ctrl_c: CtrlC,
         screen: Screen,
     ) -> None:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from pensieve.v1 import admin_pb2 as pb
 
 SEARCHED_MAX = 5000  # conversations, the newest first
-NAMED_MAX = 4  # candidates that an error names
-CACHED_MAX = 1000  # most that the daemon lists
-ID_CHARACTERS_MAX = 20  # of an id that is shown whole
+NAMED_MAX = 4  # conversations that an error names
+CACHED_MAX = 1000  # maximum of the daemon's list
+ID_CHARACTERS_MAX = 20  # a longer id is shortened
 SHORT_ID_CHARACTERS = 12  # the beginnings of thousands of random ids still differ
 TITLE_COLUMNS_MIN, TITLE_COLUMNS_MAX = 16, 60
 UNTITLED = "(no message yet)"
@@ -102,7 +102,7 @@ def cached_text(state: ConversationState, cached: pb.CachedConversation | None) 
 def short_ids(ids: Sequence[str]) -> list[str]:
     """Return each id, or of a long one the beginning that no other of these ids has."""
     ordered = sorted(ids)
-    common = dict.fromkeys(ids, 0)  # characters that another id begins with, too
+    common = dict.fromkeys(ids, 0)  # length of the beginning shared with another id
     for before, after in pairwise(ordered):
         length = next(
             (index for index, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from pensieve.cli.conversation_table import Cached
     from pensieve.client import Client, ConversationState
 
-LINE_BYTES_MAX = 1 << 30  # of a file that is imported: more than any context holds
-SPOOL_BYTES = 1 << 20  # of a line that is written, in memory
-LISTED = 50  # conversations, for a person
+LINE_BYTES_MAX = 1 << 30  # of an imported line: more than any context holds
+SPOOL_BYTES = 1 << 20  # of an exported line that is kept in memory
+LISTED = 50  # conversations that `ls` lists by default
 TIMEOUT_SECONDS = 60.0
 
 

@@ -38,9 +38,7 @@ class LineEditor:
         self._history = history
         self._complete = complete
         self._found: list[str] = []
-        self.is_terminal = (
-            sys.stdin.isatty()
-        )  # else replies stand alone, for the program that reads them
+        self.is_terminal = sys.stdin.isatty()  # else a program reads the replies: no prompts
         self._readline = _readline() if self.is_terminal and sys.stdout.isatty() else None
         if self._readline is not None:
             self._prepare(self._readline)

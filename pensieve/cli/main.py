@@ -39,8 +39,8 @@ from pensieve.errors import (
 from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
 
-SIMILARITY = 0.65  # of words, that makes a suggestion
-# For errors of a class whose text has these words.
+SIMILARITY = 0.65  # a suggestion is at least so similar
+# (class, words, remedy): the remedy for an error of the class whose text has the words.
 REMEDIES: tuple[tuple[type[PensieveError], str, str], ...] = (
     (
         Unavailable,

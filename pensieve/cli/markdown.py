@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from pensieve.cli.reply_blocks import Block
 
 CODE_THEME = "ansi_dark"  # the terminal's own colours and background
-TAB_COLUMNS = CODE_COLUMNS = 4  # Markdown takes a line that is indented so far as code
+TAB_COLUMNS = CODE_COLUMNS = 4  # Markdown takes a line with this indentation as code
 INDENT_COLUMNS_MIN = 2  # a notice may cut a line before a space
 INDENT = "\ue000"  # stands for a leading space, which Markdown would drop
 ITEM = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?: |$)")
 STARTS_BLOCK = re.compile(r"[>|]|#{1,6}(?: |$)|(?:-+|=+)\s*$")
-PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # what a backslash takes its meaning from
+PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # a backslash before it makes it plain text
 CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"}  # as pictures
 CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 

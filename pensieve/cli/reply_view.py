@@ -74,7 +74,9 @@ class ReplyView:
 
     @property
     def _width(self) -> int:
-        return self._size().columns - 1  # a full row would leave the cursor in doubt
+        return (
+            self._size().columns - 1
+        )  # after a full row, the cursor's place depends on the terminal
 
     def _think(self, text: str) -> None:
         self._keep(self._blocks.cut())
