@@ -81,6 +81,9 @@ class Command(argparse.ArgumentParser):
             self.error(f"{_name_of(action)} {_wanted(action, arg_strings) or error.message}")
 
     def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ").replace(
+            ": expected one argument", " needs a value"
+        )
         message = message.replace("the following arguments are required:", "missing arguments:")
         self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the arguments\n")
 
