@@ -107,7 +107,7 @@ def test_a_removed_setting_is_an_error_that_says_what_replaces_it(
 ) -> None:
     file = tmp_path / "old.toml"
     file.write_text("grace = 0.1\n")
-    instead = "grace was removed: a turn whose connection broke"
+    instead = "grace was removed: a client can reattach"
     with pytest.raises(ConfigError, match=instead):
         resolve({}, {}, file, SERVED)
     with pytest.raises(ConfigError, match="PENSIEVE_HEARTBEAT was removed: an engine"):
