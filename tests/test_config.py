@@ -113,7 +113,7 @@ def test_a_removed_setting_is_an_error_that_says_what_replaces_it(
     with pytest.raises(ConfigError, match="PENSIEVE_HEARTBEAT was removed: an engine"):
         resolve({}, {"PENSIEVE_HEARTBEAT": "2"}, None, SERVED)
     assert main(["serve", "--grace", "0.1"]) == ConfigError.exit_code
-    assert "--grace was removed: a turn" in capsys.readouterr().err
+    assert "--grace was removed: a client" in capsys.readouterr().err
     assert not REMOVED_SETTINGS.keys() & {each.name for each in WITH_FLAGS}
 
 
