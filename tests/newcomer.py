@@ -33,7 +33,7 @@ PATIENCE = 60.0  # seconds, of a step
 # What a newcomer may be shown on the error output.
 QUIET = [
     r"pensieve: (making|[123] of 3).*",
-    r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*', which is installed once",
+    r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*'; installing it once",
     r"pensieve: installing .* \(the extra \w+\)",
     r"smollm2: (fetching|fetched|llama,) .*",
     r"converting smollm2: \d+ %",
@@ -349,7 +349,7 @@ BACKUP = (
     Step(
         'pensieve chat --address 127.0.0.1:50061 --conversation drill -q "Remember this."', (r"\w",)
     ),
-    Step("pensieve backup /srv/copy --data /var/lib/pensieve", (r"it was checked",)),
+    Step("pensieve backup /srv/copy --data /var/lib/pensieve", (r"the copy was checked",)),
 )
 RESTORE = (
     Step("pensieve restore /srv/backup --list", (r"generation 1",)),

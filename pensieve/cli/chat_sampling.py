@@ -6,6 +6,7 @@ Values come from `/set`, flags, variables and the file of `--config`. The daemon
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from pensieve.errors import InvalidArgument
 SETTINGS = {each.name: each for each in settings_for(TALK) if each.group == "sampling"}
 WIDTH = max(map(len, SETTINGS))
 OF_THE_MODEL, OF_THE_DAEMON = "the model's own", "default"
+TEMPERATURE_SANE_MAX = 2.0  # a higher one is allowed, with a warning
 TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # advice against a reply that repeats itself
 
 
@@ -68,7 +70,20 @@ class ChatSampling:
 
     def _check(self, name: str) -> None:
         if name not in SETTINGS:
-            raise InvalidArgument("/set", f"knows {', '.join(SETTINGS)}, not {name!r}")
+            near = difflib.get_close_matches(name, SETTINGS, 1)
+            meant = f"Did you mean {near[0]}?" if near else f"It knows {', '.join(SETTINGS)}"
+            raise InvalidArgument("/set", f"unknown setting {name!r}. {meant}")
+
+    @property
+    def warning(self) -> str:
+        """A warning about a temperature that makes replies useless; empty if there is none."""
+        temperature = self.options.get("temperature", 0)
+        if temperature <= TEMPERATURE_SANE_MAX:
+            return ""
+        return (
+            f"[temperature {temperature:g} is very high: above {TEMPERATURE_SANE_MAX:g}, most models "
+            "write nonsense]"
+        )
 
     @property
     def advice(self) -> str:

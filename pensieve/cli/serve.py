@@ -1,8 +1,7 @@
-"""`pensieve serve` runs a daemon in the foreground until a signal ends it.
+"""`pensieve serve`: run a daemon in the foreground until a signal ends it.
 
-SIGTERM or Ctrl-C drains: no new turn, the running ones end (at most --drain-timeout), then it stops; the
-second signal interrupts them at once.
-"""
+SIGTERM or Ctrl-C drains: the daemon takes no new turns, waits for the running ones (at most --drain-timeout)
+and exits. A second signal interrupts the running turns at once."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.launch.model_folder import resolve_model
 
     with log_to_stderr(resolved.settings.log_format, turns=True):
-        resolve_model(resolved.settings.model, log.info)  # a signal still ends it at once
+        resolve_model(resolved.settings.model, log.info)  # a signal ends the process at once here
         return asyncio.run(_serve(resolved))
 
 
@@ -66,10 +65,10 @@ async def _serve(resolved: Resolved) -> int:
 
 
 def _write_ready(path: Path, address: str) -> None:
-    """Whole or not at all: a program that waits for the file may read it at once."""
+    """Write the file atomically: a program that waits for it may read it at once."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(address + "\n", encoding="ascii")
         partial.replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(f"--ready-file: cannot write {path}: {error.strerror}") from error

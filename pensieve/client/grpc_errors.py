@@ -134,6 +134,8 @@ def _error_of_code(
 
 def _why_unreachable(text: str) -> str:
     """Explain gRPC's message about a failed connection; unknown messages are returned unchanged."""
+    if found := re.search(r"(?:errors resolving|lookup failed for) (\S+?)(?::\d+)?: ", text):
+        return f"no address is known for the host name {found[1]!r} (DNS)"
     found = re.search(r"(?:ipv4|ipv6|unix):(\S+): ", text)
     if found is None:
         return text
@@ -145,14 +147,14 @@ def _why_unreachable(text: str) -> str:
     if "CERTIFICATE_VERIFY_FAILED" in text:
         why = text.partition("CERTIFICATE_VERIFY_FAILED")[2].strip(": ").partition(":")[0]
         return (
-            f"the certificate of {peer} is not trusted ({why}); "
-            "pass its CA certificate (--tls-ca FILE, or tls=FILE in the SDK)"
+            f"the certificate of {peer} is not trusted ({why}): "
+            "pass its CA certificate (--tls-ca FILE, or tls=FILE in Python)"
         )
     if "Hostname Verification Check failed" in text:
         return f"the certificate of {peer} is for another host name"
     if "failed to connect" in text and re.search("Socket closed|Connection reset", text):
         return (
-            f"{peer} closed the connection at once. Perhaps the daemon requires TLS or a client "
+            f"{peer} closed the connection at once. Perhaps the daemon requires TLS (--tls) or a client "
             "certificate, or has reached its limit of connections"
         )
     return text

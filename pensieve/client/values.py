@@ -247,6 +247,8 @@ class ConversationState:
         running_turn_id: the turn that is running; empty if none.
         created_at: time of creation, in UTC.
         updated_at: time of the last change of the history, in UTC.
+        title: for lists: the `title` of the metadata, else the first words of the first user message. Empty
+            before the first message, and in the results of `create`, `fork` and `rewind`.
     """
 
     conversation_id: str
@@ -261,6 +263,7 @@ class ConversationState:
     running_turn_id: str
     created_at: datetime
     updated_at: datetime
+    title: str = ""
     __repr__ = shown
 
 

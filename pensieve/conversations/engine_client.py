@@ -21,8 +21,10 @@ The child is a separate program with one inherited socket: no fork, no pickle.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
@@ -55,6 +57,8 @@ from pensieve.errors import (
 log = logging.getLogger("pensieve")
 R = TypeVar("R", Answer, KvExported)
 GONE = "the engine has stopped and is restarting; retry in a few seconds"
+ENDED = "the engine process ended"
+ENDED_SECONDS = 1.0  # between the end of its pipe and its own
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
@@ -280,7 +284,7 @@ class EngineClient:
                     self.ready = Ready(**rest[0])
                     self._reader, self._writer = reader, writer
                     return self.ready
-            raise DeviceError("the engine process ended while it was starting")
+            raise DeviceError(f"{await self._how_it_ended()} while it was starting")
         except BaseException:
             writer.transport.abort()
             raise
@@ -359,7 +363,7 @@ class EngineClient:
     async def _listen(self) -> str:
         """Publish events until the pipe ends; return why it ended."""
         assert self._reader is not None
-        reason, self._hung = "the engine process ended", ""
+        reason, self._hung = "", ""
         heartbeat = self.heartbeat = Heartbeat(self._patience)
         watching = self._loop.create_task(self._watch(heartbeat), name="heartbeat")
         watching.add_done_callback(self._supervisor_ended)
@@ -380,7 +384,24 @@ class EngineClient:
             reason = f"an event of the engine could not be handled: {error}"
         finally:
             watching.cancel()
-        return self._hung or reason
+        return self._hung or reason or await self._how_it_ended()
+
+    async def _how_it_ended(self) -> str:
+        """Name the signal or the exit code of a process whose pipe has ended."""
+        process = self._process
+        if process is None or self._stopping:
+            return ENDED
+        try:
+            code = await asyncio.to_thread(process.wait, ENDED_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the engine process closed its pipe"
+        if code >= 0:
+            return f"{ENDED} with exit code {code}"
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            perhaps = ", perhaps out of memory" if name == "SIGKILL" else ""
+            return f"the engine process was killed by {name}{perhaps}"
+        return f"the engine process was killed by signal {-code}"
 
     def _without_replies(self, events: list[EngineEvent]) -> list[EngineTurnEvent]:
         """Give the replies to their queries; return the other events."""

@@ -89,7 +89,9 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
         text = path.read_bytes()
         mode = path.stat().st_mode
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"--token-file: cannot read {path}: {error.strerror} (`pensieve token --file {path}` makes one)"
+        ) from error
     tokens = tokens_of(path, text)
     check_mode(path, mode)
     return tokens

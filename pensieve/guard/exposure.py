@@ -78,7 +78,7 @@ def _check_address(flag: str, address: str, listening: Listening) -> None:
 def _host_of(flag: str, address: str) -> str:
     host, _, port = address.rpartition(":")
     if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
-        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
+        raise ConfigError(f"{flag} {address!r} is not HOST:PORT, with a port in 0..65535")
     return host
 
 

@@ -54,7 +54,7 @@ def resolve_model(
         raise ModelError(
             f'unknown model "{name}". Did you mean "{meant[0]}"?'
             if meant
-            else f"there is no model folder {name}"
+            else f"there is no {'file' if name.endswith('.gguf') else 'model folder'} {name}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

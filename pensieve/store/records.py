@@ -185,6 +185,7 @@ class StoredConversation:
     updated_at: float
     began_at: float | None = None  # if the head has its own tokens: the template's current time
     has_pending: bool = False  # messages are pending, or were taken by the last turn
+    title: str = field(default="", compare=False)  # only readers of lists set it: titles.py
 
     @property
     def template_time(self) -> float:

@@ -1,4 +1,4 @@
-"""`pensieve doctor MODEL` and the log of `pensieve serve` say in which form a model's layers run."""
+"""`pensieve doctor MODEL` and the log of `pensieve serve` name the form in which a model's layers run."""
 
 from __future__ import annotations
 

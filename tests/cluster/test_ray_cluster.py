@@ -369,7 +369,7 @@ def test_y_a_roll_replaces_all_replicas_and_loses_no_turn(cluster: RayCluster) -
     for each in talking:
         each.start()
     wait_for(lambda: all(each.spoken for each in talking))
-    assert "all replicas are new" in cluster.command("roll")
+    assert "all replicas were restarted" in cluster.command("roll")
     num_before = [len(each.spoken) for each in talking]
     wait_for(
         lambda: all(
@@ -461,7 +461,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
     command = [sys.executable, "-m", "pensieve", "cluster", "down", "--data", str(cluster.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as down:
         assert down.stdout is not None
-        assert down.stdout.readline() == "the replicas drain and end\n"
+        assert down.stdout.readline() == "draining and stopping the replicas\n"
         began = time.monotonic()
         events, refused = [], None
         for each in turn:

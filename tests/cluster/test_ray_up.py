@@ -64,7 +64,10 @@ def test_two_replicas_answer_within_a_minute(tmp_path: Path) -> None:
     finally:
         down = cluster(tmp_path / "one", "down")
     assert down.returncode == 0, down.stderr
-    assert cluster(tmp_path / "one", "status").stdout == "no cluster runs here\n"
+    assert (
+        cluster(tmp_path / "one", "status").stdout
+        == "no cluster runs here; `pensieve cluster up` starts one\n"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing Ray Serve

@@ -29,7 +29,7 @@ SLOT = Slot(3, Path("/data/replicas/3"), -1)
         ({"serve": {"address": "x"}}, "args: serve.address cannot be set"),
         ({"serve": {"threads": [1]}}, "args: serve.threads must be a single value, not [1]"),
         ({"serve": {"token_file": "tokens"}}, "args: serve.token_file must be an absolute path"),
-        ({"serve": {"drain_timeout": "soon"}}, "args: serve.drain_timeout is a number"),
+        ({"serve": {"drain_timeout": "soon"}}, "args: serve.drain_timeout must be a number"),
         (
             {"serve": {"tls_cert": "/etc/pensieve/cert.pem"}},
             "args: serve.tls_cert: Ray's proxies and replicas do not use TLS",
@@ -46,7 +46,7 @@ SLOT = Slot(3, Path("/data/replicas/3"), -1)
         ),
         (
             {"local": True, "serve": {"store": "mysql://db/pensieve"}},
-            "args: serve.store 'mysql://db/pensieve' is an address such as postgresql://user@host/name",
+            "args: serve.store 'mysql://db/pensieve' must be an address such as postgresql://user@host/name",
         ),
         (
             {"insecure": True, "serve": {"store": "postgresql://u:pw@db/pensieve"}},

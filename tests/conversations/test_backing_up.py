@@ -336,5 +336,5 @@ def test_the_command_copies_a_file_that_daemons_share(
         assert main(["backup", copy, "--store", url]) == 0
     assert restore(tmp_path / "copy", tmp_path / "restored").messages == 2
     assert main(["backup", copy, "--store", "sqlite:///nowhere"]) == 3
-    assert "/nowhere is not there" in capsys.readouterr().err
+    assert "there is no history /nowhere" in capsys.readouterr().err
     assert main(["backup", copy, "--store", "postgresql:///history"]) == 3

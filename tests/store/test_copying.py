@@ -160,7 +160,7 @@ def test_the_command_says_what_it_has_done(
     with ConversationStore.open(tmp_path / "data", "test") as store:
         world(store)
     assert main(["copy", *data]) == 0
-    assert "3 conversations with 8 messages are in PostgreSQL, too" in capsys.readouterr().out
+    assert "copied 3 conversations with 8 messages to PostgreSQL" in capsys.readouterr().out
     back = ("--data", str(tmp_path / "back"), "--store", url)
     assert main(["copy", "--back", "--json", *back]) == 0
     assert json.loads(capsys.readouterr().out) == {"conversations": 3, "messages": 8}
@@ -181,14 +181,14 @@ def test_the_command_copies_to_a_shared_file_and_back(
     data = ("--data", str(tmp_path / "data"), "--store", f"sqlite://{file}")
     back = ("--data", str(tmp_path / "back"), "--store", f"sqlite://{file}")
     assert main(["copy", "--back", *back]) == 3
-    assert f"{file} is not there" in capsys.readouterr().err
+    assert f"there is no file {file}" in capsys.readouterr().err
     assert not file.exists()
     with ConversationStore.open(tmp_path / "data", "test") as store:
         rich(store)
         store.interrupt_turn(begin_of(store))
         seen, held = history(store), rows(store)
     assert main(["copy", *data]) == 0
-    assert f"4 conversations with 12 messages are in {file}, too" in capsys.readouterr().out
+    assert f"copied 4 conversations with 12 messages to {file}" in capsys.readouterr().out
     url = f"sqlite://{file}"
     with (
         ConversationStore.open(tmp_path / "one", "test", url=url) as one,

@@ -810,7 +810,7 @@ def test_a_password_is_in_no_error_and_no_setting_that_is_shown(
     ],
 )
 def test_an_address_that_might_be_taken_apart_otherwise_is_refused_unseen(given: str) -> None:
-    with pytest.raises(ConfigError, match="--store is an address such as") as caught:
+    with pytest.raises(ConfigError, match="--store must be an address such as") as caught:
         resolve({"store": given}, {})
     assert SECRET not in str(caught.value)
 

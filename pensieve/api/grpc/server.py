@@ -315,7 +315,10 @@ class Server:
         except RuntimeError:
             bound = 0
         if not bound:
-            raise AddressInUse(f"cannot listen on {listening.address}; is another daemon there?")
+            raise AddressInUse(
+                f"cannot listen on {listening.address}: the port is in use, perhaps by another daemon. "
+                "Choose another address with --address (port 0: any free port)"
+            )
         self.address = f"{host}:{bound}"
 
     def _listen_locally(self, path: Path) -> None:
@@ -384,7 +387,11 @@ def certificates(
             pair = (key.read_bytes(), cert.read_bytes())
             ca = client_ca.read_bytes() if client_ca else None
         except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+            flags = {key: "--tls-key", cert: "--tls-cert", client_ca: "--tls-client-ca"}
+            flag = next(
+                (flags[path] for path in flags if str(path) == error.filename), "--tls-cert"
+            )
+            raise ConfigError(f"{flag}: cannot read {error.filename}: {error.strerror}") from error
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
     return Reloaded("the certificate", (cert, key, client_ca), read, on_reload)

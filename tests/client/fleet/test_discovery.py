@@ -83,9 +83,9 @@ def test_one_of_them_is_named_as_the_history_names_it(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(cluster, "evict", "tea") == 2
-    assert "must say which, for evict is of one: a, b" in capsys.readouterr().err
+    assert "is missing: evict works on one of a, b" in capsys.readouterr().err
     assert admin(cluster, "evict", "tea", "--replica", "c") == 1
-    assert "there is no replica 'c': a, b" in capsys.readouterr().err
+    assert "there is no replica 'c'; there are a, b" in capsys.readouterr().err
     assert admin(cluster, "evict", "tea", "--replica", "b") == 0
     assert capsys.readouterr().out == "1 chunks dropped\n"
 
