@@ -82,6 +82,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
+    def is_on(self, name: str) -> bool:
+        """Return whether a member is `true`, and leave it."""
+        return self._left.get(name) is True
+
     def take(self, name: str) -> Any:
         """Take a member of any type; None if it is absent."""
         return self._left.pop(name, None)

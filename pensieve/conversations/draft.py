@@ -65,6 +65,9 @@ class TurnRequest:
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
     history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
     shared_prompt: SharedPrompt | None = None  # with the other choices of its request
+    reply_begins: str = (
+        ""  # what the client has written of the reply, which goes on behind it (prefill)
+    )
 
     @property
     def sampling_given(self) -> dict[str, Any]:
@@ -77,11 +80,13 @@ class TurnRequest:
                 del values["seed"]
         if (constraint := self.options.constraint) is not None:
             values["constraint"] = constraint.identity
+        if self.reply_begins:
+            values["reply_begins"] = self.reply_begins
         return values
 
     @property
     def num_characters(self) -> int:
-        return sum(each.num_characters for each in self.messages)
+        return sum(each.num_characters for each in self.messages) + len(self.reply_begins)
 
     def says_the_same_as(self, other: TurnRequest) -> bool:
         return (self.messages, self.sampling_given, self.metadata, self.history_digest) == (
@@ -123,7 +128,7 @@ class Draft:
         """The tokens of each new message; before that, the constraint is checked."""
         if self.request.options.constraint is not None:
             self.constraints.check(self.request.options)
-        setting = setting_of(self.conversation)
+        setting = replace(setting_of(self.conversation), reply_begins=self.request.reply_begins)
         if self.head:
             head = head_of(self.heads, self.head, self.conversation)
             check_fits(head, self.conversation, self.log_end)

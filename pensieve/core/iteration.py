@@ -50,6 +50,7 @@ class TurnStart(NamedTuple):
     context: array[int]  # 'I': token ids of its conversation's log and of its prompt
     sampling: Sampling
     constraint: Constraint | None = None
+    continues_text: bool = False  # the prompt ends within a text
 
 
 class Slice(NamedTuple):

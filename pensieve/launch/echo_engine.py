@@ -79,7 +79,10 @@ class EchoExecutor:
             options = start.sampling
             eos = frozenset() if options.ignore_eos else frozenset({self._end_id})
             ends = eos | frozenset(options.stop_token_ids)
-            text = ReplyText(self._tokenizer, ends, options.stop, options.min_tokens)
+            text = ReplyText(
+                *(self._tokenizer, ends, options.stop, options.min_tokens),
+                continues_text=start.continues_text,
+            )
             self._turns[start.turn_id] = _Turn(text, digest(start.context))
         for turn_id in iteration.ended:
             self._turns.pop(turn_id, None)

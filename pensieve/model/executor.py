@@ -222,5 +222,8 @@ class TorchExecutor:
         sampling = start.sampling
         eos = frozenset() if sampling.ignore_eos else self._sampler.eos_token_ids
         end_token_ids = eos | frozenset(sampling.stop_token_ids)
-        text = ReplyText(self._tokenizer, end_token_ids, sampling.stop, sampling.min_tokens)
+        text = ReplyText(
+            *(self._tokenizer, end_token_ids, sampling.stop, sampling.min_tokens),
+            continues_text=start.continues_text,
+        )
         return _Reply(TurnLog.of(start), text)

@@ -50,11 +50,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSetting:
-    """What a conversation fixes when it begins: tools, template options, and the date."""
+    """What a conversation fixes when it begins: tools, template options, and the date.
+
+    `reply_begins` is of one turn: the beginning of its reply, which a client has written (prefill).
+    """
 
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     now: datetime = datetime(1970, 1, 1, tzinfo=UTC)
+    reply_begins: str = ""
 
 
 class Arguments(dict[str, Any]):

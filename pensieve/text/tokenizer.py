@@ -218,12 +218,15 @@ class Tokenizer:
 
     # -- tokens to text --
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of a reply, without special tokens; incomplete UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Iterable[int], *, is_first: bool = True) -> str:
+        """The text of a reply, without special tokens; incomplete UTF-8 becomes U+FFFD.
+
+        `is_first`: no text comes before; some tokenizers then drop the first token's space.
+        """
         pieces: list[bytes] = []
         for token_id in ids:
             if not self.is_silent(token_id):
-                pieces.append(self.piece(token_id, first=not pieces))
+                pieces.append(self.piece(token_id, first=is_first and not pieces))
         return b"".join(pieces).decode("utf-8", "replace")
 
     def is_silent(self, token_id: int) -> bool:

@@ -16,7 +16,7 @@ Neighbouring messages of one role are read as one, and become
 Blocks of text become lines. Those of the assistant are joined without line ends, because an answer is cut
 into blocks where a call or thinking was in between. A `tool_result` answers a `tool_use` of the assistant's
 message just before; one with `is_error` says so in its text. `redacted_thinking` is another model's and left
-out.
+out. If the last message is the assistant's, the reply continues it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ from pensieve.api.json_fields import (
     check_json,
     quoted,
 )
-from pensieve.api.openai.formats import FormatFields, ToolRules, required, take_output_format
+from pensieve.api.openai.formats import (
+    FormatFields,
+    ToolRules,
+    refuse_form,
+    required,
+    take_output_format,
+)
+from pensieve.api.openai.messages import reply_begins
 from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, take_model
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.sampling import STOP_STRINGS_MAX
@@ -60,7 +67,8 @@ def parse(body: Any, served: Served) -> ParsedRequest:
         metadata.end()
     fields.end()
     constraint = prompt.form.constraint
-    turn = served.turn(prompt.messages, sampling, given, constraint, prompt.settings)
+    begins = prompt.reply_begins
+    turn = served.turn(prompt.messages, sampling, given, constraint, prompt.settings, begins)
     params = {**PARAMS, **prompt.form.params}
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, stream=stream, params=params)
 
@@ -70,7 +78,8 @@ def parse_count(body: Any, served: Served) -> ParsedRequest:
     fields = _checked(body)
     prompt = _prompt(fields, served)
     fields.end()
-    turn = served.turn(prompt.messages, served.defaults, {}, settings=prompt.settings)
+    settings, begins = prompt.settings, prompt.reply_begins
+    turn = served.turn(prompt.messages, served.defaults, {}, None, settings, begins)
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, params=PARAMS)
 
 
@@ -90,6 +99,7 @@ class MessagePrompt(NamedTuple):
     messages: tuple[Message, ...]
     settings: ConversationSettings
     form: FormatFields  # of the reply
+    reply_begins: str  # the last message, where it is the assistant's: the reply continues it
 
 
 def _prompt(fields: Fields, served: Served) -> MessagePrompt:
@@ -98,14 +108,15 @@ def _prompt(fields: Fields, served: Served) -> MessagePrompt:
     fields.only("mcp_servers", [])
     _thread(fields)
     effort, form = _output(fields, served.template_options)
-    model, messages, rules = (
-        take_model(fields, served.models),
-        take_messages(fields),
-        _tools(fields),
-    )
+    model = take_model(fields, served.models)
+    messages, begins = take_messages(fields)
+    rules = _tools(fields)
     options = {**_thinking(fields, served.template_options), **effort}
     settings = ConversationSettings("", tools=rules.tools, template_options=options)
-    return MessagePrompt(model, messages, settings, rules.held(form, served.call_style))
+    form = rules.held(form, served.call_style)
+    if begins:
+        refuse_form(form)
+    return MessagePrompt(model, messages, settings, form, begins)
 
 
 def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
@@ -251,8 +262,8 @@ class RoleRun:
         return [*self.results, *own]
 
 
-def take_messages(fields: Fields) -> tuple[Message, ...]:
-    """Read the messages, after the system prompt."""
+def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
+    """Read the messages, after the system prompt, and the beginning of the reply (prefill)."""
     system = _system(fields)
     given, where = fields.items("messages"), fields.where("messages")
     if given is None:
@@ -279,10 +290,10 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
         one.end()
     if run is None:
         raise Refusal(where, "at least one message is required")
+    last = run.messages(place)
     if run.role == "assistant":
-        problem = "the last message is the user's: a reply cannot be begun for the model"
-        raise Refusal(place, problem, "unsupported_parameter")
-    return (*found, *run.messages(place))
+        return tuple(found), reply_begins([*found, *last], place)
+    return (*found, *last), ""
 
 
 def _system(fields: Fields) -> Message | None:

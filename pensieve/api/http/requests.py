@@ -81,7 +81,10 @@ class ApiRequests:
             request_id_of(exchange),
         )
         is_long = exchange.num_bytes > SHORT_BYTES
-        return await self._aside(by, is_long, lambda: read(body, served))
+        request = await self._aside(by, is_long, lambda: read(body, served))
+        if request.ignored:
+            exchange.out["x-pensieve-ignored"] = ", ".join(request.ignored)
+        return request
 
     async def rendered(
         self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]

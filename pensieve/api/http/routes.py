@@ -19,8 +19,7 @@ from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.response_places import ResponsePlaces
 from pensieve.api.http.responses import ResponseEndpoints
 from pensieve.api.http.stored import StoredConversations
-from pensieve.api.json_fields import Refusal
-from pensieve.api.openai.request import RequestKind
+from pensieve.api.openai.request import RequestKind, served_name
 from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import DiskFull, NotFound, Unavailable
@@ -127,10 +126,7 @@ class ModelEndpoints:
         return {"object": "list", "data": [self._model(self._requests.models[0])]}
 
     async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        name = exchange.values["model"]
-        if name not in self._requests.models:
-            raise Refusal("model", "is not served here", "model_not_found")
-        return self._model(name)
+        return self._model(served_name(exchange.values["model"], self._requests.models))
 
     def _model(self, name: str) -> Mapping[str, Any]:
         ready = self._daemon.engine.ready

@@ -56,6 +56,14 @@ class FormatFields(NamedTuple):
     params: Mapping[str, str] = {}  # what the body calls the fields of a constraint
 
 
+def refuse_form(form: FormatFields) -> None:
+    """Refuse a required form for a reply that the client has begun: it would hold for the rest alone."""
+    if form.constraint is not None:
+        where = next(iter(form.params.values()), "response_format")
+        problem = "cannot be combined with a reply that the client has begun"
+        raise Refusal(where, problem, "unsupported_parameter")
+
+
 def take_response_format(fields: Fields) -> FormatFields:
     """Read the form of a chat completion or a completion."""
     found = [

@@ -2,7 +2,8 @@
 
 Content is text: a string, or a list of text parts, which become lines. An assistant's message may have
 thinking (`reasoning_content`) and tool calls. Fields that a server adds to a message (`annotations`, a null
-`refusal`), or a client for itself (`provider_specific_fields` of LiteLLM), are ignored.
+`refusal`), that a client adds for itself (`id`, `provider_specific_fields` of LiteLLM), or that mark a cached
+prefix for other providers (`cache_control`) are ignored.
 
 A response's input has several items for one turn of the assistant. A template needs one message:
 
@@ -24,26 +25,61 @@ from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 
 CHAT_PARTS = frozenset({"text"})
 ADDED = "provider_specific_fields"
+OWN_FIELDS = ("annotations", "id", "cache_control", ADDED)  # of a message, that change nothing
 INPUT_PARTS = frozenset({"input_text", "output_text", "text"})
 REASONING_PARTS = frozenset({"reasoning_text"})
 INPUT_ROLES = ("system", "developer", "user", "assistant")
 
 
-def take_messages(fields: Fields) -> tuple[Message, ...]:
+def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
+    """Read the messages, and the beginning of the reply if the last message is to be continued (prefill)."""
     given = fields.items("messages")
     if given is None:
         raise Refusal(fields.where("messages"), "is required", "missing_required_parameter")
     if not 1 <= len(given) <= MESSAGES_MAX:
         raise Refusal(fields.where("messages"), f"a request has 1 to {MESSAGES_MAX} messages")
-    return messages_of(given, fields.where("messages"))
+    where = fields.where("messages")
+    messages = messages_of(given, where)
+    if not (_continues(fields) or _is_prefix(given[-1])):
+        return messages, ""
+    return messages[:-1], reply_begins(messages, f"{where}[{len(given) - 1}]")
+
+
+def _continues(fields: Fields) -> bool:
+    """Read vLLM's fields for prefill: whether the last message is to be continued."""
+    continues = fields.flag("continue_final_message")
+    if fields.flag("add_generation_prompt", not continues) is continues:
+        problem = "must be false beside continue_final_message: true, and true without"
+        raise Refusal(fields.where("add_generation_prompt"), problem, "unsupported_parameter")
+    return continues
+
+
+def _is_prefix(given: Any) -> bool:
+    """Whether a message is marked as the beginning of the reply, as Mistral and DeepSeek do."""
+    return isinstance(given, Mapping) and given.get("prefix") is True
+
+
+def reply_begins(messages: Sequence[Message], where: str) -> str:
+    """Return the text of the last message, for the model to continue."""
+    last = messages[-1]
+    if last.role != "assistant" or len(messages) == 1:
+        raise Refusal(where, "only a last message of the assistant, after others, can be continued")
+    if last.tool_calls or last.thinking:
+        problem = "only text can be continued, and not thinking or tool calls"
+        raise Refusal(where, problem, "unsupported_parameter")
+    return last.content
 
 
 def messages_of(given: Sequence[Any], where: str) -> tuple[Message, ...]:
     """Read messages; errors name the first wrong one."""
-    return tuple(_message(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
+    last = len(given) - 1
+    return tuple(
+        _message(Fields(each, f"{where}[{n}]"), may_begin_reply=n == last)
+        for n, each in enumerate(given)
+    )
 
 
-def _message(fields: Fields) -> Message:
+def _message(fields: Fields, *, may_begin_reply: bool) -> Message:
     role = fields.needed_text("role")
     if role not in ROLES:
         raise Refusal(fields.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
@@ -59,8 +95,10 @@ def _message(fields: Fields) -> Message:
         raise Refusal(fields.where("content"), "is required", "missing_required_parameter")
     content = take_content(fields, "content", CHAT_PARTS)
     name = fields.text("name")
-    fields.take("annotations")
-    fields.take(ADDED)
+    if fields.flag("prefix") and not may_begin_reply:
+        raise Refusal(fields.where("prefix"), "is for the last message", "unsupported_parameter")
+    for each in OWN_FIELDS:
+        fields.take(each)
     fields.end()
     return Message(role, content, thinking, calls, tool_call_id, name)
 
@@ -90,6 +128,7 @@ def _part(fields: Fields, kinds: frozenset[str]) -> str:
     text = fields.needed_text("text")
     fields.take("annotations")
     fields.take("logprobs")  # of an answer that is sent back
+    fields.take("cache_control")
     fields.end()
     return text
 
@@ -158,6 +197,7 @@ def _tool(
     if function.flag("strict"):
         strict[number] = function.where("strict")
     function.end()
+    fields.take("cache_control")
     fields.end()
     return {"type": "function", "function": described}
 

@@ -4,7 +4,8 @@
                                    how many choices, streamed or not, in which conversation
 
 A parameter is honoured, or does not affect the answer (`user`, `metadata`, `service_tier`, …), or is refused
-with its name. None is ignored silently. Parameters for stored conversations (`previous_response_id`,
+with its name. Fields of other servers' clients that cannot change the answer (IGNORED) are reported in
+`ParsedRequest.ignored`. Parameters for stored conversations (`previous_response_id`,
 `conversation`, `background`) and `stream` are read here; an endpoint that cannot serve them refuses them.
 
 Sampling parameters have our names, but for the length of a reply and its logprobs, which each endpoint names
@@ -31,7 +32,12 @@ from pensieve.api.json_fields import (
     check_json,
     quoted,
 )
-from pensieve.api.openai.formats import FormatFields, take_response_format, take_text_format
+from pensieve.api.openai.formats import (
+    FormatFields,
+    refuse_form,
+    take_response_format,
+    take_text_format,
+)
 from pensieve.api.openai.messages import take_input, take_messages, take_tools
 from pensieve.conversations.draft import NO_SETTINGS, TurnRequest
 from pensieve.conversations.heads import ConversationSettings, check_length
@@ -77,6 +83,41 @@ LENGTHS = {  # the first that is given counts
     RequestKind.RESPONSE: ("max_output_tokens",),
 }
 LOGPROBS_INCLUDED = "message.output_text.logprobs"
+LATEST = ":latest"  # Ollama's clients append it to the model's name
+IGNORED = (  # fields of other servers' clients that cannot change the answer
+    *(
+        "keep_alive",
+        "ttl",
+        "draft_model",
+    ),  # Ollama, Open WebUI, LM Studio: how a model is loaded and run
+    *("cache_prompt", "id_slot", "slot_id", "timings_per_token", "return_progress"),  # llama.cpp
+    *("request_id", "priority", "spaces_between_special_tokens"),  # vLLM
+    *("usage", "provider", "route", "trace"),  # OpenRouter
+    *("chat_id", "session_id", "background_tasks"),  # Open WebUI
+    *("litellm_session_id", "litellm_trace_id", "litellm_metadata"),  # LiteLLM
+)
+NEUTRAL: Mapping[
+    str, tuple[Any, ...]
+] = {  # fields of other servers, and the values that change nothing
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1, 1.0),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "safe_prompt": (False,),
+    "mirostat": (0,),
+    "typical_p": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "top_a": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+}
 TOKEN_ID_DIGITS_MAX = 10
 
 
@@ -100,16 +141,23 @@ class Served(NamedTuple):
         given: Mapping[str, Any],
         constraint: Constraint | None = None,
         settings: ConversationSettings = NO_SETTINGS,
+        reply_begins: str = "",
+        *,
+        continues_text: bool = False,
     ) -> TurnRequest:
-        """Return the turn of a body."""
+        """Return the turn of a body; `continues_text`: its prompt ends within a text."""
+        continues_text = continues_text or bool(reply_begins)
         return TurnRequest(
             "",
             messages,
-            TurnOptions(sampling, self.priority, constraint=constraint),
+            TurnOptions(
+                sampling, self.priority, constraint=constraint, continues_text=continues_text
+            ),
             self.tenant,
             self.request_id,
             given_sampling=given,
             settings=settings,
+            reply_begins=reply_begins,
         )
 
 
@@ -135,6 +183,7 @@ class ParsedRequest:
     prompt_cache_key: str = ""
     params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
     echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
+    ignored: Sequence[str] = ()  # fields that have no effect here, for a header of the answer
 
     @property
     def sampling(self) -> Sampling:
@@ -163,7 +212,8 @@ def tokens_of(
         return list(template.tokenizer.encode_prompt(request.prompt))
     messages, settings = request.turn.messages, request.turn.settings
     check_length("messages", sum(len(each.content) for each in messages), context_max)
-    setting = TemplateSetting(settings.tools, settings.template_options, now)
+    begins = request.turn.reply_begins
+    setting = TemplateSetting(settings.tools, settings.template_options, now, begins)
     return template.opening(messages, setting).token_ids
 
 
@@ -180,39 +230,58 @@ def parse(kind: RequestKind, body: Any, served: Served) -> ParsedRequest:
             check_json(value, fields.where(name), values_max)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
-    form, settings = _form(kind, fields), NO_SETTINGS
+    ignored: list[str] = (
+        [] if "stream_options" not in fields or fields.is_on("stream") else ["stream_options"]
+    )
+    form, settings = _form(kind, fields, ignored), NO_SETTINGS
     if kind is RequestKind.COMPLETION:
         values |= _completion(fields, served.vocab_size)
     else:
         is_chat = kind is RequestKind.CHAT
+        _verbosity(fields, ignored)
         values |= _chat(fields) if is_chat else _response(fields)
         rules = take_tools(fields, is_nested=is_chat)
         form = rules.held(form, served.call_style)
         options = _template_options(fields, is_chat, served.template_options)
         if rules.tools or options:
             settings = ConversationSettings("", tools=rules.tools, template_options=options)
+    messages: tuple[Message, ...] = values.pop("messages", ())
+    begins: str = values.pop("reply_begins", "")
+    if begins:
+        refuse_form(form)
     if form.constraint is not None and read.sampling.ignore_eos:
         raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
     params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
     values |= _stream(fields)
     values |= _kept(fields)
     _pass_over(fields)
+    for name, allowed in NEUTRAL.items():
+        fields.only(name, *allowed)
+    ignored += [name for name in IGNORED if fields.take(name) is not None]
     fields.end()
-    messages: tuple[Message, ...] = values.pop("messages", ())
     if not served.knows_developer:
         messages = tuple(map(_as_system, messages))
     if kind is RequestKind.RESPONSE:
         values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
-    turn = served.turn(messages, read.sampling, read.given, form.constraint, settings)
-    return ParsedRequest(kind, turn=turn, params=params, **values)
+    turn = served.turn(
+        *(messages, read.sampling, read.given, form.constraint, settings, begins),
+        continues_text=kind is RequestKind.COMPLETION,
+    )
+    return ParsedRequest(kind, turn=turn, params=params, ignored=ignored, **values)
 
 
 def take_model(fields: Fields, models: Collection[str] | None) -> str:
     """Read the model's name, which must be one that is served."""
-    name = fields.needed_text("model")
+    return served_name(fields.needed_text("model"), models)
+
+
+def served_name(name: str, models: Collection[str] | None) -> str:
+    """Return the served model that `name` names; a tag `:latest` is dropped."""
+    if models is not None and name not in models:
+        name = name.removesuffix(LATEST)
     if not name or (models is not None and name not in models):
-        served = f"; served: {', '.join(sorted(models))}" if models else ""
-        raise Refusal("model", f"{quoted(name)} is not served here{served}", "model_not_found")
+        served = f"; this server has {', '.join(sorted(models))}" if models else ""
+        raise Refusal("model", f"unknown model {quoted(name)}{served}", "model_not_found")
     return name
 
 
@@ -226,17 +295,24 @@ def _as_system(message: Message) -> Message:
 
 def _chat(fields: Fields) -> dict[str, Any]:
     fields.only("modalities", ["text"])
-    fields.only("verbosity", "medium")
+    fields.only("echo", False)
+    fields.only("add_special_tokens", False)
     fields.object("prediction")  # a hint for speed
     fields.only("functions", problem="is no longer supported: give tools")
     fields.only("function_call", problem="is no longer supported: give tool_choice")
-    return {"messages": take_messages(fields), "num_choices": _num_choices(fields)}
+    messages, begins = take_messages(fields)
+    return {
+        "messages": messages,
+        "reply_begins": begins,
+        "num_choices": _num_choices(fields),
+    }
 
 
 def _completion(fields: Fields, vocab_size: int | None) -> dict[str, Any]:
     num_choices = _num_choices(fields)
     fields.only("best_of", num_choices, problem="choices are not ranked: give n alone")
     fields.only("echo", False)
+    fields.only("add_special_tokens", True)
     fields.only("suffix", "", problem="no text can be filled in before a suffix")
     return {"prompt": _prompt(fields, vocab_size), "num_choices": num_choices}
 
@@ -302,16 +378,22 @@ def _num_choices(fields: Fields) -> int:
     return 1 if found is None else found
 
 
-def _form(kind: RequestKind, fields: Fields) -> FormatFields:
+def _form(kind: RequestKind, fields: Fields, ignored: list[str]) -> FormatFields:
     """Read the required form of the reply, by the endpoint's names."""
     if kind is not RequestKind.RESPONSE:
         return take_response_format(fields)
     if (text := fields.fields("text")) is None:
         return FormatFields()
     found = take_text_format(text)
-    text.only("verbosity", "medium")
+    _verbosity(text, ignored)
     text.end()
     return found
+
+
+def _verbosity(fields: Fields, ignored: list[str]) -> None:
+    """Read a hint for the length of replies, which local models do not know."""
+    if fields.text("verbosity") not in (None, "medium"):
+        ignored.append(fields.where("verbosity"))
 
 
 def _template_options(
@@ -357,9 +439,7 @@ def _stream(fields: Fields) -> dict[str, bool]:
         include_usage = options.flag("include_usage")
         options.flag("include_obfuscation")
         options.end()
-        if not stream:
-            raise Refusal("stream_options", "needs stream: true")
-    return {"stream": stream, "include_usage": include_usage}
+    return {"stream": stream, "include_usage": include_usage and stream}
 
 
 def _kept(fields: Fields) -> dict[str, Any]:

@@ -187,3 +187,17 @@ def test_sessions_keep_responses_apart(rig: HttpRig, says: Any) -> None:
     ):
         answer = post(rig, path, headers, input=items, prompt_cache_key=key or None)
         assert answer.headers["x-pensieve-bound"] == how
+
+
+def test_fields_without_effect_are_named_in_a_header(rig: HttpRig, says: Any) -> None:
+    """Open WebUI sends `keep_alive` of its settings to every server, and LM Studio's clients `ttl`."""
+    says("Yes.", "Yes.", "Yes.")
+    path, given = "/v1/chat/completions", {"messages": [HELLO]}
+    sent = {"keep_alive": "5m", "ttl": 300, "stream_options": {"include_usage": True}}
+    answer = post(rig, path, **given, **sent)
+    named = answer.headers["x-pensieve-ignored"].split(", ")
+    assert sorted(named) == sorted(sent)
+    assert "x-pensieve-ignored" not in post(rig, path, **given).headers
+    answer = rig.ask("POST", path, {"model": "model:latest", **given})
+    assert (answer.status, answer.value["model"]) == (200, "model")
+    assert rig.ask("GET", "/v1/models/model:latest").status == 200
