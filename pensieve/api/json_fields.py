@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pensieve.errors import InvalidArgument
@@ -21,6 +21,7 @@ from pensieve.text.message import DEPTH_MAX, plain_text
 
 VALUES_MAX = 16_384  # of one parameter; an object, a list and each value in them count as one
 MESSAGES_VALUES_MAX = 1 << 16  # of the messages of a request
+LISTS_OF_TOKENS = ("prompt", "tokens")  # are checked where they are read
 NAME_CHARACTERS_MAX = 80  # of what an error quotes
 
 
@@ -82,9 +83,9 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
-    def is_on(self, name: str) -> bool:
-        """Return whether a member is `true`, and leave it."""
-        return self._left.get(name) is True
+    def peek(self, name: str) -> Any:
+        """Return a member as it is, and leave it; None if it is absent."""
+        return self._left.get(name)
 
     def take(self, name: str) -> Any:
         """Take a member of any type; None if it is absent."""
@@ -111,6 +112,11 @@ class Fields:
     def flag(self, name: str, default: bool = False) -> bool:
         found = self._typed(name, bool, "true or false")
         return default if found is None else bool(found)
+
+    def switch(self, name: str) -> bool | None:
+        """Take a member that is true, false or absent."""
+        found: bool | None = self._typed(name, bool, "true or false")
+        return found
 
     def items(self, name: str) -> Sequence[Any] | None:
         found: Sequence[Any] | None = self._typed(name, list | tuple, "a list")
@@ -145,6 +151,17 @@ class Fields:
         if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
             raise Refusal(self.where(name), f"must be {what}", "invalid_type")
         return found
+
+
+def checked_fields(given: Any, histories: Collection[str] = ("messages", "input")) -> Fields:
+    """Return the members of a body; members named in `histories` may have more JSON values."""
+    fields = Fields(given)
+    for name, value in given.items():
+        plain_text(name, "body")
+        if name not in LISTS_OF_TOKENS or not isinstance(value, list | tuple):
+            values_max = MESSAGES_VALUES_MAX if name in histories else VALUES_MAX
+            check_json(value, fields.where(name), values_max)
+    return fields
 
 
 # They are line ends to some readers, and need no escape in JSON.

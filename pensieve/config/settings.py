@@ -420,8 +420,9 @@ class Settings:
     metrics: str | None = _setting(
         str,
         "",
-        "serve GET /metrics for Prometheus and GET /health there; port 0: any free one",
-        "HOST:PORT",
+        "serve GET /metrics for Prometheus and GET /health at this address (port 0: any free one); http: "
+        "serve /metrics on the port of --http",
+        "HOST:PORT|http",
         of=(SERVE,),
         group="watching",
         common=True,

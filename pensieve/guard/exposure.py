@@ -13,6 +13,7 @@ from pensieve.errors import ConfigError
 from pensieve.guard.callers import Token
 
 NO_HOSTS = ("unix", "unix-abstract", "vsock")  # with a colon, kinds of addresses of gRPC's own
+METRICS_ON_HTTP = "http"  # in the place of an address: on the port of the HTTP APIs
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
@@ -34,7 +35,7 @@ class Listening:
     http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
     http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
     http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
-    metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
+    metrics: str = ""  # HOST:PORT where metrics are served, or METRICS_ON_HTTP; "" for none
     peer_tokens: Sequence[Token] = ()  # of other daemons, where clients need tokens
     peers: Any = None  # credentials for calls to other daemons; None: without TLS
     peer_secret: str = field(
@@ -52,7 +53,12 @@ def check_exposure(listening: Listening) -> None:
             )
     if listening.tls_cert is not None and listening.tls_key is None:
         raise ConfigError("--tls-cert needs --tls-key")
-    if listening.metrics:
+    if listening.metrics == METRICS_ON_HTTP:
+        if not listening.http:
+            raise ConfigError(
+                "--metrics http serves metrics on the port of --http: give --http, too"
+            )
+    elif listening.metrics:
         host = _host_of("--metrics", listening.metrics)
         if not is_loopback(host) and not listening.insecure:
             raise ConfigError(

@@ -247,8 +247,8 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             fetch_kv(server, setup.sharing)
             drain_seconds = setup.drain_seconds
             hooks.report(in_words(server_info(daemon)))
-            if server.metrics_address:
-                hooks.report(f"metrics at http://{server.metrics_address}/metrics")
+            if server.metrics_url:
+                hooks.report(f"metrics at {server.metrics_url}")
             hooks.ready(address)
             if daemon.store.integrity_check_due:
                 daemon.damage.check(hooks.report)

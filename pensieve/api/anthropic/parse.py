@@ -21,18 +21,11 @@ out. If the last message is the assistant's, the reply continues it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pensieve.api.json_fields import (
-    MESSAGES_VALUES_MAX,
-    VALUES_MAX,
-    Fields,
-    Refusal,
-    check_json,
-    quoted,
-)
+from pensieve.api.json_fields import Fields, Refusal, checked_fields, quoted
 from pensieve.api.openai.formats import (
     FormatFields,
     ToolRules,
@@ -44,7 +37,7 @@ from pensieve.api.openai.messages import reply_begins
 from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, take_model
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.sampling import STOP_STRINGS_MAX
-from pensieve.text.message import Message, ToolCall, plain_text
+from pensieve.text.message import Message, ToolCall
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 UNSUPPORTED_THREAD = "thread_unsupported_request"
@@ -52,9 +45,11 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 
 
-def parse(body: Any, served: Served) -> ParsedRequest:
+def parse(
+    body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
+) -> ParsedRequest:
     """Read the body of a message; InvalidArgument names the wrong parameter."""
-    fields = _checked(body)
+    fields = fields_of(body)
     prompt, given = _prompt(fields, served), _given_sampling(fields)
     # max_tokens is given, and may be smaller than a default of min_tokens.
     sampling = served.defaults.with_given({"min_tokens": 0, **given})
@@ -73,23 +68,16 @@ def parse(body: Any, served: Served) -> ParsedRequest:
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, stream=stream, params=params)
 
 
-def parse_count(body: Any, served: Served) -> ParsedRequest:
+def parse_count(
+    body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
+) -> ParsedRequest:
     """Read the body of a token count: only the prompt matters."""
-    fields = _checked(body)
+    fields = fields_of(body)
     prompt = _prompt(fields, served)
     fields.end()
     settings, begins = prompt.settings, prompt.reply_begins
     turn = served.turn(prompt.messages, served.defaults, {}, None, settings, begins)
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, params=PARAMS)
-
-
-def _checked(body: Any) -> Fields:
-    fields = Fields(body)
-    for name, value in body.items():
-        plain_text(name, "body")
-        values_max = MESSAGES_VALUES_MAX if name == "messages" else VALUES_MAX
-        check_json(value, fields.where(name), values_max)
-    return fields
 
 
 class MessagePrompt(NamedTuple):

@@ -45,7 +45,7 @@ from pensieve.conversations.threads import LoopLag
 from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.guard.audit import Audit, AuditLog
 from pensieve.guard.callers import Token, caller, limits_of
-from pensieve.guard.exposure import Listening, check_exposure, is_loopback
+from pensieve.guard.exposure import METRICS_ON_HTTP, Listening, check_exposure, is_loopback
 from pensieve.guard.guard import Guard
 from pensieve.guard.reload import Reloaded, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
@@ -247,7 +247,7 @@ class Server:
             self._listen_on_port()
         if listening.socket is not None:
             self._listen_locally(listening.socket)
-        if listening.metrics:
+        if listening.metrics and listening.metrics != METRICS_ON_HTTP:
             await self._metrics.listen(listening.metrics)
         loop = asyncio.get_running_loop()
         self._background.append(loop.create_task(self._loop_lag.measure()))
@@ -281,7 +281,21 @@ class Server:
     @property
     def metrics_address(self) -> str:
         """HOST:PORT, with the port that was bound; "" if metrics are not served."""
+        if self.listening.metrics == METRICS_ON_HTTP:
+            return next((each.url.partition("://")[2] for each in self.beside), "")
         return self._metrics.address
+
+    @property
+    def metrics_url(self) -> str:
+        """The URL to scrape; "" if metrics are not served."""
+        listening = self.listening
+        is_https = listening.metrics == METRICS_ON_HTTP and listening.tls_cert is not None
+        address = self.metrics_address
+        return f"{'https' if is_https else 'http'}://{address}/metrics" if address else ""
+
+    async def metrics_text(self) -> str:
+        """Return the metrics in Prometheus' format."""
+        return await self._scrape.text()
 
     def _may_scrape(self, authorization: str, peer: str) -> bool:
         """Whether a caller may scrape: anybody on this machine or without tokens, else an operator."""

@@ -111,6 +111,7 @@ class Endpoint:
         is_deletion: bool = False,
         error_body: ErrorBody = errors.body_of,
         forward: ForwardHttp | None = None,
+        kind: CallKind = ENDPOINT,
     ) -> None:
         """`forward`: as of `front`, for what is no conversation.
 
@@ -121,6 +122,7 @@ class Endpoint:
         self._front, self._handler, self._is_open = front, handler, is_open
         self._is_deletion, self._error_body = is_deletion, error_body
         self._forward = forward or front.forward
+        self._kind = kind
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send)
@@ -140,7 +142,7 @@ class Endpoint:
         front = self._front
         forwarded: ForwardedRequest | None = exchange.scope.get(FORWARDED)
         call = exchange.call = GuardedCall(
-            *(front.guard, ENDPOINT, _name(exchange), exchange),
+            *(front.guard, self._kind, _name(exchange), exchange),
             tell=partial(self._tell, exchange),
             audited=partial(_audited, exchange) if self._is_deletion else None,
         )

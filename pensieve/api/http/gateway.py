@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pensieve.api.http.exchange import Exchange, event
 from pensieve.api.http.front import Handler
 from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.route import Route
 from pensieve.guard.callers import Caller
 
 PREFIX = "/pensieve.v1.ConversationService/"
@@ -52,12 +53,13 @@ class GatewayCall:
         await self._exchange.write(event(piece))
 
 
-def gateway_routes(
-    methods: Iterable[GatewayMethod], requests: ApiRequests
-) -> Iterator[tuple[str, str, Handler, Mapping[str, Any]]]:
+def gateway_routes(methods: Iterable[GatewayMethod], requests: ApiRequests) -> Iterator[Route]:
     for method in methods:
         settings = {"is_deletion": method.is_deletion}
-        yield "POST", f"{PREFIX}{method.name}", _handler_of(method, requests), settings
+        yield Route(
+            *("POST", f"{PREFIX}{method.name}", _handler_of(method, requests)),
+            *(f"gRPC's {method.name} with JSON", settings, {"type": "object"}),
+        )
 
 
 def _handler_of(method: GatewayMethod, requests: ApiRequests) -> Handler:

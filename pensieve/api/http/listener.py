@@ -28,7 +28,7 @@ from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.extras import need
-from pensieve.guard.exposure import Listening, is_loopback
+from pensieve.guard.exposure import METRICS_ON_HTTP, Listening, is_loopback
 from pensieve.guard.guard import Guard
 from pensieve.guard.reload import Reloaded
 from pensieve.text import ChatTemplate
@@ -54,6 +54,7 @@ class GuardedServer(Protocol):
     forward_http: ForwardHttp | None  # to the daemon that owns a conversation
     http_application: Callable[[], Any]  # answers what other daemons forward
 
+    async def metrics_text(self) -> str: ...
     @property
     def json_methods(self) -> Iterable[GatewayMethod]: ...
 
@@ -76,8 +77,10 @@ def serve_http(
 
     @cache
     def make() -> Any:
-        methods, plugins = server.json_methods, server.plugins
-        return application(front, server.daemon, template, style, methods, plugins)
+        return application(
+            *(front, server.daemon, template, style, server.json_methods, server.plugins),
+            server.metrics_text if listening.metrics == METRICS_ON_HTTP else None,
+        )
 
     server.http_application = make
     if not listening.http:

@@ -18,20 +18,13 @@ or the tokenizer refuses something later, `ParsedRequest.param` has its name.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.api.json_fields import (
-    MESSAGES_VALUES_MAX,
-    VALUES_MAX,
-    Fields,
-    Refusal,
-    check_json,
-    quoted,
-)
+from pensieve.api.json_fields import Fields, Refusal, checked_fields, quoted
 from pensieve.api.openai.formats import (
     FormatFields,
     refuse_form,
@@ -217,22 +210,19 @@ def tokens_of(
     return template.opening(messages, setting).token_ids
 
 
-def parse(kind: RequestKind, body: Any, served: Served) -> ParsedRequest:
+def parse(
+    kind: RequestKind,
+    body: Any,
+    served: Served,
+    fields_of: Callable[[Any], Fields] = checked_fields,
+) -> ParsedRequest:
     """Read a body; InvalidArgument names the wrong parameter."""
-    fields = Fields(body)
-    for name, value in body.items():
-        plain_text(name, "body")
-        if name != "prompt" or not isinstance(
-            value, list | tuple
-        ):  # it is checked where it is read
-            is_history = name in ("messages", "input")
-            values_max = MESSAGES_VALUES_MAX if is_history else VALUES_MAX
-            check_json(value, fields.where(name), values_max)
+    fields = fields_of(body)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
-    ignored: list[str] = (
-        [] if "stream_options" not in fields or fields.is_on("stream") else ["stream_options"]
-    )
+    ignored: list[str] = []
+    if "stream_options" in fields and fields.peek("stream") is not True:
+        ignored.append("stream_options")
     form, settings = _form(kind, fields, ignored), NO_SETTINGS
     if kind is RequestKind.COMPLETION:
         values |= _completion(fields, served.vocab_size)
@@ -400,14 +390,7 @@ def _template_options(
     fields: Fields, is_chat: bool, known: Collection[str] | None
 ) -> dict[str, Any]:
     """Read template options. An effort becomes the template's option, or switches thinking on or off."""
-    options = dict(fields.object("chat_template_kwargs") or {})
-    for name in options:
-        if known is not None and name not in known:
-            names = ", ".join(sorted(known)) or "none"
-            problem = (
-                f"has {quoted(name)}, which this model's template does not know; known: {names}"
-            )
-            raise Refusal(fields.where("chat_template_kwargs"), problem, "unsupported_parameter")
+    options = take_template_options(fields, known)
     where, effort = _effort(fields, is_chat)
     if effort is None:
         return options
@@ -418,6 +401,19 @@ def _template_options(
     if "enable_thinking" in known and effort in ("none", "medium"):
         return {"enable_thinking": effort == "medium", **options}
     raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+
+
+def take_template_options(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
+    """Read options of the chat template by its own names."""
+    options = dict(fields.object("chat_template_kwargs") or {})
+    for name in options:
+        if known is not None and name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            problem = (
+                f"has {quoted(name)}, which this model's template does not know; known: {names}"
+            )
+            raise Refusal(fields.where("chat_template_kwargs"), problem, "unsupported_parameter")
+    return options
 
 
 def _effort(fields: Fields, is_chat: bool) -> tuple[str, str | None]:
@@ -444,7 +440,7 @@ def _stream(fields: Fields) -> dict[str, bool]:
 
 def _kept(fields: Fields) -> dict[str, Any]:
     return {
-        "store": fields.flag("store") if "store" in fields else None,
+        "store": fields.switch("store"),
         "prompt_cache_key": fields.text("prompt_cache_key") or "",
     }
 
@@ -480,8 +476,7 @@ def take_sampling(
     values["stop"] = _stop(fields)
     values["stop_token_ids"] = _stop_token_ids(fields)
     values["logit_bias"] = _logit_bias(fields)
-    if "ignore_eos" in fields:
-        values["ignore_eos"] = fields.flag("ignore_eos")
+    values["ignore_eos"] = fields.switch("ignore_eos")
     given = {name: value for name, value in values.items() if value is not None}
     sampling = defaults.with_given(given)
     is_completion = kind is RequestKind.COMPLETION
