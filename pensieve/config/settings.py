@@ -297,6 +297,22 @@ class Settings:
         of=(SERVE,),
         group="history",
     )
+    conversation_keep: float = _setting(
+        number(0, 36_500),
+        "0",
+        "erase conversations that were idle for so long; 0: keep them for ever",
+        "DAYS",
+        of=(SERVE,),
+        group="history",
+    )
+    store_default: bool = _setting(
+        switch,
+        "on",
+        "off: OpenAI and Anthropic requests are stored only if they say store: true, or name a conversation",
+        "on|off",
+        of=(SERVE,),
+        group="history",
+    )
     # Who may reach the daemon.
     address: str = _setting(
         str,

@@ -51,5 +51,7 @@ class DaemonConfig:
     )
     request_keep_seconds: float = 0.0  # that a request_id is known after its turn; 0: for ever
     chain_keep_seconds: float = 0.0  # that a history is found by what its client sends; 0: for ever
+    conversation_keep_seconds: float = 0.0  # an idle conversation is erased after so long; 0: never
+    store_default: bool = True  # whether requests of the HTTP APIs are stored that do not say
     replica: str = ""  # the daemon's name among several; "": it has none
     history: str = ""  # where the history is, in words that may be shown; "": in the data folder

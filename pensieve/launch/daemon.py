@@ -132,6 +132,8 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
             scrub_seconds=SCRUB_SECONDS,
             request_keep_seconds=REQUEST_KEEP_SECONDS,
             chain_keep_seconds=CHAIN_KEEP_SECONDS,
+            conversation_keep_seconds=settings.conversation_keep * DAY_SECONDS,
+            store_default=settings.store_default,
             replica=settings.replica or "",
             history=shown_store(settings.store or ""),
         ),

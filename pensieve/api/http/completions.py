@@ -56,7 +56,8 @@ class CompletionsEndpoint:
     async def _begin(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
         # Open WebUI names requests that belong to no chat: for titles, tags, queries.
         is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
-        if self._kind is RequestKind.COMPLETION or request.store is False or is_errand:
+        is_stored = self._kind is RequestKind.CHAT and self._requests.is_stored(request)
+        if is_errand or not is_stored:
             return await self._requests.begin_unstored(request)
         return await self._requests.begin_bound(exchange, request)
 

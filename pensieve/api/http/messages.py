@@ -48,7 +48,10 @@ class MessageEndpoints:
         _identify(exchange)
         request = await self._requests.read(exchange, by, parse)
         with named(request):
-            (live,) = await self._requests.begin_bound(exchange, request)
+            if self._requests.is_stored(request):
+                (live,) = await self._requests.begin_bound(exchange, request)
+            else:
+                (live,) = await self._requests.begin_unstored(request)
         answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
         heading = Heading(answer_id, int(time.time()), request.model)
         reply, cutter = ReplyStream(live), self._requests.cutter(request.tools)

@@ -121,6 +121,12 @@ class ApiRequests:
 
         return read
 
+    def is_stored(self, request: ParsedRequest) -> bool:
+        """Return whether a request is stored, by its `store` or by the daemon's default."""
+        if request.store is not None:
+            return request.store
+        return self._daemon.config.store_default or bool(request.conversation)
+
     async def begin_bound(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
         """Begin a turn for each choice, in the conversation that has the request's messages."""
         chain = self.chain(exchange, request)

@@ -79,9 +79,11 @@ class ResponseEndpoints:
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
+        if not self._requests.is_stored(request):
+            request = replace(request, echoed={**request.echoed, "store": False})
         new = NewResponse.of(request, self._requests.chain(exchange, request))
         with named(request):
-            if request.store is False:
+            if not self._requests.is_stored(request):
                 return await self._unstored(exchange, new)
             known = await self._daemon.threads.whole(
                 self._begun_or_known(new, retry_key_of(exchange))
