@@ -20,7 +20,7 @@ from tests.text.families import DEEPSEEK_R1
 
 USER: Any = {"role": "user", "content": "Tell me a story."}
 BEGUN: Any = {"role": "assistant", "content": "Once upon"}
-CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
+CONTINUED: Any = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 @pytest.fixture(scope="module")

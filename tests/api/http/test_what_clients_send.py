@@ -192,8 +192,9 @@ def test_sessions_keep_responses_apart(rig: HttpRig, says: Any) -> None:
 def test_fields_without_effect_are_named_in_a_header(rig: HttpRig, says: Any) -> None:
     """Open WebUI sends `keep_alive` of its settings to every server, and LM Studio's clients `ttl`."""
     says("Yes.", "Yes.", "Yes.")
-    path, given = "/v1/chat/completions", {"messages": [HELLO]}
-    sent = {"keep_alive": "5m", "ttl": 300, "stream_options": {"include_usage": True}}
+    path = "/v1/chat/completions"
+    given: dict[str, Any] = {"messages": [HELLO]}
+    sent: dict[str, Any] = {"keep_alive": "5m", "ttl": 300, "stream_options": {"include_usage": True}}
     answer = post(rig, path, **given, **sent)
     named = answer.headers["x-pensieve-ignored"].split(", ")
     assert sorted(named) == sorted(sent)
