@@ -194,7 +194,11 @@ def test_fields_without_effect_are_named_in_a_header(rig: HttpRig, says: Any) ->
     says("Yes.", "Yes.", "Yes.")
     path = "/v1/chat/completions"
     given: dict[str, Any] = {"messages": [HELLO]}
-    sent: dict[str, Any] = {"keep_alive": "5m", "ttl": 300, "stream_options": {"include_usage": True}}
+    sent: dict[str, Any] = {
+        "keep_alive": "5m",
+        "ttl": 300,
+        "stream_options": {"include_usage": True},
+    }
     answer = post(rig, path, **given, **sent)
     named = answer.headers["x-pensieve-ignored"].split(", ")
     assert sorted(named) == sorted(sent)
