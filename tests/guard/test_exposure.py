@@ -39,12 +39,12 @@ def test_the_machine_itself_may_connect_without_tls_or_tokens(address: str) -> N
     ],
 )
 def test_everybody_elses_address_needs_tls_and_tokens(address: str) -> None:
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         check_exposure(Listening(address))
     check_exposure(Listening(address, insecure=True))
     check_exposure(Listening(address, tls_cert=PEM, tls_key=PEM, tokens=TOKENS))
     check_exposure(Listening(address, tls_cert=PEM, tls_key=PEM, tls_client_ca=PEM))
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         check_exposure(Listening(address, tls_cert=PEM, tls_key=PEM))
 
 

@@ -1,22 +1,21 @@
-"""Read a request body of Anthropic's API into the same values as one of OpenAI's.
+"""Parse request bodies of Anthropic's API into the same `ParsedRequest` as OpenAI's.
 
-A parameter is honoured, or does not affect the answer (`metadata`, `cache_control`, `service_tier`), or is
-refused with its name. Defaults are the model's, not Anthropic's. Two parameters depend on the model's
-template:
+A parameter is honoured, or cannot affect the answer (`metadata`, `cache_control`, `service_tier`), or is
+refused by name. Defaults are the model's, not Anthropic's. Two parameters depend on the model's template:
 
-    thinking               its switch, if it has one; `budget_tokens` is not a limit of its own
-    output_config.effort   its `reasoning_effort`; `high` is the API's default and always accepted
+    thinking               sets its switch for thinking, if any; `budget_tokens` has no effect
+    output_config.effort   sets its `reasoning_effort`; `high` is the API's default and always accepted
 
-Neighbouring messages of one role are read as one, and become
+Adjacent messages of one role are merged, and become
 
     system       a system message
     user         a tool's message for each `tool_result`, then a user's message with the text
     assistant    one message: thinking, text and calls
 
-Blocks of text become lines. Those of the assistant are joined without line ends, because an answer is cut
-into blocks where a call or thinking was in between. A `tool_result` answers a `tool_use` of the assistant's
-message just before; one with `is_error` says so in its text. `redacted_thinking` is another model's and left
-out. If the last message is the assistant's, the reply continues it.
+Text blocks become lines. Text blocks of the assistant are joined without line ends, because an answer has
+several blocks only if calls or thinking are in between. A `tool_result` must answer a `tool_use` of the
+preceding assistant message; with `is_error`, its text begins with "Error: ". `redacted_thinking` is dropped.
+If the last message is the assistant's, the reply continues it.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from pensieve.text.message import Message, ToolCall
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 UNSUPPORTED_THREAD = "thread_unsupported_request"
-SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+SWITCHES = ("enable_thinking", "thinking")  # the templates' names of the switch
 PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 
 
 def parse(
     body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
 ) -> ParsedRequest:
-    """Read the body of a message; InvalidArgument names the wrong parameter."""
+    """Parse a message request; InvalidArgument names the wrong parameter."""
     fields = fields_of(body)
     prompt, given = _prompt(fields, served), _given_sampling(fields)
-    # max_tokens is given, and may be smaller than a default of min_tokens.
+    # max_tokens may be smaller than the default of min_tokens.
     sampling = served.defaults.with_given({"min_tokens": 0, **given})
     if problem := sampling.problem(served.vocab_size):
         raise Refusal(PARAMS.get(problem[0], problem[0]), problem[1])
@@ -71,7 +70,7 @@ def parse(
 def parse_count(
     body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
 ) -> ParsedRequest:
-    """Read the body of a token count: only the prompt matters."""
+    """Parse a request to count tokens."""
     fields = fields_of(body)
     prompt = _prompt(fields, served)
     fields.end()
@@ -81,13 +80,13 @@ def parse_count(
 
 
 class MessagePrompt(NamedTuple):
-    """What a message and a count of its tokens have in common."""
+    """The fields that messages and token counts share."""
 
     model: str
     messages: tuple[Message, ...]
     settings: ConversationSettings
     form: FormatFields  # of the reply
-    reply_begins: str  # the last message, where it is the assistant's: the reply continues it
+    reply_begins: str  # text of a last assistant message, which the reply continues
 
 
 def _prompt(fields: Fields, served: Served) -> MessagePrompt:
@@ -146,9 +145,9 @@ def _effort(effort: str | None, where: str, known: Collection[str] | None) -> di
 
 
 def _thread(fields: Fields) -> None:
-    """Refuse a conversation kept by the server; this code tells clients to send the whole history."""
+    """Refuse server-side threads, with a code that makes clients send the whole history."""
     if fields.take("thread") not in (None, False):
-        problem = "is not supported: send the whole history, which is found here"
+        problem = "is not supported: send the whole history; only its new part is computed"
         raise Refusal(fields.where("thread"), problem, UNSUPPORTED_THREAD)
 
 
@@ -180,7 +179,7 @@ def _stop(fields: Fields) -> tuple[str, ...] | None:
 
 
 def _tools(fields: Fields) -> ToolRules:
-    """Read tools into the shape of a chat completion's, which templates know."""
+    """Read tools, in the shape of a chat completion."""
     given, where = fields.items("tools") or (), fields.where("tools")
     strict: dict[int, str] = {}
     tools = tuple(_tool(Fields(each, f"{where}[{n}]"), n, strict) for n, each in enumerate(given))
@@ -205,9 +204,7 @@ def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, A
     """Read a tool; a strict one has its place added to `strict`."""
     kind = fields.text("type") or "custom"
     if kind != "custom":
-        problem = (
-            f"{quoted(kind)} is not supported: the client runs the tools, and says what they take"
-        )
+        problem = f"{quoted(kind)} is not supported: only custom tools, which the client runs"
         raise Refusal(fields.where("type"), problem, "unsupported_parameter")
     described: dict[str, Any] = {"name": fields.needed_text("name")}
     if (description := fields.text("description")) is not None:
@@ -221,14 +218,14 @@ def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, A
     fields.only("defer_loading", False)
     fields.only("allowed_callers", ["direct"])
     fields.only("input_examples", [])
-    fields.flag("eager_input_streaming")  # arguments always come as they are written
+    fields.flag("eager_input_streaming")  # arguments are always streamed
     fields.object("cache_control")
     fields.end()
     return {"type": "function", "function": described}
 
 
 ROLES = ("user", "assistant", "system")
-ERROR = "Error: "  # before the text of a tool's answer that is one
+ERROR = "Error: "  # prefix of failed tool results
 
 
 @dataclass(slots=True)
@@ -251,14 +248,14 @@ class RoleRun:
 
 
 def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
-    """Read the messages, after the system prompt, and the beginning of the reply (prefill)."""
+    """Read the system prompt and messages; return a last assistant message's text apart (prefill)."""
     system = _system(fields)
     given, where = fields.items("messages"), fields.where("messages")
     if given is None:
         raise Refusal(where, "is required", "missing_required_parameter")
     found: list[Message] = [] if system is None else [system]
     run: RoleRun | None = None
-    calls: Mapping[str, str] = {}  # the tools that the assistant called last, by the calls' ids
+    calls: Mapping[str, str] = {}  # names of the tools of the last assistant message, by call id
     place = where
     for number, each in enumerate(given):
         place = f"{where}[{number}]"
@@ -267,7 +264,7 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
         if role not in ROLES:
             raise Refusal(one.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
         if run is None and role == "assistant":
-            raise Refusal(one.where("role"), "the first message is the user's")
+            raise Refusal(one.where("role"), "must be user in the first message")
         if run is not None and role != run.role:
             found += run.messages(f"{where}[{number - 1}]")
             if run.role == "assistant":
@@ -285,7 +282,7 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
 
 
 def _system(fields: Fields) -> Message | None:
-    """Return the system message; None if it is empty, because templates may have a prompt of their own."""
+    """Return the system message; None if empty, because templates may have a default prompt."""
     run = RoleRun("system")
     if "system" in fields:
         _take_content(fields, run, {}, "system")
@@ -324,7 +321,7 @@ def _take_content(
 
 
 def _text(block: Fields) -> str:
-    block.items("citations")  # of documents, which an answer of ours never had
+    block.items("citations")  # citations of documents, which are not supported
     return block.needed_text("text")
 
 
@@ -340,7 +337,7 @@ def _call(block: Fields) -> ToolCall:
 def _result(block: Fields, calls: Mapping[str, str]) -> Message:
     call_id = block.needed_text("tool_use_id")
     if call_id not in calls:
-        problem = f"there is no tool_use {quoted(call_id)} in the assistant's message before"
+        problem = f"the preceding assistant message has no tool_use {quoted(call_id)}"
         raise Refusal(block.where("tool_use_id"), problem)
     is_error = block.flag("is_error")
     given, where = block.take("content"), block.where("content")
@@ -367,7 +364,7 @@ def _result_text(block: Fields) -> str:
 
 
 def _not_text(block: Fields, kind: str) -> Refusal:
-    problem = f"{quoted(kind)} is not supported here: content is text, and calls of tools"
+    problem = f"{quoted(kind)} is not supported here: content is text and tool calls"
     return Refusal(block.where("type"), problem, "unsupported_parameter")
 
 

@@ -1,4 +1,4 @@
-"""Errors of our tree as OpenAI's API has them: a status, and a body that its clients make exceptions of."""
+"""Map errors to OpenAI's: a status, and a body that its clients turn into exceptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve.guard.client_errors import client_text, retry_seconds
 
 
 class UnservedEndpoint(errors.NotFound):
-    """An endpoint of other servers that this one does not have."""
+    """An endpoint of other servers that this server does not have."""
 
 
 class ErrorShape(NamedTuple):
@@ -21,7 +21,7 @@ class ErrorShape(NamedTuple):
     code: str | None
 
 
-# The first class that fits.
+# The first matching class counts.
 SHAPES: tuple[tuple[type[errors.PensieveError], ErrorShape], ...] = (
     (BodyTooLarge, ErrorShape(413, "invalid_request_error", "request_too_large")),
     (PackedBody, ErrorShape(415, "invalid_request_error", "unsupported_encoding")),

@@ -1,9 +1,9 @@
-"""The methods of another door over HTTP, for the page and for clients without gRPC.
+"""gRPC's methods with JSON over HTTP, for the web page and for clients without gRPC.
 
-    POST /pensieve.v1.ConversationService/METHOD     a request's fields as JSON, by their names in the proto
-                                     the answer in the same form; of SendMessage a stream
+    POST /pensieve.v1.ConversationService/METHOD     fields as JSON, with their names in the proto;
+                                                     SendMessage answers with a stream
 
-The launcher hands the methods over (api/grpc/json_methods.py).
+The methods come from api/grpc/json_methods.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GatewayMethod(Protocol):
 
 
 class GatewayCall:
-    """A request, as its method has it."""
+    """The call that a method gets."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

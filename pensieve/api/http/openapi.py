@@ -1,7 +1,7 @@
 """The OpenAPI document of the HTTP server, generated from its routes.
 
-The members of a request body are those that its parser takes: `members_of` parses a minimal body and records
-each member that the parser asks for, with its type. So a new parameter is in the document once it is parsed.
+`members_of` finds the members of a request body: it runs the parser on a minimal body, and records each
+member that the parser asks for, with its type. So the document cannot differ from the parser.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ERROR: Schema = {
 
 
 class RecordedFields(Fields):
-    """Records which members a parser asks for."""
+    """Records the members that a parser asks for, with their types."""
 
     def __init__(self, given: Any, seen: dict[str, Schema]) -> None:
         super().__init__(given)
@@ -77,14 +77,14 @@ class RecordedFields(Fields):
 def members_of(
     parse: Callable[[Any, Callable[[Any], Fields]], Any], minimal: Mapping[str, Any]
 ) -> Schema:
-    """Return the schema of a body; `minimal` has the required members alone, and is parsed."""
+    """Return the schema of a body; `minimal` is a valid body with only the required members."""
     seen: dict[str, Schema] = {}
     parse(minimal, lambda given: RecordedFields(given, seen))
     described = {each.name: parameter_of(each) for each in fields_of(Sampling)}
     properties: dict[str, Any] = {}
     for name in sorted(seen):
         if seen[name] == {"enum": []}:
-            continue  # refused, whatever its value is
+            continue  # every value is refused
         properties[name] = dict(seen[name])
         if name in described:
             parameter = described[name]
@@ -147,7 +147,7 @@ class OpenApiEndpoint:
     """`GET /openapi.json`."""
 
     def __init__(self) -> None:
-        self.document: Mapping[str, Any] = {}  # once all routes are known
+        self.document: Mapping[str, Any] = {}  # set once all routes are known
 
     async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return self.document

@@ -1,4 +1,4 @@
-"""The paths of all endpoints, as one ASGI application."""
+"""The table of all endpoints, as one ASGI application."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ USER = {"role": "user", "content": "a"}
 SCRAPE = CallKind(Access.REPLICA, is_counted=False)
 DELETION = {"is_deletion": True}
 OPEN = {"is_open": True}
-UNSERVED: Mapping[str, str] = {  # beginnings of paths that other servers have
+UNSERVED: Mapping[str, str] = {  # path prefixes of other servers' endpoints
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "reranking",
     "/v2/rerank": "reranking",
@@ -79,7 +79,7 @@ def application(
     plugins: Sequence[Plugin] = (),
     metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> Any:
-    """`metrics` makes the text for Prometheus; None: it is not served here."""
+    """`metrics` returns the text for Prometheus; None: do not serve it here."""
     routing = need("http", "starlette.routing", PURPOSE)
     requests = ApiRequests(front, daemon, template, style)
     described = OpenApiEndpoint()
@@ -230,7 +230,7 @@ class ModelEndpoints:
 
 
 class HealthEndpoints:
-    """Readiness ends when the daemon drains, and while it cannot store; liveness does not."""
+    """`ready` fails while the daemon drains or cannot store; `live` fails only if the process hangs."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -246,7 +246,7 @@ class HealthEndpoints:
         return {"status": "ok"}
 
     async def live(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Answer: the event loop runs."""
+        """Answer always: the event loop runs."""
         return {"status": "ok"}
 
     async def version(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -254,7 +254,7 @@ class HealthEndpoints:
 
 
 class MetricsEndpoint:
-    """`GET /metrics`, for an operator's token where there are tokens."""
+    """`GET /metrics`; needs an operator's token if the daemon uses tokens."""
 
     def __init__(self, text: Callable[[], Awaitable[str]]) -> None:
         self._text = text
@@ -264,7 +264,7 @@ class MetricsEndpoint:
 
 
 class Nowhere:
-    """Refuse a path or a method that this server does not have, and say what to use."""
+    """Refuse an unknown path or method, and suggest a known one."""
 
     def __init__(self, methods: Mapping[str, Sequence[str]]) -> None:
         self._methods = methods  # by path
@@ -273,7 +273,7 @@ class Nowhere:
         path, shown = exchange.path, f"{exchange.method} {exchange.path[:200]}"
         what = next((name for start, name in UNSERVED.items() if path.startswith(start)), None)
         if what is not None:
-            raise UnservedEndpoint(f"{what} cannot be used here: this server's model writes text")
+            raise UnservedEndpoint(f"{what} cannot be used: this server only generates text")
         if path in self._methods:
             allowed = " or ".join(self._methods[path])
             raise NotFound(f"unknown endpoint {shown}: this path takes {allowed}")
@@ -283,5 +283,5 @@ class Nowhere:
 
 
 async def not_here(exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-    """Refuse an endpoint that is for other daemons alone, as an unknown one."""
+    """Refuse an endpoint that only other daemons may call, as if it were unknown."""
     raise NotFound(f"unknown endpoint {exchange.method} {exchange.path[:200]}")

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, as vLLM has them. Nothing is computed or stored."""
+"""`POST /tokenize` and `/detokenize`, as in vLLM. Nothing is computed or stored."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from pensieve.conversations.heads import check_length
 from pensieve.guard.callers import Caller
 from pensieve.text import ChatTemplate, Message, TemplateSetting
 
-TOKENS_MAX = 1 << 20  # of one request to /detokenize
+TOKENS_MAX = 1 << 20  # per request to /detokenize
 
 
 class TextToTokenize(NamedTuple):
     """A prompt, or messages as the chat template writes them."""
 
     prompt: str | None
-    has_start: bool = True  # the prompt has the tokens that the model wants at its start
+    has_start: bool = True  # begin the prompt with the model's start tokens
     messages: tuple[Message, ...] = ()
     setting: TemplateSetting = TemplateSetting()
     reply_follows: bool = True
-    with_strings: bool = False  # the text of each token is wanted, too
+    with_strings: bool = False  # return the text of each token
 
     @property
     def num_characters(self) -> int:
         return len(self.prompt or "") + sum(each.num_characters for each in self.messages)
 
     def tokens(self, template: ChatTemplate) -> list[int]:
-        """Return the token ids; in any thread."""
+        """Return the token ids; callable in any thread."""
         tokenizer = template.tokenizer
         if self.prompt is not None:
             tokenizer.check_text(self.prompt, "prompt")
@@ -49,7 +49,7 @@ def parse_tokenize(
     options: set[str] | None = None,
     fields_of: Callable[[Any], Fields] = checked_fields,
 ) -> TextToTokenize:
-    """Read a body; `options` are those that the chat template knows."""
+    """Read a body; `options`: names that the chat template knows."""
     fields = fields_of(body)
     fields.text("model")
     with_strings = fields.flag("return_token_strs")

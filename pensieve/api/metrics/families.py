@@ -1,7 +1,7 @@
 """Every metric in one table, and its samples in Prometheus' text format (version 0.0.4).
 
-Names, labels and bounds are vLLM's where vLLM measures the same.  All samples also have the labels
-`model_name` and `engine`.
+Names, labels and bounds are vLLM's if vLLM has the metric. All samples also have the labels `model_name` and
+`engine`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _family(name: str, kind: MetricKind, text: str, *labels: str) -> MetricFamil
 
 
 FAMILIES = (
-    # turns, and how long their clients wait
+    # turns and latencies
     _family("num_requests_running", GAUGE, "Turns that the engine runs."),
     _family("num_requests_waiting", GAUGE, "Turns that the engine has and does not run."),
     _family("num_requests_waiting_by_reason", GAUGE, "The same, by what they wait as.", "reason"),
@@ -55,7 +55,7 @@ FAMILIES = (
     _family("request_queue_time_seconds", HISTOGRAM, "From the engine's queue to a place."),
     _family("request_prefill_time_seconds", HISTOGRAM, "From a place to the first token."),
     _family("request_decode_time_seconds", HISTOGRAM, "From the first token to the last."),
-    # tokens, and where those of prompts came from
+    # tokens and cache hits
     _family("prompt_tokens_total", COUNTER, "Tokens of contexts of turns that have ended."),
     _family("prompt_tokens_cached_total", COUNTER, "Of them, those whose KV was there."),
     _family("prompt_tokens_cached_by_source_total", COUNTER, "The same, by where.", "source"),
@@ -124,7 +124,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def exposition(
     families: Sequence[MetricFamily], samples: Samples, prefix: str, common: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield lines; a family without samples has its name, type and help, too."""
+    """Yield lines; a family without samples still has its help and type."""
     for family in families:
         name = prefix + family.name
         yield f"# HELP {name} {family.help}"

@@ -1,16 +1,16 @@
-"""Read messages and tools of a chat completion, and the input of a response, for a template.
+"""Read messages and tools of a chat completion, and the input of a response.
 
-Content is text: a string, or a list of text parts, which become lines. An assistant's message may have
-thinking (`reasoning_content`) and tool calls. Fields that a server adds to a message (`annotations`, a null
-`refusal`), that a client adds for itself (`id`, `provider_specific_fields` of LiteLLM), or that mark a cached
-prefix for other providers (`cache_control`) are ignored.
+Content is text: a string, or a list of text parts, which become lines. Assistant messages may have thinking
+(`reasoning_content`) and tool calls. These fields are ignored: fields that servers add to a message
+(`annotations`, a null `refusal`), fields of a client's own (`id`, `provider_specific_fields` of LiteLLM), and
+cache markers for other providers (`cache_control`).
 
-A response's input has several items for one turn of the assistant. A template needs one message:
+A response's input may have several items for one assistant turn, which become one message:
 
     reasoning  message  function_call  function_call     one assistant's message
     function_call_output  function_call_output           a tool's message each
 
-So items are added to an assistant's message until another role follows. Reasoning begins a new message.
+Items are added to an assistant message until another role follows. Reasoning begins a new message.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 
 CHAT_PARTS = frozenset({"text"})
 ADDED = "provider_specific_fields"
-OWN_FIELDS = ("annotations", "id", "cache_control", ADDED)  # of a message, that change nothing
+OWN_FIELDS = ("annotations", "id", "cache_control", ADDED)  # of a message; ignored
 INPUT_PARTS = frozenset({"input_text", "output_text", "text"})
 REASONING_PARTS = frozenset({"reasoning_text"})
 INPUT_ROLES = ("system", "developer", "user", "assistant")
 
 
 def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
-    """Read the messages, and the beginning of the reply if the last message is to be continued (prefill)."""
+    """Read the messages; with prefill, return the last message apart, as the beginning of the reply."""
     given = fields.items("messages")
     if given is None:
         raise Refusal(fields.where("messages"), "is required", "missing_required_parameter")
@@ -46,7 +46,7 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
 
 
 def _continues(fields: Fields) -> bool:
-    """Read vLLM's fields for prefill: whether the last message is to be continued."""
+    """Read vLLM's fields for prefill; return whether to continue the last message."""
     continues = fields.flag("continue_final_message")
     if fields.flag("add_generation_prompt", not continues) is continues:
         problem = "must be false beside continue_final_message: true, and true without"
@@ -55,7 +55,7 @@ def _continues(fields: Fields) -> bool:
 
 
 def _is_prefix(given: Any) -> bool:
-    """Whether a message is marked as the beginning of the reply, as Mistral and DeepSeek do."""
+    """Return whether a message has Mistral's and DeepSeek's mark for prefill."""
     return isinstance(given, Mapping) and given.get("prefix") is True
 
 
@@ -63,9 +63,11 @@ def reply_begins(messages: Sequence[Message], where: str) -> str:
     """Return the text of the last message, for the model to continue."""
     last = messages[-1]
     if last.role != "assistant" or len(messages) == 1:
-        raise Refusal(where, "only a last message of the assistant, after others, can be continued")
+        raise Refusal(
+            where, "cannot be continued: only an assistant message after other messages can"
+        )
     if last.tool_calls or last.thinking:
-        problem = "only text can be continued, and not thinking or tool calls"
+        problem = "cannot be continued: it has thinking or tool calls, and only text can"
         raise Refusal(where, problem, "unsupported_parameter")
     return last.content
 
@@ -96,7 +98,9 @@ def _message(fields: Fields, *, may_begin_reply: bool) -> Message:
     content = take_content(fields, "content", CHAT_PARTS)
     name = fields.text("name")
     if fields.flag("prefix") and not may_begin_reply:
-        raise Refusal(fields.where("prefix"), "is for the last message", "unsupported_parameter")
+        raise Refusal(
+            fields.where("prefix"), "is only allowed in the last message", "unsupported_parameter"
+        )
     for each in OWN_FIELDS:
         fields.take(each)
     fields.end()
@@ -104,13 +108,13 @@ def _message(fields: Fields, *, may_begin_reply: bool) -> Message:
 
 
 def _thinking(fields: Fields) -> str | None:
-    """Read thinking by either of the names that open servers use."""
+    """Read thinking under either of its names."""
     first, second = fields.text("reasoning_content"), fields.text("reasoning")
     return first if first is not None else second
 
 
 def take_content(fields: Fields, name: str, kinds: frozenset[str]) -> str:
-    """Read text, or parts of these kinds as lines; empty if it is absent."""
+    """Read text, or parts of these kinds as lines; empty if absent."""
     given = fields.take(name)
     if given is None or isinstance(given, str):
         return given or ""
@@ -127,7 +131,7 @@ def _part(fields: Fields, kinds: frozenset[str]) -> str:
         raise Refusal(fields.where("type"), problem, "unsupported_parameter")
     text = fields.needed_text("text")
     fields.take("annotations")
-    fields.take("logprobs")  # of an answer that is sent back
+    fields.take("logprobs")  # of an answer that the client sends back
     fields.take("cache_control")
     fields.end()
     return text
@@ -141,7 +145,7 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
 def _tool_call(fields: Fields) -> ToolCall:
     call_id = fields.needed_text("id")
     fields.only("type", "function")
-    fields.take("index")  # of a stream that was put together
+    fields.take("index")  # from a stream that the client has assembled
     function = fields.fields("function")
     if function is None:
         raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
@@ -154,21 +158,21 @@ def _tool_call(fields: Fields) -> ToolCall:
 
 
 def take_arguments(fields: Fields) -> Mapping[str, Any]:
-    """Read the arguments of a tool call: the text of an object; no text is an empty object."""
+    """Read the arguments of a tool call, a JSON object as text; empty text is an empty object."""
     text, where = fields.needed_text("arguments"), fields.where("arguments")
     if not text.strip():
         return {}
     found = read_json(text, where)
     check_json(found, where)
     if not isinstance(found, dict):
-        raise Refusal(where, "must be the JSON of an object")
+        raise Refusal(where, "must be a JSON object as text")
     return found
 
 
 def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
-    """Read the tools for the template, in the shape of a chat completion, and the rules for calls.
+    """Read the tools, in the shape of a chat completion, and the rules for calls.
 
-    `is_nested`: what describes a function lies in `function`, and not in the tool itself.
+    `is_nested`: a function's description is in the member `function` instead of the tool itself.
     """
     given, where = fields.items("tools") or (), fields.where("tools")
     strict: dict[int, str] = {}
@@ -181,7 +185,7 @@ def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
 def _tool(
     fields: Fields, is_nested: bool, number: int, strict: dict[int, str]
 ) -> Mapping[str, Any]:
-    """Read a tool; a strict one has its place added to `strict`."""
+    """Read a tool; register a strict tool in `strict`."""
     kind = fields.needed_text("type")
     if kind != "function":
         problem = f"{quoted(kind)} is not supported: a tool is a function"
@@ -206,7 +210,7 @@ def _tool(
 
 
 def take_input(fields: Fields) -> tuple[Message, ...]:
-    """Read the input, after the instructions as a system prompt."""
+    """Read the instructions as a system message, and the input."""
     instructions = fields.text("instructions")
     messages = [] if instructions is None else [Message("system", instructions)]
     given, where = fields.take("input"), fields.where("input")
@@ -223,7 +227,7 @@ def take_input(fields: Fields) -> tuple[Message, ...]:
 
 
 def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None:
-    """Append items to these messages; `where` is the list's name in the body."""
+    """Append items to these messages; `where`: the list's name in the body."""
     for number, each in enumerate(given):
         _add(messages, Fields(each, f"{where}[{number}]"))
         if len(messages) > MESSAGES_MAX:
@@ -231,7 +235,7 @@ def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None
 
 
 def _add(messages: list[Message], fields: Fields) -> None:
-    """Add an item: as a message of its own, or to the assistant's last."""
+    """Add an item as a new message, or to the last assistant message."""
     kind = fields.text("type") or "message"
     fields.text("id")
     fields.text("status")
@@ -285,7 +289,7 @@ def _call(fields: Fields) -> ToolCall:
 
 
 def _reasoning(fields: Fields) -> str:
-    """Read the text of reasoning; its summary is not what the model thought."""
+    """Read the text of reasoning; a summary is not the model's thinking."""
     fields.only("encrypted_content", "", problem="encrypted reasoning cannot be read")
     fields.items("summary")
     return take_content(fields, "content", REASONING_PARTS)

@@ -1,19 +1,18 @@
-"""Read a request body of OpenAI's API into the turn that it asks for, and the form of its answer.
+"""Parse request bodies of OpenAI's API.
 
-    body ──parse──> ParsedRequest: the turn, or a raw prompt
-                                   how many choices, streamed or not, in which conversation
+    body ──parse──> ParsedRequest: a turn or a raw prompt, number of choices, streaming, conversation
 
-A parameter is honoured, or does not affect the answer (`user`, `metadata`, `service_tier`, …), or is refused
-with its name. Fields of other servers' clients that cannot change the answer (IGNORED) are reported in
-`ParsedRequest.ignored`. Parameters for stored conversations (`previous_response_id`,
-`conversation`, `background`) and `stream` are read here; an endpoint that cannot serve them refuses them.
+A parameter is honoured, or cannot affect the answer (`user`, `metadata`, `service_tier`, …), or is refused by
+name. Fields of other servers' clients that cannot change the answer (IGNORED) are listed in
+`ParsedRequest.ignored`. `stream` and the parameters of stored conversations (`previous_response_id`,
+`conversation`, `background`) are read here; an endpoint that does not support them refuses them.
 
-Sampling parameters have our names, but for the length of a reply and its logprobs, which each endpoint names
-in its own way.  What OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
-`ignore_eos`) goes by the names that open servers use.
+Sampling parameters have the names of `Sampling`, except the maximum length and logprobs, which differ between
+endpoints. Parameters that OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `ignore_eos`) have the names that open servers use.
 
-Nothing is rendered or tokenized, so reading a body costs little more than reading its JSON. If the template
-or the tokenizer refuses something later, `ParsedRequest.param` has its name.
+Nothing is rendered or tokenized, so parsing is cheap. If the template or the tokenizer refuses something
+later, `ParsedRequest.param` returns the body's name of the field.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class RequestKind(StrEnum):
 
 
 CHOICES_MAX = 16
-PROMPT_TOKENS_MAX = 1 << 24  # more than any context has
+PROMPT_TOKENS_MAX = 1 << 24  # longer than any context
 MESSAGES_PARAMS = {
     RequestKind.CHAT: "messages",
     RequestKind.COMPLETION: "prompt",
@@ -70,7 +69,7 @@ ECHOED = (
     *("store", "text", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-LENGTHS = {  # the first that is given counts
+LENGTHS = {  # the first one that is set counts
     RequestKind.CHAT: ("max_completion_tokens", "max_tokens"),
     RequestKind.COMPLETION: ("max_tokens",),
     RequestKind.RESPONSE: ("max_output_tokens",),
@@ -115,14 +114,16 @@ TOKEN_ID_DIGITS_MAX = 10
 
 
 class Served(NamedTuple):
-    """What a body is read with: the model that is served, and whose request it is."""
+    """The served model and the caller, for parsing a body."""
 
     defaults: Sampling
-    models: Collection[str] | None = None  # the names that are served; None: any
+    models: Collection[str] | None = None  # served names; None: any name
     vocab_size: int | None = None  # None: token ids are not checked
-    template_options: Collection[str] | None = None  # that the template knows; None: not checked
-    call_style: CallStyle | None = None  # how the model writes calls of tools
-    knows_developer: bool = True  # the template; else a developer's message is the system's
+    template_options: Collection[str] | None = None  # known to the template; None: not checked
+    call_style: CallStyle | None = None  # how the model writes tool calls
+    knows_developer: bool = (
+        True  # whether the template has the role developer; else it becomes system
+    )
     tenant: str = ""
     priority: int = 0
     request_id: str = ""
@@ -156,27 +157,27 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A body: the turn that it asks for, and what only the answer needs.
+    """A parsed body: the turn to run, and parameters of the answer.
 
-    The turn names no conversation. Its settings are tools, as a chat completion writes them, and template
-    options. A completion of a raw prompt has no messages.
+    The turn names no conversation. Its settings are tools, in the shape of a chat completion, and template
+    options. A text completion has no messages.
     """
 
     kind: RequestKind
     model: str
-    turn: TurnRequest  # of the first choice; the caller derives the seeds of the others
-    prompt: str | tuple[int, ...] | None = None  # of a completion
+    turn: TurnRequest  # for the first choice; the caller derives seeds for the others
+    prompt: str | tuple[int, ...] | None = None  # of a text completion
     num_choices: int = 1
     stream: bool = False
     include_usage: bool = False  # of a stream
     previous_response_id: str = ""  # of a response
     conversation: str = ""  # of a response
     background: bool = False  # of a response
-    store: bool | None = None  # None: as the API has it where nothing is said
+    store: bool | None = None  # None: the daemon's default
     prompt_cache_key: str = ""
-    params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
-    echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
-    ignored: Sequence[str] = ()  # fields that have no effect here, for a header of the answer
+    params: Mapping[str, str] = field(default_factory=dict)  # the body's names of fields
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # repeated in a response
+    ignored: Sequence[str] = ()  # fields without effect, listed in a response header
 
     @property
     def sampling(self) -> Sampling:
@@ -187,7 +188,7 @@ class ParsedRequest:
         return self.turn.settings.tools
 
     def param(self, name: str) -> str:
-        """Return the body's name of a field that the template, the tokenizer or the engine refuses."""
+        """Return the body's name of a field, for errors of the template, tokenizer or engine."""
         if name in OF_MESSAGES:
             return MESSAGES_PARAMS[self.kind]
         return self.params.get(name, name)
@@ -196,7 +197,7 @@ class ParsedRequest:
 def tokens_of(
     request: ParsedRequest, template: ChatTemplate, context_max: int, now: datetime
 ) -> list[int]:
-    """Return the tokens of the whole prompt; in any thread. A template may write the date of `now`."""
+    """Return the tokens of the whole prompt; callable in any thread. `now`: for templates with a date."""
     if isinstance(request.prompt, tuple):
         return list(request.prompt)
     if request.prompt is not None:
@@ -216,7 +217,7 @@ def parse(
     served: Served,
     fields_of: Callable[[Any], Fields] = checked_fields,
 ) -> ParsedRequest:
-    """Read a body; InvalidArgument names the wrong parameter."""
+    """Parse a body; InvalidArgument names the wrong parameter."""
     fields = fields_of(body)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
@@ -240,7 +241,7 @@ def parse(
     if begins:
         refuse_form(form)
     if form.constraint is not None and read.sampling.ignore_eos:
-        raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
+        raise Refusal("ignore_eos", "cannot be combined with a constraint, which ends the reply")
     params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
     values |= _stream(fields)
     values |= _kept(fields)
@@ -261,12 +262,12 @@ def parse(
 
 
 def take_model(fields: Fields, models: Collection[str] | None) -> str:
-    """Read the model's name, which must be one that is served."""
+    """Read the model's name, which must be served."""
     return served_name(fields.needed_text("model"), models)
 
 
 def served_name(name: str, models: Collection[str] | None) -> str:
-    """Return the served model that `name` names; a tag `:latest` is dropped."""
+    """Return the served model's name, without a tag `:latest`; raises Refusal for unknown models."""
     if models is not None and name not in models:
         name = name.removesuffix(LATEST)
     if not name or (models is not None and name not in models):
@@ -276,18 +277,18 @@ def served_name(name: str, models: Collection[str] | None) -> str:
 
 
 def _as_system(message: Message) -> Message:
-    """Return a developer's message as a system message, which every template knows."""
+    """Return a developer message as a system message, which every template knows."""
     return replace(message, role="system") if message.role == "developer" else message
 
 
-# -- what each endpoint has alone --
+# -- parameters of one endpoint --
 
 
 def _chat(fields: Fields) -> dict[str, Any]:
     fields.only("modalities", ["text"])
     fields.only("echo", False)
     fields.only("add_special_tokens", False)
-    fields.object("prediction")  # a hint for speed
+    fields.object("prediction")  # a hint for speed; no effect
     fields.only("functions", problem="is no longer supported: give tools")
     fields.only("function_call", problem="is no longer supported: give tool_choice")
     messages, begins = take_messages(fields)
@@ -311,10 +312,10 @@ def _response(fields: Fields) -> dict[str, Any]:
     background = fields.flag("background")
     fields.only("truncation", "disabled")
     fields.only("prompt", problem="there are no stored prompts")
-    fields.integer("max_tool_calls")  # of tools that a server runs itself
+    fields.integer("max_tool_calls")  # for tools that servers run; no effect
     previous, conversation = fields.text("previous_response_id"), _conversation(fields)
     if previous and conversation:
-        raise Refusal("previous_response_id", "is given instead of a conversation, not beside it")
+        raise Refusal("previous_response_id", "cannot be combined with conversation")
     return {
         "messages": take_input(fields),
         "previous_response_id": previous or "",
@@ -336,7 +337,7 @@ def _conversation(fields: Fields) -> str | None:
 def _prompt(fields: Fields, vocab_size: int | None) -> str | tuple[int, ...]:
     given = fields.take("prompt")
     if isinstance(given, list | tuple) and len(given) == 1 and not is_token_id(given[0]):
-        given = given[0]  # a list of one prompt
+        given = given[0]  # a list with one prompt
     if given is None:
         raise Refusal("prompt", "is required", "missing_required_parameter")
     if isinstance(given, str):
@@ -358,7 +359,7 @@ def _prompt(fields: Fields, vocab_size: int | None) -> str | tuple[int, ...]:
     return tuple(given)
 
 
-# -- what they share --
+# -- common parameters --
 
 
 def _num_choices(fields: Fields) -> int:
@@ -369,7 +370,7 @@ def _num_choices(fields: Fields) -> int:
 
 
 def _form(kind: RequestKind, fields: Fields, ignored: list[str]) -> FormatFields:
-    """Read the required form of the reply, by the endpoint's names."""
+    """Read the required form of the reply, under the endpoint's names."""
     if kind is not RequestKind.RESPONSE:
         return take_response_format(fields)
     if (text := fields.fields("text")) is None:
@@ -381,7 +382,7 @@ def _form(kind: RequestKind, fields: Fields, ignored: list[str]) -> FormatFields
 
 
 def _verbosity(fields: Fields, ignored: list[str]) -> None:
-    """Read a hint for the length of replies, which local models do not know."""
+    """Read a hint for the length of replies; values other than the default have no effect."""
     if fields.text("verbosity") not in (None, "medium"):
         ignored.append(fields.where("verbosity"))
 
@@ -389,7 +390,7 @@ def _verbosity(fields: Fields, ignored: list[str]) -> None:
 def _template_options(
     fields: Fields, is_chat: bool, known: Collection[str] | None
 ) -> dict[str, Any]:
-    """Read template options. An effort becomes the template's option, or switches thinking on or off."""
+    """Read template options; map the reasoning effort to the template's option or its switch for thinking."""
     options = take_template_options(fields, known)
     where, effort = _effort(fields, is_chat)
     if effort is None:
@@ -400,11 +401,11 @@ def _template_options(
         return {"reasoning_effort": effort, **options}
     if "enable_thinking" in known and effort in ("none", "medium"):
         return {"enable_thinking": effort == "medium", **options}
-    raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+    raise Refusal(where, "is not supported by this model's template", "unsupported_parameter")
 
 
 def take_template_options(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
-    """Read options of the chat template by its own names."""
+    """Read chat template options under their own names."""
     options = dict(fields.object("chat_template_kwargs") or {})
     for name in options:
         if known is not None and name not in known:
@@ -417,7 +418,7 @@ def take_template_options(fields: Fields, known: Collection[str] | None) -> dict
 
 
 def _effort(fields: Fields, is_chat: bool) -> tuple[str, str | None]:
-    """Return the endpoint's name for the effort, and its value."""
+    """Return the endpoint's name of the effort, and its value."""
     if is_chat:
         return "reasoning_effort", fields.text("reasoning_effort")
     reasoning = fields.fields("reasoning")
@@ -446,7 +447,7 @@ def _kept(fields: Fields) -> dict[str, Any]:
 
 
 def _pass_over(fields: Fields) -> None:
-    """Read parameters that do not affect the answer; types are checked, since a response repeats some."""
+    """Read parameters without effect; types are checked, because a response repeats some of them."""
     for name in ("user", "safety_identifier", "service_tier"):
         fields.text(name)
     fields.text("prompt_cache_retention")
@@ -461,14 +462,14 @@ def _pass_over(fields: Fields) -> None:
 
 class SamplingFields(NamedTuple):
     sampling: Sampling
-    given: Mapping[str, Any]  # the fields of it that the body sets; others have the defaults
-    params: Mapping[str, str]  # what the body calls a field, where it has another name for it
+    given: Mapping[str, Any]  # fields that the body sets
+    params: Mapping[str, str]  # the body's names of fields, if different
 
 
 def take_sampling(
     kind: RequestKind, fields: Fields, defaults: Sampling, vocab_size: int | None
 ) -> SamplingFields:
-    """Raises Refusal with the body's name of what is wrong."""
+    """Read sampling parameters; Refusal names the wrong one as in the body."""
     values: dict[str, Any] = {name: fields.number(name) for name in FLOATS}
     values |= {name: fields.integer(name) for name in INTEGERS if name != "max_tokens"}
     length_param, values["max_tokens"] = _length(LENGTHS[kind], fields)
@@ -493,7 +494,7 @@ def _length(names: tuple[str, ...], fields: Fields) -> tuple[str, int | None]:
     found = {name: value for name in names if (value := fields.integer(name)) is not None}
     if len(set(found.values())) > 1:
         first, second = found
-        raise Refusal(fields.where(second), f"differs from {first}: give one of them")
+        raise Refusal(fields.where(second), f"differs from {first}: use one of them")
     return next(iter(found.items()), (names[0], None))
 
 
@@ -511,7 +512,7 @@ def _logprobs(kind: RequestKind, fields: Fields) -> int | None:
 
 
 def _included(fields: Fields) -> bool:
-    """Whether logprobs are; the rest of what may be included does not exist here."""
+    """Return whether `include` asks for logprobs; other data does not exist here."""
     given = fields.items("include") or ()
     for index, each in enumerate(given):
         if each not in (LOGPROBS_INCLUDED, "reasoning.encrypted_content"):
@@ -545,7 +546,7 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
-    """JSON has strings for keys, so that is what the token ids are."""
+    """Read logit_bias; its token ids are strings, because JSON keys are."""
     given, where = fields.object("logit_bias"), fields.where("logit_bias")
     if given is None:
         return None
@@ -554,12 +555,12 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
     for key in given:
         digits = key.isascii() and key.isdigit() and len(key) <= TOKEN_ID_DIGITS_MAX
         if not digits or key != str(int(key)) or not is_token_id(int(key)):
-            raise Refusal(where, f"the key {quoted(key)} is no token id")
+            raise Refusal(where, f"the key {quoted(key)} is not a token id")
     entries = Fields(given, where)
     found = ((int(key), entries.number(key)) for key in given)
     return tuple(sorted((token_id, bias) for token_id, bias in found if bias is not None))
 
 
 def is_token_id(value: Any) -> bool:
-    """Whether it could be one, of the largest vocabulary."""
+    """Return whether the value is a token id of any vocabulary."""
     return type(value) is int and 0 <= value < 2**32

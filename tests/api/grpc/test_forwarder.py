@@ -103,7 +103,7 @@ def test_a_call_that_may_have_been_carried_out_is_not_repeated_elsewhere(
 ) -> None:
     async def forward() -> None:
         call = PlayedCall(may_repeat, num_messages)
-        with pytest.raises(Unavailable, match="may have been carried out"):
+        with pytest.raises(Unavailable, match="may have been executed"):
             await answered(PlayedClaims(None), call)
         assert len(call.passed_on) == num_messages
 

@@ -158,7 +158,7 @@ def test_on_this_machine_none_is_needed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9100", "example.com:9100", "[::]:9100"])
 def test_others_reach_it_only_where_that_is_said(address: str) -> None:
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         Server(None, Listening(metrics=address))  # type: ignore[arg-type]
 
 

@@ -126,11 +126,11 @@ def test_a_tool_call_that_cannot_be_is_refused_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("[]", "must be the JSON of an object"),
+        ("[]", "must be a JSON object as text"),
         ("{", "is not JSON: Expecting property name enclosed in double quotes at character 2"),
         ('{"a": NaN}', "holds NaN, which is not JSON"),
         ('{"a": 1, "a": 2}', "has 'a' twice in one object"),
-        ('{"a": 1e999}', "holds a number that is too large, or none"),
+        ('{"a": 1e999}', "holds a number that is too large or not finite"),
         ('{"a": ' + "9" * 5000 + "}", "holds a number that is too large"),
         ('{"a": ' + "[" * 100 + "]" * 100 + "}", "is nested deeper than 64"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply"),
@@ -341,7 +341,7 @@ def test_an_effort_switches_thinking_where_the_template_can_only_do_that() -> No
     }
     assert refused(chat, reasoning_effort="high") == (
         "reasoning_effort",
-        "this model's template has no such effort",
+        "is not supported by this model's template",
     )
     assert refused(chat, reasoning_effort="huge")[0] == "reasoning_effort"
 
