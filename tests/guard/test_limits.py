@@ -1,4 +1,4 @@
-"""Limits of a tenant, with a clock of the test's own; and the token file."""
+"""Limits of a tenant, with a fake clock, and the token file."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _effort(effort: str | None, where: str, known: Collection[str] | None) -> di
     if effort is None or known is None or "reasoning_effort" in known:
         return {} if effort is None else {"reasoning_effort": effort}
     if effort != "high":
-        raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+        raise Refusal(where, "is not supported by this model's template", "unsupported_parameter")
     return {}
 
 

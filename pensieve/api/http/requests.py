@@ -174,7 +174,12 @@ class ApiRequests:
         return len(await self._daemon.threads.in_text_pool(request.turn.tenant, tokens))
 
     def _tokens(self, request: ParsedRequest) -> list[int]:
-        return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
+        return tokens_of(request, self.template, self._daemon.context_max, template_time())
+
+
+def template_time() -> datetime:
+    """Return the date that a chat template may write into an unstored prompt."""
+    return datetime.now(UTC)
 
 
 def _session(exchange: Exchange, request: ParsedRequest) -> bytes:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.requests import ApiRequests, template_time
 from pensieve.api.json_fields import Fields, Refusal, checked_fields
 from pensieve.api.openai.messages import take_messages, take_tools
 from pensieve.api.openai.request import is_token_id, served_name, take_template_options
@@ -71,7 +70,7 @@ def parse_tokenize(
     tools = take_tools(fields, is_nested=True).tools
     template_options = take_template_options(fields, options)
     fields.end()
-    setting = TemplateSetting(tools, template_options, datetime.now(UTC), begins)
+    setting = TemplateSetting(tools, template_options, template_time(), begins)
     return TextToTokenize(None, True, messages, setting, reply_follows, with_strings)
 
 

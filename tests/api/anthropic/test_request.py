@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's API: what they become, and what is refused by name."""
+"""Bodies of Anthropic's API: parsed values, and refusals by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies that the client has begun: the last message is the assistant's, and the model continues it."""
+"""Prefill: the last message is the assistant's, and the model continues it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_openais_and_anthropics_clients_continue_the_same_way(door: HttpRig) -> 
 
 
 def test_without_the_fields_of_vllm_a_new_message_follows(door: HttpRig) -> None:
-    """As OpenAI answers."""
+    """OpenAI's own behaviour."""
     answer = ask(door, USER, BEGUN)
     contents = [
         each.content for each in door.rig.messages(answer.headers["x-pensieve-conversation-id"])

@@ -1,4 +1,4 @@
-"""The listener for metrics: what it answers, to whom, and that nobody takes more of it than there is."""
+"""The metrics listener: answers, permissions, and limits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def ask(rig: DaemonRig, request: str | bytes) -> tuple[int, dict[str, str], str]:
-    """The status, the headers and the body that a request brings."""
+    """Send a request; return status, headers and body."""
     with connect(rig) as connection:
         connection.sendall(request.encode() if isinstance(request, str) else request)
         head, _, body = read_all(connection).partition(b"\r\n\r\n")

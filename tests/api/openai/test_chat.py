@@ -1,4 +1,4 @@
-"""Bodies of chat completions: messages and tools as the template takes them, and what is refused by name."""
+"""Bodies of chat completions: messages and tools, and refusals by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of responses: items become the messages that a template wants."""
+"""Bodies of responses: items become messages."""
 
 from __future__ import annotations
 

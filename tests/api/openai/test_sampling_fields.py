@@ -1,4 +1,4 @@
-"""The parameters that decide how tokens are chosen: read exactly, or refused by the name of the body."""
+"""Sampling parameters are read exactly, or refused by the body's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bodies say of calls becomes a constraint; what no constraint can hold to is refused by its name."""
+"""Rules for tool calls become a constraint, or are refused by name."""
 
 from __future__ import annotations
 
