@@ -101,7 +101,7 @@ def _only_one(found: list[_Found]) -> FormatFields:
     if not found:
         return FormatFields()
     if len(found) > 1:
-        raise Refusal(found[1].where, f"is given beside {found[0].where}: use one of them")
+        raise Refusal(found[1].where, f"cannot be combined with {found[0].where}: use one of them")
     ((where, constraint),) = found
     if (problem := constraint.problem()) is not None:
         raise Refusal(where, problem)

@@ -289,8 +289,8 @@ def _chat(fields: Fields) -> dict[str, Any]:
     fields.only("echo", False)
     fields.only("add_special_tokens", False)
     fields.object("prediction")  # a hint for speed; no effect
-    fields.only("functions", problem="is no longer supported: give tools")
-    fields.only("function_call", problem="is no longer supported: give tool_choice")
+    fields.only("functions", problem="is no longer supported: use tools")
+    fields.only("function_call", problem="is no longer supported: use tool_choice")
     messages, begins = take_messages(fields)
     return {
         "messages": messages,
@@ -301,10 +301,12 @@ def _chat(fields: Fields) -> dict[str, Any]:
 
 def _completion(fields: Fields, vocab_size: int | None) -> dict[str, Any]:
     num_choices = _num_choices(fields)
-    fields.only("best_of", num_choices, problem="choices are not ranked: give n alone")
+    fields.only("best_of", num_choices, problem="must equal n, because choices are not ranked")
     fields.only("echo", False)
     fields.only("add_special_tokens", True)
-    fields.only("suffix", "", problem="no text can be filled in before a suffix")
+    fields.only(
+        "suffix", "", problem="is not supported: the model cannot fill in text before a suffix"
+    )
     return {"prompt": _prompt(fields, vocab_size), "num_choices": num_choices}
 
 
