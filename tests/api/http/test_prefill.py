@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from pensieve.launch.model_folder import load_texts
 from pensieve.text import ChatTemplate, Message, TemplateSetting
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
 from tests.api.http.test_agents import scripted
+from tests.conversations.rig_daemon import wait_for
 from tests.text.families import DEEPSEEK_R1
 
 USER: Any = {"role": "user", "content": "Tell me a story."}
@@ -136,3 +138,23 @@ def test_text_cannot_be_begun_where_the_template_begins_with_thinking(tmp_path: 
         refused = door.ask("POST", "/v1/chat/completions", body)
         assert (refused.status, refused.error["param"]) == (400, "messages")
         assert "thinking" in refused.error["message"]
+
+
+def test_a_client_that_leaves_keeps_the_beginning_and_what_it_was_sent(door: HttpRig) -> None:
+    body = {"model": MODEL, "messages": [USER, BEGUN], "max_tokens": 4000, "ignore_eos": True}
+    connection = door.connection()
+    raw = json.dumps({**body, **CONTINUED, "stream": True})
+    connection.request("POST", "/v1/chat/completions", raw, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    named = answer.headers["x-pensieve-conversation-id"]
+    text = ""
+    while len(text) < 20:
+        line = answer.readline().decode()
+        if line.startswith("data: "):
+            text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+    answer.close()
+    connection.close()
+    wait_for(lambda: len(door.rig.messages(named)) == 2)
+    reply = door.rig.messages(named)[1]
+    assert reply.content.startswith("Once upon" + text)
+    assert len(reply.token_ids) < 4000
