@@ -18,9 +18,7 @@ class ForwardedRequest:
 
     caller: Caller
     retry_key: str
-    elsewhere: OwnedElsewhere | None = (
-        None  # the next owner, if this daemon is not the owner either
-    )
+    elsewhere: OwnedElsewhere | None = None  # the next owner, if not this daemon
 
 
 class HttpRequest(Protocol):

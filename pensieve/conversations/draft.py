@@ -65,9 +65,7 @@ class TurnRequest:
     chain: ChainEnd | None = None  # by which its client's next request will find the conversation
     history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
     shared_prompt: SharedPrompt | None = None  # with the other choices of its request
-    reply_begins: str = (
-        ""  # what the client has written of the reply, which goes on behind it (prefill)
-    )
+    reply_begins: str = ""  # beginning of the reply, written by the client (prefill)
 
     @property
     def sampling_given(self) -> dict[str, Any]:

@@ -84,9 +84,7 @@ class TurnOptions:
     away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
     background: bool = False  # nobody waits for it: it takes what the others leave free
     constraint: Constraint | None = None  # what its reply has to be
-    continues_text: bool = (
-        False  # the prompt ends within a text, which the reply's first token continues
-    )
+    continues_text: bool = False  # the prompt ends within a text: prefill, text completions
 
 
 class Ended(NamedTuple):

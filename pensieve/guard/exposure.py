@@ -33,9 +33,7 @@ class Listening:
     ping_timeout_seconds: float = 10.0  # to answer a ping, else the connection is closed
     connections_max: int = 512  # to the address; the socket has its own limit
     http: str = ""  # HOST:PORT of the HTTP APIs; "": none
-    http_hosts: frozenset[str] = (
-        frozenset()
-    )  # allowed Host names, besides this machine's own; "*": any
+    http_hosts: frozenset[str] = frozenset()  # further allowed Host names; "*": any
     http_origins: frozenset[str] = frozenset()  # allowed origins of other sites; "*": any
     metrics: str = ""  # HOST:PORT where metrics are served, or METRICS_ON_HTTP; "" for none
     peer_tokens: Sequence[Token] = ()  # of other daemons, if clients need tokens

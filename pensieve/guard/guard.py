@@ -125,9 +125,7 @@ class GuardedCall:
         """
         self.name = name
         self.caller: Caller | None = None  # set by `enter`
-        self.has_left = (
-            False  # set by the server if the client disconnected, or the handler has sent an error
-        )
+        self.has_left = False  # set if the client disconnected, or the handler sent an error
         self._guard, self._kind, self._transport = guard, kind, transport
         self._tell, self._audited = tell, audited
         self._began = _now() if audited is not None else 0.0

@@ -223,9 +223,8 @@ class MessageStream:
                 found += self._stop()
                 self._index += 1
                 self._block = kind
-                block |= (
-                    {"signature": ""} if kind == "thinking" else {}
-                )  # sent at the end of the block
+                if kind == "thinking":
+                    block |= {"signature": ""}  # the signature follows at the end of the block
                 found.append(self._of_block("content_block_start", content_block=block))
             if not isinstance(piece, CallBegan):
                 found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))

@@ -41,9 +41,8 @@ class JsonCall(Protocol):
 class JsonMethod:
     name: str
     is_deletion: bool
-    handler: Callable[
-        [Any, JsonCall], Awaitable[Json | None]
-    ]  # returns None after writing a stream
+    # Returns None after writing a stream.
+    handler: Callable[[Any, JsonCall], Awaitable[Json | None]]
 
 
 def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
@@ -97,9 +96,8 @@ def _read(kind: Any, value: Any) -> Any:
         RecursionError,
     ) as error:
         problem = " ".join(str(error).split())[:200]
-        problem = problem.encode(
-            "ascii", "backslashreplace"
-        ).decode()  # the message quotes the value
+        # The message quotes the value.
+        problem = problem.encode("ascii", "backslashreplace").decode()
         raise InvalidArgument("body", f"is not a valid {kind.DESCRIPTOR.name}: {problem}") from None
     sizes.check(kind, request.SerializeToString())
     return request

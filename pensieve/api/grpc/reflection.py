@@ -126,9 +126,8 @@ class Reflection:
             for field in (field for field in message.field if field.type_name):
                 field.type_name = field.type_name.replace(f".{OURS}.", f".{package}.")
             for value in (value for enum in message.enum_type for value in enum.value):
-                value.name = value.name.removeprefix(
-                    "SERVING_STATUS_"
-                )  # a prefix that our proto linter requires
+                # Our proto linter requires this prefix.
+                value.name = value.name.removeprefix("SERVING_STATUS_")
         self._pool.AddSerializedFile(file.SerializeToString())
 
 

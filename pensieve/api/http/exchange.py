@@ -178,9 +178,8 @@ class Exchange:
         self.out |= {"content-type": kind, "content-length": str(len(body))}
         await self._begin(status)
         body = b"" if self.method == "HEAD" else body
-        for start in range(
-            0, len(body), WINDOW_BYTES
-        ):  # each waits until the client has read the previous one
+        # Each piece waits until the client has read the previous one.
+        for start in range(0, len(body), WINDOW_BYTES):
             piece = body[start : start + WINDOW_BYTES]
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})

@@ -159,9 +159,8 @@ class ResponsePlaces:
                 break
             messages = whole.messages[history.lengths[match.digest] :]
             rest = replace(new, turn=replace(new.turn, messages=messages))
-            with contextlib.suppress(
-                StaleRevision, TurnRunning, NotFound
-            ):  # the conversation changed meanwhile
+            # These mean that the conversation changed meanwhile.
+            with contextlib.suppress(StaleRevision, TurnRunning, NotFound):
                 return await self._after_match(rest, match)
         return await self._new(new, ())
 

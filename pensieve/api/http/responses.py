@@ -88,9 +88,8 @@ class ResponseEndpoints:
                 self._begun_or_known(new, retry_key_of(exchange))
             )
             if not isinstance(known, RunningResponse):
-                if (
-                    request.stream and known["status"] not in ENDED
-                ):  # only the daemon that runs it can stream it
+                # Only the daemon that runs a response can stream it.
+                if request.stream and known["status"] not in ENDED:
                     await self._stored.require_here(known["id"], by.tenant)
                     known = await self._present(known["id"], by.tenant)
                 return await self._replay(exchange, request, known)

@@ -121,9 +121,7 @@ class Served(NamedTuple):
     vocab_size: int | None = None  # None: token ids are not checked
     template_options: Collection[str] | None = None  # known to the template; None: not checked
     call_style: CallStyle | None = None  # how the model writes tool calls
-    knows_developer: bool = (
-        True  # whether the template has the role developer; else it becomes system
-    )
+    knows_developer: bool = True  # the template has the role developer; else it becomes system
     tenant: str = ""
     priority: int = 0
     request_id: str = ""

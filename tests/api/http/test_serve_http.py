@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.conversations.rig_daemon import ServeProcess, free_port, wait_for
+from tests.conversations.rig_daemon import ServeProcess, wait_for
+from tests.newcomer import free_port
 
 FLAGS = ("--metrics", "http", "--store-default", "off", "--conversation-keep", "30")
 
