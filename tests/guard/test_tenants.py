@@ -587,7 +587,7 @@ def test_limits_that_change_hold_at_once_also_for_a_tenant_with_running_turns(
     slow = (*ECHO, "--seconds=0.01")
     with TokensRig(tmp_path, {"a": {}, "b": {"turns_max": 1}}, slow) as rig:
         running = [
-            rig.begin("a", f"c{i}", pb.Sampling(max_tokens=150, ignore_eos=True)) for i in (1, 2)
+            rig.begin("a", f"c{i}", pb.Sampling(max_tokens=500, ignore_eos=True)) for i in (1, 2)
         ]
         rig.change({"a": {"turns_max": 2, "storage_bytes": 1}, "b": {"turns_max": 2}})
         with refused("turns_max"):
