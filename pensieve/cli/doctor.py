@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ UNKNOWN = "unknown: "
 REFUSED = "cannot be loaded: "
 # Settings for loading a model.
 LOADING = settings_named("device", "dtype", "context_max", "weights", "kv_dtype", "chat_template")
+# What a stored turn takes on disk, measured with English text (docs/operating.md).
+TURN_BYTES, TOKEN_BYTES = 2000, 10
+USUAL_TURNS, USUAL_TOKENS = 10, 250
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
 
 
@@ -85,6 +89,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "gpu kernels", _gpu_kernels()
     data = Path(os.environ.get("PENSIEVE_DATA") or default_data_folder(os.environ))
     yield "data folder", f"{data} ({_state(data)})"
+    yield "disk", _room(data)
 
 
 def _sqlite() -> str:
@@ -200,6 +205,23 @@ def _state(data: Path) -> str:
         return "cannot be written"
     database = data / "conversations.db"
     return f"history of {database.stat().st_size:,} bytes" if database.exists() else "empty"
+
+
+def _room(data: Path) -> str:
+    """Return how many usual conversations the free disk space has room for."""
+    folder = next(each for each in (data, *data.absolute().parents) if each.exists())
+    free = shutil.disk_usage(folder).free
+    size = USUAL_TURNS * (TURN_BYTES + USUAL_TOKENS * TOKEN_BYTES)
+    return (
+        f"{free / 2**30:.1f} GiB free, room for about {_rounded(free // size):,} conversations of "
+        f"{USUAL_TURNS} turns with {USUAL_TOKENS} tokens each ({size / 1000:g} KB)"
+    )
+
+
+def _rounded(count: int) -> int:
+    """Return the number with two digits that count."""
+    unit: int = 10 ** max(len(str(count)) - 2, 0)
+    return count // unit * unit
 
 
 def wrong(found: dict[str, str]) -> Iterator[str]:

@@ -295,6 +295,22 @@ class Settings:
         of=(SERVE,),
         group="history",
     )
+    conversation_keep: float = _setting(
+        number(0, 36_500),
+        "0",
+        "erase conversations that were idle for so long; 0: keep them for ever",
+        "DAYS",
+        of=(SERVE,),
+        group="history",
+    )
+    store_default: bool = _setting(
+        switch,
+        "on",
+        "off: OpenAI and Anthropic requests are stored only if they say store: true, or name a conversation",
+        "on|off",
+        of=(SERVE,),
+        group="history",
+    )
     # Who may reach the daemon.
     address: str = _setting(
         str,
@@ -418,8 +434,9 @@ class Settings:
     metrics: str | None = _setting(
         str,
         "",
-        "serve GET /metrics for Prometheus and GET /health here; port 0: any free port",
-        "HOST:PORT",
+        "serve GET /metrics for Prometheus and GET /health at this address (port 0: any free port); http: "
+        "serve /metrics on the port of --http",
+        "HOST:PORT|http",
         of=(SERVE,),
         group="watching",
         common=True,

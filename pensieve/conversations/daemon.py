@@ -33,6 +33,7 @@ from pensieve.conversations.housekeeping import (
     Eraser,
     FullDisk,
     Scrubber,
+    start_expiring,
     start_forgetting,
 )
 from pensieve.conversations.live_turn import LiveTurn
@@ -164,6 +165,10 @@ class Daemon:
             self._sources.wall_clock,
             request_seconds=self.config.request_keep_seconds,
             chain_seconds=self.config.chain_keep_seconds,
+        )
+        start_expiring(
+            *(self.reader, self.threads, lambda *named: self.writable.delete(*named)),
+            *(self._sources.wall_clock, self.config.conversation_keep_seconds),
         )
         self.events.engine_up()
 

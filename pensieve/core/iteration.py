@@ -49,6 +49,7 @@ class TurnStart(NamedTuple):
     context: array[int]  # 'I': token ids of the conversation's log and of the prompt
     sampling: Sampling
     constraint: Constraint | None = None
+    continues_text: bool = False  # the prompt ends within a text
 
 
 class Slice(NamedTuple):

@@ -384,7 +384,10 @@ class Scheduler:
             self.queued.admit(turn)
             options = turn.options
             self._started.append(
-                TurnStart(turn.turn_id, turn.tokens[:], options.sampling, options.constraint)
+                TurnStart(
+                    *(turn.turn_id, turn.tokens[:], options.sampling),
+                    *(options.constraint, options.continues_text),
+                )
             )
             turn.first_admitted(found.device_tokens, found.host_tokens, now)
         self.preemption.began(turn)

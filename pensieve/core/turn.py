@@ -88,6 +88,7 @@ class TurnOptions:
     away_seconds: float = 0.0  # how long the client expects to be away after the turn
     background: bool = False  # no client waits: it takes the room that others leave
     constraint: Constraint | None = None  # the required form of the reply
+    continues_text: bool = False  # the prompt ends within a text: prefill, text completions
 
 
 class Ended(NamedTuple):

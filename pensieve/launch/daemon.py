@@ -132,6 +132,8 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
             scrub_seconds=SCRUB_SECONDS,
             request_keep_seconds=REQUEST_KEEP_SECONDS,
             chain_keep_seconds=CHAIN_KEEP_SECONDS,
+            conversation_keep_seconds=settings.conversation_keep * DAY_SECONDS,
+            store_default=settings.store_default,
             replica=settings.replica or "",
             history=shown_store(settings.store or ""),
         ),
@@ -247,8 +249,8 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             fetch_kv(server, setup.sharing)
             drain_seconds = setup.drain_seconds
             hooks.report(in_words(server_info(daemon)))
-            if server.metrics_address:
-                hooks.report(f"metrics at http://{server.metrics_address}/metrics")
+            if server.metrics_url:
+                hooks.report(f"metrics at {server.metrics_url}")
             hooks.ready(address)
             if daemon.store.integrity_check_due:
                 daemon.damage.check(hooks.report)

@@ -80,7 +80,8 @@ class EchoExecutor:
             eos = frozenset() if options.ignore_eos else frozenset({self._end_id})
             ends = eos | frozenset(options.stop_token_ids)
             text = ReplyText(
-                self._tokenizer, ends, options.stop, options.min_tokens, options.stop_repetition
+                *(self._tokenizer, ends, options.stop, options.min_tokens, options.stop_repetition),
+                continues_text=start.continues_text,
             )
             self._turns[start.turn_id] = _Turn(text, digest(start.context))
         for turn_id in iteration.ended:

@@ -228,5 +228,6 @@ class TorchExecutor:
             sampling.stop,
             sampling.min_tokens,
             sampling.stop_repetition,
+            continues_text=start.continues_text,
         )
         return _Reply(TurnLog.of(start), text)

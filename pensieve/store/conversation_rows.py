@@ -34,6 +34,8 @@ def tenant_key(tenant: str, digest: bytes) -> bytes:
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
+LOOKED_AT = 4096  # rows of one look for idle conversations
+IDLE_AT_ONCE = 32
 COLUMNS = (
     "key",
     "tenant",
@@ -212,6 +214,34 @@ def conversations_before(
         (tenant, before, last),
     ).fetchall()
     return [_conversation(row) for row in rows], last != lengths[-1][0]
+
+
+def idle_conversations(
+    conn: Connection, before: float, after: int
+) -> tuple[list[StoredConversation], int | None]:
+    """Return some conversations of all tenants that last changed before that time, without declared prefixes.
+
+    Looks at LOOKED_AT rows with numbers above `after`, and returns the number to look after next; None at the
+    end.
+    """
+    rows = conn.execute(
+        "SELECT conversation, updated_at FROM conversations WHERE conversation > ?"
+        " ORDER BY conversation LIMIT ?",
+        (after, LOOKED_AT),
+    ).fetchall()
+    old = [number for number, updated_at in rows if updated_at < before]
+    found = []
+    for number in old[:IDLE_AT_ONCE]:
+        row = conn.execute(
+            CONVERSATION + "WHERE c.conversation = ? AND NOT EXISTS (SELECT 1 FROM prefixes p"
+            " WHERE p.tenant = c.tenant AND p.conversation = c.conversation)",
+            (number,),
+        ).fetchone()
+        if row is not None:
+            found.append(_conversation(row)[1])
+    if len(old) > IDLE_AT_ONCE:
+        return found, old[IDLE_AT_ONCE - 1]
+    return found, rows[-1][0] if len(rows) == LOOKED_AT else None
 
 
 def insert_conversation(

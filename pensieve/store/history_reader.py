@@ -126,6 +126,18 @@ class HistoryReader:
         with self._snapshot() as conn:
             return page_of_conversations(conn, self._transactions, page_size, page_token, tenant)
 
+    def idle_conversations(
+        self, before: float, after: int = 0
+    ) -> tuple[list[StoredConversation], int | None]:
+        """Return some conversations that last changed before that time, and where to look next.
+
+        The second value is None at the end. Conversations whose turn runs are left out.
+        """
+        with self._snapshot() as conn:
+            found, last = conversation_rows.idle_conversations(conn, before, after)
+            found = [self._transactions.as_read(conn, each) for each in found]
+        return [each for each in found if each.running_turn_id is None], last
+
     def prefix(
         self, prefix_id: str, *, tenant: str = ""
     ) -> tuple[StoredPrefix, list[StoredMessage]]:

@@ -15,10 +15,11 @@ from pensieve.text.tokenizer import Tokenizer
 class Detokenizer:
     """Decode one reply. Holds the bytes of an incomplete character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_first: bool = True) -> None:
+        """`is_first`: no text comes before; some tokenizers then drop the first token's space."""
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = True
+        self._first = is_first
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, usually its own."""

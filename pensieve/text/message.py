@@ -50,11 +50,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSetting:
-    """Tools, template options and date, which a conversation fixes when it begins."""
+    """Tools, template options and date, which a conversation fixes when it begins.
+
+    `reply_begins` belongs to one turn: the beginning of the reply, written by the client (prefill).
+    """
 
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     now: datetime = datetime(1970, 1, 1, tzinfo=UTC)
+    reply_begins: str = ""
 
 
 class Arguments(dict[str, Any]):

@@ -39,9 +39,12 @@ class ReplyText:
         stop: tuple[str, ...] = (),
         min_tokens: int = 0,
         stop_repetition: int = 0,
+        *,
+        continues_text: bool = False,
     ) -> None:
+        """`continues_text`: the prompt ends within a text, so a first token keeps its leading space."""
         self.end_token_ids = end_token_ids
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, is_first=not continues_text)
         self._stop_matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +49,7 @@ from pensieve.text.message import (
     plain,
     plain_text,
 )
+from pensieve.text.parts import THINKING_MARKS
 from pensieve.text.sandbox import Sandbox
 from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
@@ -286,6 +287,14 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:300]
             raise InvalidArgument("messages", f"the chat template refuses: {reason}") from error
         assert isinstance(text, TemplateText)
+        if reply_follows and setting.reply_begins:
+            if text.rstrip().endswith(THINKING_MARKS[0]):
+                raise InvalidArgument(
+                    "messages",
+                    "the chat template begins each reply with thinking, so its text cannot be begun: "
+                    "switch thinking off",
+                )
+            text += setting.reply_begins
         self.tokenizer.check_text(text, "content")
         return text
 
@@ -298,7 +307,7 @@ class ChatTemplate:
         reply_follows: bool = True,
     ) -> TemplateText:
         if self._tools_move:
-            setting = TemplateSetting((), setting.options, setting.now)
+            setting = replace(setting, tools=())
         text = self._render(past + new, setting, reply_follows=reply_follows)
         at = text.rfind(REPLY)
         if at < 0:

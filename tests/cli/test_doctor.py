@@ -123,3 +123,13 @@ def test_a_model_that_cannot_be_loaded_is_wrong(
     assert "sees at most 64 positions" in told
     assert main(["doctor", str(folder), "--context-max", "60"]) == 0
     assert f"{folder}, layers in " in capsys.readouterr().out
+
+
+def test_the_doctor_says_how_many_conversations_fit_on_the_disk(tmp_path: Path) -> None:
+    told = pensieve("doctor", "--json", PENSIEVE_DATA=str(tmp_path / "made" / "later"))
+    room = json.loads(told.stdout)["findings"]["disk"]
+    found = re.match(r"([\d.]+) GiB free, room for about ([\d,]+) conversations", room)
+    assert found is not None
+    free, count = float(found[1]) * 2**30, int(found[2].replace(",", ""))
+    assert free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1, abs=2**27)
+    assert count == pytest.approx(free / 45_000, rel=0.15)

@@ -175,7 +175,7 @@ def test_a_second_daemon_is_told_who_holds_the_folder_and_the_port(
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (("--address", "0.0.0.0:0"), 3, "can be reached by others"),
+        (("--address", "0.0.0.0:0"), 3, "is reachable from other machines"),
         (("--address", "nonsense"), 3, "is not HOST:PORT"),
         (("--token-file", "/nonexistent"), 3, "cannot read /nonexistent"),
         (("/nonexistent/model",), 4, "there is no model folder"),

@@ -125,7 +125,7 @@ def test_a_line_has_a_largest_size() -> None:
             "a-1",
             "model_not_found",
             "body.model",
-            "'gpt-9' is not served here; served: tiny",
+            "unknown model 'gpt-9'; this server has tiny",
         ),
         (
             {"body": BODY | {"temperature": -1}},

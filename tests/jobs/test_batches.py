@@ -223,7 +223,7 @@ def test_a_job_of_grpc_is_a_batch_whose_file_is_its_lines(
         ((PURPOSE,), "file"),
         ((SENT,), "purpose"),
         ((('name="purpose"', b"vision"), SENT), "purpose"),
-        ((PURPOSE, SENT, SENT), "one file"),
+        ((PURPOSE, SENT, SENT), "only once"),
         ((PURPOSE, PURPOSE, SENT), "twice"),
         ((PURPOSE, SENT, ('name="expires_after[seconds]"', b"9")), "not supported"),
         ((('name="purpose"', b"x" * 9_000), SENT), "field"),

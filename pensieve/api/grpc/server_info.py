@@ -1,7 +1,7 @@
-"""Which model a daemon serves, and how.
+"""Describe the served model for clients.
 
-Name and fingerprint are known from the start, the rest once the model is loaded. A model in a folder has the
-folder's name, without its path.
+Name and fingerprint are known from the start, everything else after loading. A model in a folder is named
+after the folder, without its path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
 
 
 def in_words(given: pb.ServerInfo) -> str:
-    """Return a line for the log, once the model is loaded."""
+    """Return a line for the log; call it after the model is loaded."""
     how = ", ".join(
         part
         for part in (

@@ -1,4 +1,4 @@
-"""Which model a daemon serves: asked by clients, also while it loads, and said by the log."""
+"""The description of the served model: for clients, also while it loads, and in the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ exec {python} -m pensieve.launch.echo_engine "$@"
 
 
 def gated(gate: Path) -> tuple[str, ...]:
-    """An engine that is ready only when this file is there."""
+    """An engine that becomes ready when this file exists."""
     return ("bash", "-c", GATED.format(python=sys.executable), str(gate))
 
 

@@ -1,4 +1,4 @@
-"""What a real daemon's metrics say: as much as its statistics, its turns and its log."""
+"""A real daemon's metrics agree with its statistics, turns and log."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_the_operator_reads_the_same_over_grpc(rig: DaemonRig) -> None:
 
 
 def test_a_scrape_takes_no_step_more_where_there_are_more_conversations(rig: DaemonRig) -> None:
-    """Calls of our functions in the loop's thread."""
+    """Counts calls of our functions in the event loop's thread."""
 
     async def num_calls() -> int:
         calls = 0
