@@ -244,6 +244,8 @@ class ConversationState:
         running_turn_id: empty while no turn runs.
         created_at: when, in UTC.
         updated_at: when its history changed last, in UTC.
+        title: for lists: the `title` of its metadata, else the first words of its first user message. Empty
+            before the first message, and in the results of `create`, `fork` and `rewind`.
     """
 
     conversation_id: str
@@ -258,6 +260,7 @@ class ConversationState:
     running_turn_id: str
     created_at: datetime
     updated_at: datetime
+    title: str = ""
     __repr__ = shown
 
 

@@ -39,6 +39,7 @@ from pensieve.store.records import (
     StoredTurn,
 )
 from pensieve.store.responses import StoredResponse
+from pensieve.store.titles import with_titles
 from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
@@ -65,6 +66,14 @@ class HistoryReader:
         with self._snapshot() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             return self._transactions.as_read(conn, found)
+
+    def conversation_with_title(
+        self, conversation_id: str, *, tenant: str = ""
+    ) -> StoredConversation:
+        """Return a conversation as a list shows it."""
+        with self._snapshot() as conn:
+            number, found = require_conversation(conn, conversation_id, tenant)
+            return with_titles(conn, [(number, self._transactions.as_read(conn, found))])[0]
 
     def find_turn(
         self, conversation_id: str, turn_id: str, request_id: str, *, tenant: str = ""
@@ -198,7 +207,8 @@ def page_of_conversations(
     _check_page(page_size, page_token)
     before = int(page_token) if page_token else 2**63 - 1
     page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
-    conversations = tuple(transactions.as_read(conn, each) for _, each in page)
+    read = [(number, transactions.as_read(conn, each)) for number, each in page]
+    conversations = tuple(with_titles(conn, read))
     tokens = tuple(str(number) for number, _ in page)
     return Page(conversations, tokens[-1] if more else "", tokens)
 

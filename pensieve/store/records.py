@@ -184,6 +184,7 @@ class StoredConversation:
     updated_at: float
     began_at: float | None = None  # if the head has its own tokens: the template's current time
     has_pending: bool = False  # messages that its next turn may bring, or has brought
+    title: str = field(default="", compare=False)  # only readers of lists set it: titles.py
 
     @property
     def template_time(self) -> float:

@@ -192,6 +192,7 @@ class Conversation(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     UPDATE_TIME_FIELD_NUMBER: builtins.int
     FIELDS_LEFT_OUT_FIELD_NUMBER: builtins.int
+    TITLE_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Chosen by the client, or drawn by the server."""
     revision: builtins.int
@@ -206,6 +207,10 @@ class Conversation(google.protobuf.message.Message):
     """See CreateConversationRequest."""
     running_turn_id: builtins.str
     """The turn that runs now, if one does."""
+    title: builtins.str
+    """For lists, at most 81 characters: the string `title` of metadata, else the first words of the first user message.
+    GetConversation and ListConversations set it.  It is empty before the first message.
+    """
     @property
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
         """Whatever the client wants to remember with it."""
@@ -248,9 +253,10 @@ class Conversation(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         update_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         fields_left_out: collections.abc.Iterable[builtins.str] | None = ...,
+        title: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "metadata", b"metadata", "template_options", b"template_options", "update_time", b"update_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "conversation_id", b"conversation_id", "create_time", b"create_time", "fields_left_out", b"fields_left_out", "metadata", b"metadata", "num_messages", b"num_messages", "num_tokens", b"num_tokens", "prefix_id", b"prefix_id", "revision", b"revision", "running_turn_id", b"running_turn_id", "template_options", b"template_options", "tools", b"tools", "update_time", b"update_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "conversation_id", b"conversation_id", "create_time", b"create_time", "fields_left_out", b"fields_left_out", "metadata", b"metadata", "num_messages", b"num_messages", "num_tokens", b"num_tokens", "prefix_id", b"prefix_id", "revision", b"revision", "running_turn_id", b"running_turn_id", "template_options", b"template_options", "title", b"title", "tools", b"tools", "update_time", b"update_time"]) -> None: ...
 
 Global___Conversation: typing_extensions.TypeAlias = Conversation
 

@@ -65,7 +65,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def GetConversation(
         self, request: pb.GetConversationRequest, context: Any
     ) -> pb.GetConversationResponse:
-        found = await self._read(self.daemon.reader.get_conversation, _id(request.conversation_id))
+        conversation_id = _id(request.conversation_id)
+        found = await self._read(self.daemon.reader.conversation_with_title, conversation_id)
         return pb.GetConversationResponse(conversation=self._conversation(found))
 
     async def ListConversations(

@@ -227,6 +227,7 @@ def conversation(found: records.StoredConversation, context_max: int) -> pb.Conv
         prefix_id=found.prefix_id,
         create_time=timestamp(found.created_at),
         update_time=timestamp(found.updated_at),
+        title=found.title,
     )
     _fill(given, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
     _fill(given, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
