@@ -14,6 +14,8 @@ million objects more were allocated than freed.  A process that finds itself idl
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG_OBJECTS = 2_000  # a pass over these takes a millisecond or two
 PASSES_PER_MIDDLE, PASSES_PER_FULL = 10, 200
@@ -24,6 +26,19 @@ def freeze() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, PASSES_PER_MIDDLE, PASSES_PER_FULL)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Collect nothing while modules are imported; later passes do not visit their objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def collect() -> None:

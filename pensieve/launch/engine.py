@@ -80,7 +80,6 @@ def build_engine(
     sink: Sink,
 ) -> BuiltEngine:
     """Load the model and put cache, scheduler and executor around it."""
-    report("loading torch")
     from pensieve.launch.costs import costs_of
     from pensieve.launch.executor import build_executor
     from pensieve.model.kv.page_bytes import PageBytes

@@ -30,6 +30,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from pensieve import gc_pause
@@ -55,9 +56,11 @@ from pensieve.launch.model_folder import Report, load_texts
 
 MESSAGES_MAX = 65_536
 Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
+Prepare = Callable[[Report], None]
 
 
-def main(fd: int, build: Build) -> int:
+def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
+    """Run an engine; `prepare` needs no settings, so the service may start this process before it has them."""
     prepare_threads()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -66,6 +69,7 @@ def main(fd: int, build: Build) -> int:
     sock = socket.socket(fileno=fd)
     incoming, mailbox, outbox = frames(sock), Mailbox(MESSAGES_MAX), Outbox()
     try:
+        prepare(partial(_report, sock))
         built = _start(sock, incoming, build, mailbox, outbox)
     except PensieveError as error:  # for the operator to read; not a bug
         return _end(sock, error)
@@ -93,11 +97,7 @@ def _start(
     if kind != "settings":
         raise BrokenPipe(f"{kind!r} where the settings were expected")
     settings = resolve(written, {}).settings
-
-    def report(line: str) -> None:
-        sock.sendall(pack(["stage", line]))
-
-    built = build(settings, Path(folder), report, mailbox, outbox)
+    built = build(settings, Path(folder), partial(_report, sock), mailbox, outbox)
     ready = {
         "context_max": built.context_max,
         "vocab_size": built.vocab_size,
@@ -164,6 +164,10 @@ def _run(
         writer.join()
 
 
+def _report(sock: socket.socket, line: str) -> None:
+    sock.sendall(pack(["stage", line]))
+
+
 def _end(sock: socket.socket, error: BaseException) -> int:
     """Report why the process ends; its exit code."""
     code = error.exit_code if isinstance(error, PensieveError) else DeviceError.exit_code
@@ -172,16 +176,31 @@ def _end(sock: socket.socket, error: BaseException) -> int:
     return code
 
 
+def import_torch(report: Report) -> None:
+    report("importing torch")
+    with gc_pause.paused():
+        from pensieve.model.lean_imports import defer_compiler
+
+        defer_compiler()
+
+
 def build_with_model(
     settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
+    from pensieve.model.lean_imports import disable_distributed
+
+    report("importing transformers")
+    with gc_pause.paused():
+        if settings.tensor_parallel == settings.pipeline_stages == 1:
+            disable_distributed()
+        import pensieve.launch.executor  # noqa: F401
     # The service has reported what is in the template.
     texts = load_texts(folder, lambda line: None, settings.chat_template)
     return build_engine(settings, folder, texts, report, mailbox, sink)
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), build_with_model)
+    status = main(int(sys.argv[1]), build_with_model, import_torch)
     if status:
         # Python's own shutdown calls into the device, and one that has failed may never return.
         sys.stderr.flush()

@@ -28,7 +28,7 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Executor, Sink
 from pensieve.launch import engine_process
 from pensieve.launch.engine import BuiltEngine
-from pensieve.launch.engine_process import build_with_model
+from pensieve.launch.engine_process import build_with_model, import_torch
 from pensieve.launch.model_folder import Report
 
 
@@ -80,4 +80,4 @@ def build(
 
 
 if __name__ == "__main__":
-    sys.exit(engine_process.main(int(sys.argv[1]), build))
+    sys.exit(engine_process.main(int(sys.argv[1]), build, import_torch))
