@@ -34,6 +34,7 @@ from pensieve.conversations.daemon_config import (
     BackupConfig,
     DaemonConfig,
 )
+from pensieve.conversations.engine_child import EngineChild
 from pensieve.conversations.engine_client import EngineProgram
 from pensieve.conversations.history import Texts
 from pensieve.conversations.turn_spans import TurnSpans
@@ -82,6 +83,7 @@ class DaemonSetup:
     traces: Traces | None = None
     tool_calls: str = "auto"  # how the model writes them: one of `text.tool_calls.NAMES`
     sharing: Sharing = field(default_factory=Sharing)
+    take_early: Callable[[], EngineChild | None] = lambda: None  # an engine that was started before
 
 
 @dataclass(frozen=True)
@@ -135,27 +137,12 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
             replica=settings.replica or "",
             history=shown_store(settings.store or ""),
         ),
-        engine_program(resolved),
+        programs.engine_program(resolved),
         settings.drain_timeout,
         traces=open_traces(settings.replica or "") if settings.traces else None,
         tool_calls=settings.tool_calls,
         sharing=sharing,
     )
-
-
-def engine_program(resolved: Resolved) -> tuple[str, ...]:
-    """The command line of the engine."""
-    engine, _, seconds = resolved.settings.engine.partition(":")
-    if engine == "echo" and resolved.settings.journal is not None:
-        raise InvalidArgument(
-            "journal", "the echo engine keeps none: it records what a model's took"
-        )
-    command = {
-        "model": programs.ENGINE,
-        "echo": (*programs.ECHO_ENGINE, f"--seconds={seconds or 0}"),
-        "separate": programs.SEPARATE_ENGINE,
-    }
-    return command[engine]
 
 
 def _http_address(given: str | None) -> str:
@@ -198,7 +185,7 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         name = model_name(settings.model)
         if setup.engine_program[: len(programs.ECHO_ENGINE)] == programs.ECHO_ENGINE:
             name = "echo (arithmetic instead of a model)"
-        program = EngineProgram(setup.engine_program, written, folder, name)
+        program = EngineProgram(setup.engine_program, written, folder, name, setup.take_early)
         daemon = Daemon(store, texts, program, setup.config, report)
         if setup.traces is not None:
             spans = TurnSpans(program.model_name, setup.traces.export)

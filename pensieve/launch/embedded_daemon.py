@@ -24,6 +24,7 @@ from pensieve.api.grpc.admin_socket import socket_address, socket_path
 from pensieve.api.grpc.server import Server
 from pensieve.config import Resolved
 from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.engine_child import EngineChild
 from pensieve.errors import ConfigError
 from pensieve.guard.exposure import Listening
 from pensieve.launch import programs
@@ -44,6 +45,7 @@ class EmbeddedDaemon:
         report: Report,
         engine_program: tuple[str, ...] = programs.ENGINE,
         given_up: Callable[[], bool] = lambda: False,
+        take_early: Callable[[], EngineChild | None] = lambda: None,
     ) -> None:
         self._cleanup = contextlib.ExitStack()
         path = self._socket(resolved.settings.data)
@@ -55,6 +57,7 @@ class EmbeddedDaemon:
             DaemonConfig(ttft_seconds=resolved.settings.ttft),
             engine_program,
             check_history_first=True,  # a person at a terminal waits, and sees what it finds
+            take_early=take_early,
         )
         self._report = report
         self._given_up = given_up

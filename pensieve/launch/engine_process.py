@@ -60,7 +60,10 @@ Prepare = Callable[[Report], None]
 
 
 def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
-    """Run an engine; `prepare` needs no settings, so the service may start this process before it has them."""
+    """Run an engine until the pipe ends.
+
+    `prepare` needs no settings, so the service may start this process before it can send them.
+    """
     prepare_threads()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN

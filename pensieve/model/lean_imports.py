@@ -32,10 +32,12 @@ def defer_compiler() -> None:
         setattr(module, name, _unmarked)
     sys.modules[COMPILER] = module
     torch._dynamo = module
-    with contextlib.suppress(ImportError):  # transformers needs this one, which imports no other of it
+    # transformers imports this submodule, which needs nothing else of the package. Other submodules do, and
+    # the import system asks for the path before it imports one.
+    with contextlib.suppress(ImportError):
         importlib.import_module(f"{COMPILER}._trace_wrapped_higher_order_op")
     if isinstance(module, _Deferred):
-        del module.__path__  # the next import of a submodule asks for it, and needs the whole package
+        del module.__path__
 
 
 def disable_distributed() -> None:
