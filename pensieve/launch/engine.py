@@ -94,6 +94,7 @@ def build_engine(
         computed_by = _computed_by(settings, folder, ranks)
         costs = costs_of(settings, folder, ranks.whole, computed_by)
         report(costs.in_words)
+        report("starting the scheduler")
         configs = EngineConfigs.fitted(
             CacheConfig(*tiers.pages, settings.chunk_tokens, staging_pages=tiers.staging_pages),
             SchedulerConfig(

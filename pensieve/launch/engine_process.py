@@ -27,10 +27,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from pensieve import gc_pause
@@ -55,8 +55,28 @@ from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts
 
 MESSAGES_MAX = 65_536
+SHOWN_SECONDS = 0.05  # of a stage that is named in the summary
 Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
 Prepare = Callable[[Report], None]
+
+
+class _Stages:
+    """Sends a line when a stage begins, and keeps how long each stage took."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._began = [(time.monotonic(), "first steps")]
+
+    def __call__(self, line: str) -> None:
+        self._began.append((time.monotonic(), line.partition(":")[0]))
+        self._sock.sendall(pack(["stage", line]))
+
+    def summary(self) -> str:
+        ends = [began for began, _ in self._began[1:]] + [time.monotonic()]
+        took = [(end - began, name) for end, (began, name) in zip(ends, self._began, strict=True)]
+        slow = (f"{name} {seconds:.1f} s" for seconds, name in took if seconds >= SHOWN_SECONDS)
+        total = sum(seconds for seconds, _ in took)
+        return ": ".join(filter(None, (f"the engine started in {total:.1f} s", ", ".join(slow))))
 
 
 def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
@@ -72,8 +92,9 @@ def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
     sock = socket.socket(fileno=fd)
     incoming, mailbox, outbox = frames(sock), Mailbox(MESSAGES_MAX), Outbox()
     try:
-        prepare(partial(_report, sock))
-        built = _start(sock, incoming, build, mailbox, outbox)
+        stages = _Stages(sock)
+        prepare(stages)
+        built = _start(sock, incoming, build, mailbox, outbox, stages)
     except PensieveError as error:  # for the operator to read; not a bug
         return _end(sock, error)
     except BrokenPipeError:  # the service has ended meanwhile
@@ -90,7 +111,12 @@ def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
 
 
 def _start(
-    sock: socket.socket, incoming: Iterator[Frame], build: Build, mailbox: Mailbox, outbox: Outbox
+    sock: socket.socket,
+    incoming: Iterator[Frame],
+    build: Build,
+    mailbox: Mailbox,
+    outbox: Outbox,
+    stages: _Stages,
 ) -> BuiltEngine:
     """From the first frame to `ready`."""
     first = next(incoming, None)
@@ -100,7 +126,7 @@ def _start(
     if kind != "settings":
         raise BrokenPipe(f"{kind!r} where the settings were expected")
     settings = resolve(written, {}).settings
-    built = build(settings, Path(folder), partial(_report, sock), mailbox, outbox)
+    built = build(settings, Path(folder), stages, mailbox, outbox)
     ready = {
         "context_max": built.context_max,
         "vocab_size": built.vocab_size,
@@ -116,6 +142,7 @@ def _start(
     if (smallest := built.smallest_tbt) is not None:
         ready["tbt_seconds_min"], ready["tbt_source"] = smallest
     gc_pause.freeze()
+    stages(stages.summary())
     sock.sendall(pack(["ready", ready]))
     return built
 
@@ -165,10 +192,6 @@ def _run(
     finally:
         outbox.close()
         writer.join()
-
-
-def _report(sock: socket.socket, line: str) -> None:
-    sock.sendall(pack(["stage", line]))
 
 
 def _end(sock: socket.socket, error: BaseException) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -93,3 +94,14 @@ def test_a_start_that_fails_ends_the_process_that_was_started_early(tmp_path: Pa
     with ConversationStore.open(tmp_path, "the first"), pytest.raises(StoreLocked):
         start()
     assert children[0].process.returncode == -signal.SIGKILL
+
+
+def test_a_start_says_how_long_each_stage_took(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with EmbeddedDaemon(settings_in(tmp_path), "a test", lines.append):
+        pass
+    (summary,) = (line for line in lines if line.startswith("the engine started in"))
+    total, *stages = (float(each) for each in re.findall(r"(\d+\.\d) s\b", summary))
+    assert lines.index("importing torch") < lines.index("importing transformers")
+    assert len(stages) >= 2
+    assert sum(stages) <= total + 0.05 * (len(stages) + 1)
