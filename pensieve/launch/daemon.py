@@ -85,9 +85,8 @@ class DaemonSetup:
     traces: Traces | None = None
     tool_calls: str = "auto"  # the format of the model's tool calls: one of `text.tool_calls.NAMES`
     sharing: Sharing = field(default_factory=Sharing)
-    take_early: Callable[[], EngineChild | None] = lambda: (
-        None
-    )  # an engine that is already starting
+    # Returns an engine process that is already starting.
+    take_early: Callable[[], EngineChild | None] = lambda: None
 
 
 @dataclass(frozen=True)

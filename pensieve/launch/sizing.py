@@ -73,9 +73,8 @@ def _staging_bytes(settings: Settings, device_bytes: int, host_bytes: int, num_l
     """Return the share of a GPU's free memory that the staging arenas take."""
     if settings.stream == "off":
         return 0
-    most = STAGING_ARENAS * -(
-        -host_bytes // num_layers
-    )  # each arena can hold one layer of the host tier
+    layer_bytes = -(-host_bytes // num_layers)
+    most = STAGING_ARENAS * layer_bytes  # an arena never holds more than one layer of the host tier
     return min(int(device_bytes * STAGING_SHARE / (1 + STAGING_SHARE)), most)
 
 

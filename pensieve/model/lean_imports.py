@@ -56,8 +56,8 @@ class _Deferred(ModuleType):
         spec = self.__spec__
         assert spec is not None
         assert spec.loader is not None
-        self.__path__ = spec.submodule_search_locations
-        self.__class__ = ModuleType
+        self.__path__ = list(spec.submodule_search_locations or ())
+        self.__class__ = ModuleType  # type: ignore[assignment]  # it was made as one
         spec.loader.exec_module(self)
         return getattr(self, name)
 

@@ -136,5 +136,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
 
 def test_too_little_room_is_said_before_anything_is_written(cache: Path) -> None:
     cache.mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"it needs 1000000000.0 GB in .*, and .* GB are free"):
+    with pytest.raises(
+        ModelError, match=r"it needs 1000000000.0 GB in .*, but only .* GB are free"
+    ):
         model_cache.check_room(10**18, "it")
