@@ -32,9 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0  # seconds, of a step
 # What a newcomer may be shown on the error output.
 QUIET = [
-    r"pensieve: (making|[123] of 3).*",
-    r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*'; installing it once",
-    r"pensieve: installing .* \(the extra \w+\)",
+    r"pensieve: (creating|updating|[123] of 3|the environment is ready).*",
+    r"pensieve: (creating|updating|installing) [\w ]+, \d+ s.*",  # one line, while pip runs
+    r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*', which is installed once",
+    r"pensieve: installing the extra \w+: .*",
     r"smollm2: (fetching|fetched|llama,) .*",
     r"converting smollm2: \d+ %",
     r"pensieve: waiting for .*",
@@ -52,7 +53,8 @@ QUIET = [
     r"(assumed|costs|limits|load): .*",
     r"\d+ s  .* (a second|a second each)(: .*)?",  # what a plan has tried
     r"making random weights, .*",  # for a bench
-    r"(loading /tmp/.*|probing its attention)",
+    r"(importing (torch|transformers)|loading /tmp/.*|probing its attention|starting the scheduler)",
+    r"the engine started in .*",
     r"\w+: [\d.]+ M parameters, .*",
     r"layers in (C\+\+ \(\w+\)|torch: .*)",
     r"torch \S+, threads \d+, .*",

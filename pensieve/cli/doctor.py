@@ -25,7 +25,7 @@ UNKNOWN = "unknown: "
 REFUSED = "cannot be loaded: "
 # Settings for loading a model.
 LOADING = settings_named("device", "dtype", "context_max", "weights", "kv_dtype", "chat_template")
-# What a stored turn takes on disk, measured with English text (docs/operating.md).
+# What a stored turn takes on disk, measured with English text (docs/http.md).
 TURN_BYTES, TOKEN_BYTES = 2000, 10
 USUAL_TURNS, USUAL_TOKENS = 10, 250
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")

@@ -98,17 +98,19 @@ def start_daemon(
     stack: contextlib.ExitStack, resolved: Resolved, holder: str, quiet: bool, ctrl_c: CtrlC
 ) -> EmbeddedDaemon:
     """Start a daemon in this process, and wait until it is ready.  Ctrl-C ends the program."""
-    from pensieve.launch.daemon import engine_program
+    from pensieve.conversations.engine_child import EarlyEngine
+    from pensieve.launch.programs import engine_program
 
     program = engine_program(resolved)
     log_errors(stack)
     make_model(resolved.settings.model, ctrl_c)
+    early = stack.enter_context(EarlyEngine(program))
     with status(quiet) as report:
         report("opening the history")
         from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
         return stack.enter_context(
-            EmbeddedDaemon(resolved, holder, report, program, lambda: ctrl_c.pressed)
+            EmbeddedDaemon(resolved, holder, report, program, lambda: ctrl_c.pressed, early.take)
         )
 
 

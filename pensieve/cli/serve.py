@@ -10,28 +10,36 @@ import asyncio
 import logging
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pensieve.config import Resolved
 from pensieve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pensieve.conversations.engine_child import EarlyEngine
 
 log = logging.getLogger("pensieve")
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    from pensieve.conversations.engine_child import EarlyEngine
     from pensieve.launch.log_lines import log_to_stderr
     from pensieve.launch.model_folder import resolve_model
+    from pensieve.launch.programs import engine_program
 
     with log_to_stderr(resolved.settings.log_format, turns=True):
         resolve_model(resolved.settings.model, log.info)  # a signal ends the process at once here
-        return asyncio.run(_serve(resolved))
+        began = time.monotonic()
+        with EarlyEngine(engine_program(resolved)) as early:
+            return asyncio.run(_serve(resolved, early, began))
 
 
-async def _serve(resolved: Resolved) -> int:
+async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
     from pensieve.launch import daemon, systemd
 
-    began = time.monotonic()
-    setup = daemon.setup_to_serve(resolved)
+    setup = replace(daemon.setup_to_serve(resolved), take_early=early.take)
     log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
     server = daemon.open_server(setup, log.info)
     hurry = asyncio.Event()

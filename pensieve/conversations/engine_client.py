@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pensieve.config import without_secrets
+from pensieve.conversations.engine_child import EngineChild, start_child
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.core.cost import IterationCost
 from pensieve.engine import pipe as channel
@@ -109,6 +109,7 @@ class EngineProgram:
     settings: Mapping[str, str]
     model_folder: Path
     model_name: str = ""  # for people
+    take_early: Callable[[], EngineChild | None] = lambda: None  # a process that was started before
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ class EngineClient:
         self._events = events
         self._report = report
         self._command = program.command
+        self._take_early = program.take_early
         self._patience = patience
         self._spare = SpareDescriptors(DESCRIPTORS_OF_A_START)
         self._loop = asyncio.get_running_loop()
@@ -293,22 +295,12 @@ class EngineClient:
         """Start a process and return our end of its pipe. No await: a cancellation would leak descriptors."""
         self._spare.release()
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    self._process = subprocess.Popen(
-                        [*self._command, str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
-                    )
-                except BaseException:
-                    ours.close()
-                    raise
+            child = self._take_early() or start_child(self._command)
         finally:
             self._spare.take()
-        self.pid = self._process.pid
-        return ours
+        self._process = child.process
+        self.pid = child.process.pid
+        return child.pipe
 
     async def _read_patiently(self, reader: asyncio.StreamReader) -> channel.Frame | None:
         """Read the next frame of a starting process; log while none comes."""

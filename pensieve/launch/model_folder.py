@@ -1,4 +1,4 @@
-"""Finds the folder of a model, or makes it, and loads what needs no torch from it."""
+"""Find or create the folder of a model, and load its tokenizer and chat template, which need no torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from pensieve.sampling import DefaultSampling, Sampling, default_sampling
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
 
-KEY_BYTES = 1 << 20  # at both ends of a GGUF file
-HEADER_BYTES_MAX = 1 << 24  # of a safetensors file, that go into the fingerprint
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, in the fingerprint of weights
-Report = Callable[[str], None]  # called with one line about each stage of the start
+KEY_BYTES = 1 << 20  # read at both ends of a GGUF file
+HEADER_BYTES_MAX = 1 << 24  # of a safetensors header, for the fingerprint
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each weight file, for the fingerprint of the weights
+Report = Callable[[str], None]  # receives one line per stage of the start
 
 
 def resolve_model(
     name: str, report: Report = lambda line: None, check: Check = lambda: None
 ) -> Path:
-    """The folder of a model: a path, a hub id (fetched if the hub can be reached), or the built-in.
+    """Return the folder of a model: a path, a hub id, which is downloaded, or "" for the built-in model.
 
-    For smollm2 and for a GGUF file it is made at the first time, which takes a while; see `needs_making`.
+    The first time, smollm2 is downloaded and a GGUF file converted, which takes a while: see `needs_making`.
     """
     if not name:
         from pensieve.builtin import MODEL_PATH
@@ -46,8 +46,8 @@ def resolve_model(
         return _converted(path, report, check)
     if path.exists():
         raise ModelError(
-            f"{name} is a file and no GGUF; a model is a GGUF file, or a folder with config.json and "
-            "safetensors"
+            f"{name} is not a GGUF file. A model is a GGUF file, or a folder with config.json and "
+            "safetensors files"
         )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         meant = difflib.get_close_matches(name, [smollm2.NAME], 1)
@@ -65,12 +65,12 @@ def resolve_model(
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"there is no model folder {name}, and it cannot be fetched: {first_line}"
+            f"there is no model folder {name}, and the hub does not provide the model: {first_line}"
         ) from error
 
 
 def model_name(name: str) -> str:
-    """What clients may know of it: a hub id, or a folder's own name without the path to it."""
+    """Return the name that clients see: a hub id, or the name of a folder or file without its path."""
     if not name:
         return "built-in"
     path = Path(name).expanduser()
@@ -80,7 +80,7 @@ def model_name(name: str) -> str:
 
 
 def needs_making(name: str) -> bool:
-    """Whether `resolve_model` would fetch or convert first."""
+    """Return whether `resolve_model` would first download or convert the model."""
     path = Path(name).expanduser()
     if not name or path.is_dir():
         return False
@@ -90,7 +90,7 @@ def needs_making(name: str) -> bool:
 
 
 def _converted(path: Path, report: Report, check: Check) -> Path:
-    """The folder of a GGUF file, which is converted if that was not done before."""
+    """Return the folder of a GGUF file; the first call converts the file."""
     from pensieve.gguf.convert import Conversion
 
     def make(folder: Path) -> None:
@@ -99,15 +99,15 @@ def _converted(path: Path, report: Report, check: Check) -> Path:
         report(conversion.sizes())
         check_room(conversion.num_bytes, path.name)
         conversion.write(folder, report, check)
-        report(f"kept for the next time: {models_folder() / _key(path)}")
+        report(f"the converted model is kept in {models_folder() / _key(path)}")
 
     return made_once(_key(path), make, report, check)
 
 
 def _key(path: Path) -> str:
-    """Names what is in a file, without reading all of it: it may be as large as the memory.
+    """Return a name for the contents of a file, without reading the whole file, which may be huge.
 
-    Its time of modification is part of it, since two trainings of one model differ in their weights alone.
+    The name includes the modification time, because two trainings of a model differ only in their weights.
     """
     try:
         status = path.stat()
@@ -116,7 +116,7 @@ def _key(path: Path) -> str:
             file.seek(max(status.st_size - KEY_BYTES, 0))
             digest.update(file.read(KEY_BYTES))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
     stem = re.sub(r"[^\w.-]+", "_", path.stem)[:64]
     return f"{stem}-{digest.hexdigest()[:16]}"
@@ -124,7 +124,7 @@ def _key(path: Path) -> str:
 
 @dataclass(frozen=True)
 class LoadedTexts:
-    """The chat template with its tokenizer, a fingerprint of them, and the default sampling."""
+    """The chat template with its tokenizer, the fingerprint of the model, and the default sampling."""
 
     template: ChatTemplate
     fingerprint: str
@@ -133,7 +133,7 @@ class LoadedTexts:
 
 
 def load_texts(folder: Path, report: Report, chat_template: Path | None = None) -> LoadedTexts:
-    """Tokenizer and chat template (of that file, if one is given), probed; needs no torch."""
+    """Load tokenizer and chat template, and probe the template. `chat_template` replaces the model's."""
     from pensieve.text import ChatTemplate, Tokenizer, probe
 
     tokenizer = Tokenizer.load(folder, chat_template)
@@ -141,7 +141,7 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
     found = probe(template)
     if found.lost_controls:
         raise UnsupportedModel(
-            "its chat template makes control tokens by formatting or a filter, where they cannot be "
+            "its chat template creates control tokens by formatting or a filter, so that they cannot be "
             f"distinguished from text (seen in {found.lost_controls[0]})"
         )
     for difference in found.differences:
@@ -149,7 +149,7 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
     try:
         fingerprint = fingerprint_of(folder, tokenizer.fingerprint())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} cannot be read: {error}") from error
+        raise ModelError(f"cannot read {folder}: {error}") from error
     return LoadedTexts(template, fingerprint, *_default_sampling(folder))
 
 
@@ -158,7 +158,7 @@ def _default_sampling(folder: Path) -> DefaultSampling:
     try:
         given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+        raise ModelError(f"cannot read {path}: {error}") from error
     try:
         return default_sampling(given)
     except (AttributeError, TypeError, ValueError) as error:
@@ -166,7 +166,7 @@ def _default_sampling(folder: Path) -> DefaultSampling:
 
 
 def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
-    """A hash of model, tokenizer and template, to which the token ids of a history belong."""
+    """Return a hash of model, tokenizer and template. The token ids of a history belong to it."""
     digest = hashlib.sha256(tokenizer_fingerprint.encode())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())
@@ -178,10 +178,10 @@ def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """A hash of config and weights, to compare folders of two machines.
+    """Return a hash of config and weights, to compare the folders of two machines.
 
-    Of each file its size and its beginning, with the names and shapes in it, and SAMPLES pieces all over it:
-    two trainings of one model differ nearly everywhere, and nobody reads hundreds of gigabytes to start.
+    It covers each file's size, beginning (names and shapes) and SAMPLES pieces. Two trainings of a model
+    differ almost everywhere, and reading hundreds of gigabytes would delay the start.
     """
     digest = hashlib.sha256()
     try:
@@ -194,5 +194,5 @@ def weights_fingerprint(folder: Path) -> str:
                     file.seek(max(size * number // SAMPLES - SAMPLE_BYTES, 0))
                     digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
-        raise ModelError(f"{folder} cannot be read: {error}") from error
+        raise ModelError(f"cannot read {folder}: {error}") from error
     return digest.hexdigest()[:32]

@@ -258,7 +258,7 @@ def test_bad_messages_are_refused_and_harm_nothing(
     [
         (["--device-cache", "lots"], 3, "--device-cache must be a size such as 6GiB"),
         (["--device-cache", "3t"], 3, "--device-cache 3t holds 1 chunks"),
-        (["--host-cache", "90TiB"], 3, "lower --device-cache or --host-cache"),
+        (["--host-cache", "90TiB"], 3, "Lower --device-cache or --host-cache"),
         (["--token-budget", "0"], 3, "--token-budget must be a whole number"),
         (["--top-p", "7"], 3, "--top-p must be a number in 0..1"),
         (["--config", "/nowhere/at/all"], 3, "cannot read /nowhere/at/all"),

@@ -90,7 +90,7 @@ def test_tokenizer_and_template_are_loaded_as_a_daemon_loads_them(
         return capsys.readouterr().out.partition("! ")[2]
 
     few = mistral(tmp_path / "few", vocab_size=100)
-    assert "the tokenizer knows 2560 tokens, the model 100" in problem(str(few))
+    assert "the tokenizer has 2560 tokens, but the model only 100" in problem(str(few))
     folder = mistral(tmp_path / "model")
     template = tmp_path / "template.jinja"
     template.write_text("{% for each in messages %}{{ each.content[0].text }}{% endfor %}")

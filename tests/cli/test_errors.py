@@ -137,7 +137,7 @@ def test_more_memory_than_there_is_costs_one_line(
     told = pensieve("chat", "-q", "a", "--data", str(tmp_path), "--device-cache", "500TiB")
     assert told.returncode == 3
     assert told.stderr.count("\n") == 1
-    assert "lower --device-cache" in told.stderr
+    assert "Lower --device-cache" in told.stderr
 
 
 @pytest.mark.parametrize(

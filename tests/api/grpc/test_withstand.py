@@ -278,8 +278,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         if re.search(r"\btime\.time\b|datetime\.(now|utcnow|today)", path.read_text())
     }
     assert users == {
-        "cli/chat_list.py",  # how old a conversation is
-        "cli/chat_talk.py",  # the name of a new conversation
+        "cli/conversation_table.py",  # how old a conversation is
         "guard/audit.py",  # when something was done
         "conversations/daemon_config.py",  # when the engine began, beside when conversations changed
         "api/http/requests.py",  # the date that a template may write
