@@ -1,4 +1,4 @@
-"""Runs the command line, as `python -m pensieve`."""
+"""Run the command line as `python -m pensieve`."""
 
 import sys
 

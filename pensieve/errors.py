@@ -1,39 +1,39 @@
-"""All errors, as one tree of classes with the gRPC status and the exit code of each.
+"""All errors, as one tree of classes, each with a gRPC status and an exit code.
 
     PensieveError
-    ├── InvalidArgument           a field a client sent is wrong; `field` names it
+    ├── InvalidArgument           a field of a request is wrong; `field` names it
     ├── NotFound                  no such conversation, message or revision
     ├── AlreadyExists             the id is taken
     │   └── PrefixTaken           the prefix_id already stands for another system prompt or other tools
     ├── TurnRunning               a turn of this conversation is running; `turn_id` names it
-    ├── StaleRevision             expected_revision is not the present one
-    ├── WrongJobState             a job is in a state in which this cannot be done: it has ended, say
-    ├── ContextFull               the conversation no longer fits; `tokens_max` is the limit
-    ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; try again later
-    ├── StorageFull               the tenant's conversations take all the space they may; delete some
+    ├── StaleRevision             expected_revision is not the present revision
+    ├── WrongJobState             the state of the job does not allow this: for example, it has ended
+    ├── ContextFull               the turn does not fit the context; `tokens_max` is the limit
+    ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; retry later
+    ├── StorageFull               the tenant's conversations have reached their size limit; delete some
     ├── DeadlineExceeded          the turn could not begin before its deadline
-    ├── Unauthenticated           no token, or one that is not known
+    ├── Unauthenticated           the token is missing or unknown
     ├── PermissionDenied          the token does not allow this
-    ├── Unavailable               draining, out of reach, or the disk cannot be written
+    ├── Unavailable               the daemon is draining or out of reach, or its disk cannot be written
     │   ├── Loading               the model is being loaded, at the start or again; nothing was done
-    │   ├── OwnedElsewhere        another daemon has the conversation; `address` is its own
+    │   ├── OwnedElsewhere        another daemon has the conversation; `address` is that daemon's
     │   └── StoreUnavailable      the history could not be written (I/O error, locked)
     │       └── DiskFull          the disk of the history is full; reading and deleting still work
-    ├── TurnInterrupted           the turn was given up: its conversation was deleted, or nobody read it
+    ├── TurnInterrupted           the turn was stopped: its conversation was deleted, or no client read it
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
-    ├── ConfigError               a flag, variable or file holds a value that cannot be used
+    ├── ConfigError               a flag, variable or file has an invalid value
     ├── AddressInUse              the address to listen on is taken
     ├── ModelError                the model cannot be loaded, or cannot be served exactly
     │   └── UnsupportedModel      it loads, but cannot be served exactly; the message says why
-    ├── StoreError                the history on disk is not usable as it is
+    ├── StoreError                the history on disk cannot be used
     │   ├── StoreTooNew           written by a newer version
     │   ├── StoreCorrupt          a page or a record fails its check
     │   │   └── BackupDamaged     a file of a backup fails its check; the message names it
     │   └── StoreLocked           another process holds the data folder; the message names it
     ├── DeviceError               the device failed or lacks memory
-    └── ServerFault               an error that the server did not foresee; the id in the text is in its log
+    └── ServerFault               an unexpected error in the server; its log has the id in the message
 
-An error that is not in this tree is a bug.  A client gets it with the status INTERNAL, as a ServerFault.
+An error outside of this tree is a bug.  Clients get it as a ServerFault, with the status INTERNAL.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CLIENT_CHARACTERS_MAX = 400
 
 
 def one_line(error: BaseException) -> str:
-    """The beginning of an error's message, on one line, to be quoted in ours: libraries write paragraphs."""
+    """Return the beginning of an error's message in one line, to quote the paragraphs of libraries."""
     text = _unbroken(error)
     if len(text) <= ONE_LINE_CHARACTERS_MAX:
         return text
@@ -51,13 +51,13 @@ def one_line(error: BaseException) -> str:
 
 
 def whole_line(error: BaseException) -> str:
-    """An error as the only report of what happened: its whole message, behind the class of a foreign one."""
+    """Return the whole message of an error in one line; the class comes first if it is not in this tree."""
     text = _unbroken(error)
     return text if isinstance(error, PensieveError) else f"{type(error).__name__}: {text}"
 
 
 def shortened(text: str) -> str:
-    """One line for a client, whatever it quotes."""
+    """Return a text in one line of bounded length, for a client."""
     text = " ".join(text.split()).encode("utf-8", "replace").decode()
     most = CLIENT_CHARACTERS_MAX
     return text if len(text) <= most else text[: most - 1] + "…"
@@ -68,28 +68,28 @@ def _unbroken(error: BaseException) -> str:
 
 
 class PensieveError(Exception):
-    """The root of the tree; only its subclasses are raised.
+    """The root of the tree.  Only its subclasses are raised.
 
     Attributes:
-        grpc_status: the gRPC status that it travels with.
-        exit_code: of a command that ends with it.
+        grpc_status: the gRPC status that carries the error.
+        exit_code: the exit code of a command that ends with the error.
         reason: one word for programs, the same in every version.
-        retry_after_seconds: after which a retry may succeed; None if the server has not said.
+        retry_after_seconds: when a retry may succeed; None if the server has not said.
     """
 
     grpc_status = "INTERNAL"
     exit_code = 1
     reason = "INTERNAL"
-    retry_after_seconds: float | None = None  # after which a retry may succeed
+    retry_after_seconds: float | None = None
 
 
 class InvalidArgument(PensieveError):
-    """Something that was sent, or was about to be, cannot be right: `field` names it, `problem` says why."""
+    """A value in a request or on the command line is wrong: `field` names it, `problem` says why."""
 
     grpc_status = "INVALID_ARGUMENT"
     exit_code = 2
     reason = "INVALID_ARGUMENT"
-    is_too_long = False  # a text that fits into no context, whatever its tokens are
+    is_too_long = False  # the text fits no context, whatever its tokens are
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -112,14 +112,14 @@ class AlreadyExists(PensieveError):
 
 
 class PrefixTaken(AlreadyExists):
-    """The prefix_id stands for another system prompt or other tools already."""
+    """The prefix_id already stands for another system prompt or other tools."""
 
     grpc_status = "FAILED_PRECONDITION"
     reason = "PREFIX_TAKEN"
 
 
 class TurnRunning(PensieveError):
-    """The conversation runs a turn, which `turn_id` names: wait for it, or cancel it."""
+    """The conversation is running the turn `turn_id`: wait for it, or cancel it."""
 
     grpc_status = "ABORTED"
     reason = "TURN_RUNNING"
@@ -131,29 +131,29 @@ class TurnRunning(PensieveError):
 
 
 class StaleRevision(PensieveError):
-    """The conversation is at revision `actual`, and not at the one that was expected: read it again."""
+    """The conversation is at revision `actual`, not at the expected one: read it again."""
 
     grpc_status = "FAILED_PRECONDITION"
     reason = "STALE_REVISION"
 
     def __init__(self, expected: int, actual: int, sentence: str = "") -> None:
-        """`sentence` where something else than the revision has changed."""
+        """`sentence`: the message, if something other than the revision has changed."""
         super().__init__(
-            sentence or f"expected revision {expected}, the conversation is at {actual}"
+            sentence or f"expected revision {expected}, but the conversation is at {actual}"
         )
         self.expected = expected
         self.actual = actual
 
 
 class WrongJobState(PensieveError):
-    """A job is in a state in which this cannot be done; the message names it."""
+    """The state of the job does not allow this; the message names the state."""
 
     grpc_status = "FAILED_PRECONDITION"
     reason = "JOB_STATE"
 
 
 class ContextFull(PensieveError):
-    """The turn needs `tokens` tokens, and `tokens_max` is the limit; nothing was changed."""
+    """The turn needs `tokens` tokens, more than the limit `tokens_max`; nothing was changed."""
 
     grpc_status = "OUT_OF_RANGE"
     reason = "CONTEXT_FULL"
@@ -168,29 +168,29 @@ class ContextFull(PensieveError):
 
 
 class QueueFull(PensieveError):
-    """A bounded queue is full, or a tenant's `limit` is reached: try again later."""
+    """A bounded queue is full, or a tenant's `limit` is reached: retry later."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
-    limit = ""  # of the tenant, as the token file names it; empty: the daemon's own
+    limit = ""  # of the tenant, as named in the token file; empty: a limit of the daemon
 
 
 class StorageFull(PensieveError):
-    """The tenant's conversations take all the space they may: delete some."""
+    """The tenant's conversations have reached their size limit: delete some."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
     reason = "STORAGE_FULL"
 
 
 class DeadlineExceeded(PensieveError):
-    """The timeout has passed; of a turn, the message says what stays in the history."""
+    """The timeout has passed; for a turn, the message says what stays in the history."""
 
     grpc_status = "DEADLINE_EXCEEDED"
     reason = "DEADLINE_EXCEEDED"
 
 
 class Unauthenticated(PensieveError):
-    """The daemon asks for a token, and this is none, or one that it does not know."""
+    """The daemon needs a token, and the token is missing or unknown."""
 
     grpc_status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
@@ -204,23 +204,23 @@ class PermissionDenied(PensieveError):
 
 
 class Unavailable(PensieveError):
-    """The daemon is draining or out of reach; the SDK has tried again, as its `Retry` says."""
+    """The daemon is draining or out of reach; the SDK has retried as its `Retry` says."""
 
     grpc_status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
-    may_have_arrived = True  # False: the request has certainly not reached a daemon
+    may_have_arrived = True  # False: the request certainly did not reach a daemon
 
 
 class Loading(Unavailable):
-    """The server is there and will serve; clients wait for it (see `pensieve.client.Retry`)."""
+    """The server is loading its model; clients wait and retry (see `pensieve.client.Retry`)."""
 
     reason = "LOADING"
 
 
 class OwnedElsewhere(Unavailable):
-    """Another daemon, `replica` at `address`, has the conversation; only that one may write to it.
+    """Another daemon, `replica` at `address`, has the conversation; only that daemon may write to it.
 
-    Of a batch job, `kind` is "job" and `conversation_id` is the job's id.
+    For a batch job, `kind` is "job" and `conversation_id` is the job's id.
     """
 
     reason = "OWNED_ELSEWHERE"
@@ -235,7 +235,7 @@ class OwnedElsewhere(Unavailable):
 
 
 class StoreUnavailable(Unavailable):
-    """The history cannot be written for now: the disk is full or fails, or another program holds it."""
+    """The history cannot be written now: the disk is full or fails, or another program locks it."""
 
     reason = "STORE_UNAVAILABLE"
 
@@ -247,13 +247,13 @@ class DiskFull(StoreUnavailable):
 
 
 class ErasurePending(StoreUnavailable):
-    """What was deleted is gone from the history, but not yet erased from its files."""
+    """Deleted text is gone from the history, but not yet erased from its files."""
 
     reason = "ERASURE_PENDING"
 
 
 class TurnInterrupted(PensieveError):
-    """The turn was given up: its conversation was deleted, or nobody read it."""
+    """The turn was stopped: its conversation was deleted, or no client read it."""
 
     grpc_status = "ABORTED"
     reason = "TURN_INTERRUPTED"
@@ -270,7 +270,7 @@ class TurnFailed(PensieveError):
 
 
 class ConfigError(PensieveError):
-    """A flag, a variable or a file has a value that cannot be used."""
+    """A flag, a variable or a file has an invalid value."""
 
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 3
@@ -300,7 +300,7 @@ class UnsupportedModel(ModelError):
 
 
 class StoreError(PensieveError):
-    """The history on the disk cannot be used as it is."""
+    """The history on disk cannot be used."""
 
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 3
@@ -308,7 +308,7 @@ class StoreError(PensieveError):
 
 
 class StoreTooNew(StoreError):
-    """A newer version has written the history."""
+    """A newer version wrote the history."""
 
     reason = "STORE_TOO_NEW"
 
@@ -326,13 +326,13 @@ class BackupDamaged(StoreCorrupt):
 
 
 class StoreLocked(StoreError):
-    """Another process has the data folder; the message names it."""
+    """Another process has the data folder; the message names the process."""
 
     reason = "STORE_LOCKED"
 
 
 class DeviceError(PensieveError):
-    """The device has failed, or lacks memory."""
+    """The device failed, or lacks memory."""
 
     grpc_status = "UNAVAILABLE"
     exit_code = 6
@@ -340,4 +340,4 @@ class DeviceError(PensieveError):
 
 
 class ServerFault(PensieveError):
-    """What a client gets instead of an error that the server did not foresee."""
+    """An unexpected error in the server; its log has the details."""

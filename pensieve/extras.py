@@ -1,8 +1,7 @@
-"""Packages that may be missing: those of the extras, which only some commands need, and the others.
+"""Import packages that may be missing, and say what to install.
 
-Where one of an extra is missing, the error says what to install.  In the environment that `scripts/run` has
-made, the program that PENSIEVE_ADD_EXTRA names adds it instead, when it is needed first.
-"""
+In the environment of `scripts/run`, the program that PENSIEVE_ADD_EXTRA names installs an extra when it is
+first needed."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from pensieve.errors import ConfigError
 
 DISTRIBUTION = "pensieve-serve"
 ADD = "PENSIEVE_ADD_EXTRA"
-# Those without which nothing can be served, by the module that has their name in Python.
+# Packages that every daemon needs, by the name of their module.
 PACKAGES = {
     "torch": "torch",
     "transformers": "transformers",
@@ -33,17 +32,17 @@ PACKAGES = {
 
 
 def need(extra: str, module: str, purpose: str) -> ModuleType:
-    """Import a module of an extra; `purpose` is who needs it, as the beginning of a sentence."""
+    """Import a module of an extra.  `purpose` is the subject of the error message."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != module.split(".")[0]:
-            raise  # it is there, and lacks something itself
+            raise  # the module exists, and one of its own imports is missing
     program = os.environ.get(ADD)
     names = " ".join(f"'{each}'" for each in requirements(extra))
     if not program:
         raise ConfigError(f"{purpose} needs {module.split('.')[0]}: pip install {names}")
-    print(f"pensieve: {purpose} needs {names}, which is installed once", file=sys.stderr)
+    print(f"pensieve: {purpose} needs {names}; installing it once", file=sys.stderr)
     if subprocess.run([program, extra], stdin=subprocess.DEVNULL, check=False).returncode:
         raise ConfigError(f"{purpose} needs {names}, which could not be installed")
     importlib.invalidate_caches()
@@ -51,12 +50,12 @@ def need(extra: str, module: str, purpose: str) -> ModuleType:
 
 
 def package_of(error: ModuleNotFoundError) -> str | None:
-    """Of what is imported here, the package that has the module which was not found."""
+    """Return the package of the missing module, if it is one of PACKAGES."""
     return PACKAGES.get((error.name or "").split(".")[0])
 
 
 def requirements(extra: str) -> list[str]:
-    """What pip calls the packages of an extra."""
+    """Return the requirements of an extra, as pip writes them."""
     found = re.compile(r"^(?P<package>[^;]+?) *; .*extra == ['\"](?P<extra>[^'\"]+)['\"]")
     lines = metadata.requires(DISTRIBUTION) or []
     return [

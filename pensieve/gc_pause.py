@@ -1,31 +1,44 @@
-"""Moves Python's full passes of garbage collection to times when no client waits.
+"""Move full garbage collections to times when no client waits.
 
-Reference counts free nearly everything here.  The cycle collector has little left to find (a task, its
-exception and their frames), but a full pass of it visits every object that is alive and stops the
-process meanwhile: 25 to 130 ms in a service with a few hundred streams, hundreds in an engine that
-knows 100,000 conversations, about once a second by Python's own thresholds.  No stream gets a token
-during a pass, so it is the longest gap of every stream.
+Reference counts free nearly all objects here. A full collection finds little, but visits every live object
+and stops the process: for 25 to 130 ms in a service with a few hundred streams, for longer in an engine with
+100,000 conversations, and about once a second by default. No stream gets a token meanwhile.
 
-So a process calls `freeze` once it has started: the objects that are alive then are never visited again.
-Young objects are still collected, in larger portions, and a full pass starts by itself only when some ten
-million objects more were allocated than freed.  A process that finds itself idle calls `collect`.
+So a process calls `freeze` once it has started. The objects that are alive then are never visited again.
+Young objects are still collected, in larger portions. A full collection starts by itself only after some ten
+million more allocations than frees. A process calls `collect` when it is idle.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-YOUNG_OBJECTS = 2_000  # a pass over these takes a millisecond or two
+YOUNG_OBJECTS = 2_000  # collecting these takes one or two milliseconds
 PASSES_PER_MIDDLE, PASSES_PER_FULL = 10, 200
 
 
 def freeze() -> None:
-    """Exempt all objects that are alive now from later passes, and make full passes rare."""
+    """Exempt all live objects from later collections, and make full collections rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, PASSES_PER_MIDDLE, PASSES_PER_FULL)
 
 
+@contextmanager
+def paused() -> Iterator[None]:
+    """Collect nothing while modules are imported, and exempt their objects from later collections."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
 def collect() -> None:
-    """Run a full pass; to be called when the process is idle."""
+    """Run a full collection. Call this when the process is idle."""
     gc.collect()

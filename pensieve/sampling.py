@@ -1,8 +1,8 @@
-"""The sampling parameters of a turn, each defined once.
+"""The sampling parameters of a turn, and their defaults, each defined once.
 
-The fields of `Sampling` drive the translation from protobuf, the JSON parsers, the flags of `pensieve chat`,
-the SDK's reference, the table in docs/http.md and `Sampling.problem`. `problem` checks a request where it
-enters the daemon. The engine and the sampler do not check it again.
+The fields of `Sampling` drive the translation from protobuf, the JSON parsers, the flags of `pensieve
+chat`, the SDK's reference, the table in docs/http.md and `Sampling.problem`. `problem` checks a request
+when it enters the daemon. The engine and the sampler do not check it again.
 """
 
 from __future__ import annotations
@@ -19,17 +19,23 @@ LOGIT_BIAS_MAX = 1024
 LOGPROBS_MAX = 20
 STOP_TOKEN_IDS_MAX = 64
 
+# Defaults: docs/models.md, Sampling. `scripts/measure loops` compares values.
+OURS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+MAX_TOKENS = 1024
+STOP_REPETITION = 256
+
 
 class Parameter(NamedTuple):
-    """What is known of a sampling parameter beside its name, type and default."""
+    """A sampling parameter's help and bounds."""
 
     help: str
-    bounds: str  # for people
+    bounds: str  # as text
     low: float = -math.inf
     high: float = math.inf
     low_excluded: bool = False
-    metavar: str = ""  # of the flag of `pensieve chat`; "": there is none
-    common: bool = False  # in `pensieve chat --help`, and not only in --help-all
+    metavar: str = ""  # of the flag of `pensieve chat`; "": no flag
+    common: bool = False  # shown in `pensieve chat --help`, else only in --help-all
 
 
 def _parameter(default: Any, *given: Any, **more: Any) -> Any:
@@ -38,7 +44,7 @@ def _parameter(default: Any, *given: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The values in force for one turn. The defaults are neutral: greedy, without penalties and cuts."""
+    """The sampling values of one turn. The defaults are neutral: greedy, without penalties and cuts."""
 
     temperature: float = _parameter(
         0.0,
@@ -50,7 +56,7 @@ class Sampling:
     )
     top_p: float = _parameter(
         1.0,
-        "keep the likeliest tokens up to this share of the probability",
+        "keep the most likely tokens up to this total probability",
         "must lie in (0, 1]",
         *(0, 1),
         low_excluded=True,
@@ -59,7 +65,7 @@ class Sampling:
     )
     top_k: int = _parameter(
         0,
-        "keep so many of the likeliest tokens; 0: all",
+        "keep this many of the most likely tokens; 0: all",
         "must be 0 (no limit) or positive",
         *(0, (1 << 31) - 1),
         metavar="K",
@@ -67,7 +73,7 @@ class Sampling:
     )
     min_p: float = _parameter(
         0.0,
-        "leave out tokens less likely than this share of the likeliest",
+        "drop tokens less likely than this fraction of the most likely token",
         "must lie in 0..1",
         *(0, 1),
         metavar="P",
@@ -75,35 +81,35 @@ class Sampling:
     )
     top_n_sigma: float = _parameter(
         0.0,
-        "leave out tokens whose logit is more than so many standard deviations below the largest; 0: none",
+        "drop tokens whose logit is more than this many standard deviations below the largest; 0: off",
         "must lie in 0..100",
         *(0, 100),
         metavar="N",
     )
     repetition_penalty: float = _parameter(
         1.0,
-        "above 1: make tokens of the whole context less likely, as transformers does",
+        "above 1: make all tokens of the context less likely, as transformers does",
         "must lie in 0.01..100",
         *(0.01, 100),
         metavar="X",
     )
     presence_penalty: float = _parameter(
         0.0,
-        "subtract this from the logit of each token that the reply has already",
+        "subtract this from the logit of each token already in the reply",
         "must lie in -2..2",
         *(-2, 2),
         metavar="X",
     )
     frequency_penalty: float = _parameter(
         0.0,
-        "the same, times the number of times that the reply has the token",
+        "subtract this from a token's logit for each time the token is in the reply",
         "must lie in -2..2",
         *(-2, 2),
         metavar="X",
     )
     seed: int = _parameter(
         0,
-        "the same seed repeats the reply; 0: the daemon draws one",
+        "the same seed gives the same reply; 0: a random seed",
         "must lie in 0..2^64-1",
         *(0, (1 << 64) - 1),
         metavar="N",
@@ -111,7 +117,7 @@ class Sampling:
     )
     max_tokens: int = _parameter(
         512,
-        "end the reply after so many tokens",
+        "end the reply after this many tokens",
         "must be at least 1",
         *(1, (1 << 31) - 1),
         metavar="N",
@@ -119,41 +125,53 @@ class Sampling:
     )
     min_tokens: int = _parameter(
         0,
-        "do not end the reply before",
+        "do not end the reply before this many tokens",
         "must lie in 0..max_tokens",
         *(0, (1 << 31) - 1),
         metavar="N",
     )
     stop: tuple[str, ...] = _parameter(
-        (), "end the reply before the first of these texts", f"at most {STOP_STRINGS_MAX} strings"
+        (), "end the reply before the first of these strings", f"at most {STOP_STRINGS_MAX} strings"
     )
     stop_token_ids: tuple[int, ...] = _parameter(
         (), "end the reply at the first of these tokens", f"at most {STOP_TOKEN_IDS_MAX} ids"
     )
     ignore_eos: bool = _parameter(
-        False, "go on to max_tokens even if the model samples an end token", "true or false"
+        False, "continue to max_tokens even if the model samples an end token", "true or false"
+    )
+    stop_repetition: int = _parameter(
+        0,
+        "end the reply when its last N tokens only repeat a pattern, at least four times; 0: never",
+        "must be 0 (off) or positive",
+        *(0, (1 << 31) - 1),
+        metavar="N",
     )
     logprobs: int | None = _parameter(
         None,
-        "return the log-probability of each token, and of so many alternatives",
+        "return the log probability of each token and of this many alternatives",
         f"must lie in 0..{LOGPROBS_MAX}",
         *(0, LOGPROBS_MAX),
     )
     logit_bias: tuple[tuple[int, float], ...] = _parameter(
         (),
-        "add these numbers to the logits of these token ids",
+        "add these values to the logits of these token ids",
         f"at most {LOGIT_BIAS_MAX} entries",
     )
 
     def with_given(self, given: Mapping[str, Any]) -> Sampling:
-        """Return these defaults, replaced by what a client gave."""
+        """Return these defaults with the values that a client gave."""
         values = {"ignore_eos": False, "logprobs": None, **given}
+        if values["ignore_eos"]:  # the client wants max_tokens tokens
+            values.setdefault("stop_repetition", 0)
+        if values.get("temperature") == 0:  # plain greedy decoding
+            for name, neutral in NO_PENALTIES.items():
+                values.setdefault(name, neutral)
         if "min_tokens" in given and "max_tokens" not in given:
             values["max_tokens"] = max(self.max_tokens, given["min_tokens"])
         return replace(self, **values)
 
     def problem(self, vocab_size: int | None = None) -> tuple[str, str] | None:
-        """Return the first field that is refused, and why; None if none is.
+        """Return the first invalid field and the reason; None if all are valid.
 
         Token ids are checked only if `vocab_size` is given.
         """
@@ -204,8 +222,43 @@ class Sampling:
         return None
 
 
+class DefaultSampling(NamedTuple):
+    """What applies to a request that names no sampling values, through every door."""
+
+    sampling: Sampling
+    from_model: bool  # the model's files name the values
+
+
+def default_sampling(generation_config: Mapping[str, Any]) -> DefaultSampling:
+    """Return the defaults of a model with this generation_config.json; {} if it has none.
+
+    A config that sets `do_sample` or a value of sampling is used as transformers uses it: fields that it
+    lacks are neutral. Any other model gets ours, because greedy replies of small models loop.
+
+    Raises ValueError if a value is out of bounds.
+    """
+    kinds = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+    values: dict[str, Any] = {
+        name: kind(generation_config[name])
+        for name, kind in {**kinds, "repetition_penalty": float}.items()
+        if generation_config.get(name) is not None
+    }
+    do_sample = generation_config.get("do_sample")
+    from_model = do_sample is not None or bool(kinds.keys() & values.keys())
+    if do_sample is False:
+        values["temperature"] = 0.0
+    elif from_model:
+        values.setdefault("temperature", 1.0)
+    else:
+        values = {**OURS, **values}
+    sampling = Sampling(**values, max_tokens=MAX_TOKENS, stop_repetition=STOP_REPETITION)
+    if (problem := sampling.problem()) is not None:
+        raise ValueError(" ".join(problem))
+    return DefaultSampling(sampling, from_model)
+
+
 def parameter_of(each: Field[Any]) -> Parameter:
-    """Return what a field of `Sampling` says about itself."""
+    """Return the `Parameter` of a field of `Sampling`."""
     found: Parameter = each.metadata["parameter"]
     return found
 
@@ -215,13 +268,13 @@ NUMBERS = tuple(
     for each in fields(Sampling)
     if parameter_of(each).high < math.inf
 )
-# Annotations are texts in this module.
+# Annotations are strings in this module.
 FLOATS = tuple(each.name for each in fields(Sampling) if each.type == "float")
 INTEGERS = tuple(each.name for each in fields(Sampling) if each.type == "int")
 
 
 class SamplingOptions(TypedDict, total=False):
-    # For type checkers; the docstring is made from the fields of `Sampling`.
+    # For type checkers. The docstring is made from the fields of `Sampling`.
 
     temperature: float | None
     top_p: float | None
@@ -237,6 +290,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
+    stop_repetition: int | None
     logprobs: int | None
     logit_bias: Mapping[int, float] | None
 
@@ -246,6 +300,6 @@ SAMPLING_HELP = "".join(
     for each in fields(Sampling)
 )
 SamplingOptions.__doc__ = (
-    "How the tokens of a reply are sampled. What is left out or None is the model's default.\n\n"
+    "Sampling values of a reply. A value that is missing or None has the daemon's default.\n\n"
     f"Attributes:\n{indent(SAMPLING_HELP, '    ')}"
 )

@@ -32,9 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0  # seconds, of a step
 # What a newcomer may be shown on the error output.
 QUIET = [
-    r"pensieve: (making|[123] of 3).*",
+    r"pensieve: (creating|updating|[123] of 3|the environment is ready).*",
+    r"pensieve: (creating|updating|installing) [\w ]+, \d+ s.*",  # one line, while pip runs
     r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*', which is installed once",
-    r"pensieve: installing .* \(the extra \w+\)",
+    r"pensieve: installing the extra \w+: .*",
     r"smollm2: (fetching|fetched|llama,) .*",
     r"converting smollm2: \d+ %",
     r"pensieve: waiting for .*",
@@ -48,11 +49,12 @@ QUIET = [
     r"KV pools: .*",
     r"for the client \(shown once\):",
     r"restoring generation \d+, \d+ segments",
-    r"checking it",
+    r"checking the restored history",
     r"(assumed|costs|limits|load): .*",
     r"\d+ s  .* (a second|a second each)(: .*)?",  # what a plan has tried
     r"making random weights, .*",  # for a bench
-    r"(loading /tmp/.*|probing its attention)",
+    r"(importing (torch|transformers)|loading /tmp/.*|probing its attention|starting the scheduler)",
+    r"the engine started in .*",
     r"\w+: [\d.]+ M parameters, .*",
     r"layers in (C\+\+ \(\w+\)|torch: .*)",
     r"torch \S+, threads \d+, .*",
@@ -349,7 +351,7 @@ BACKUP = (
     Step(
         'pensieve chat --address 127.0.0.1:50061 --conversation drill -q "Remember this."', (r"\w",)
     ),
-    Step("pensieve backup /srv/copy --data /var/lib/pensieve", (r"it was checked",)),
+    Step("pensieve backup /srv/copy --data /var/lib/pensieve", (r"the copy was checked",)),
 )
 RESTORE = (
     Step("pensieve restore /srv/backup --list", (r"generation 1",)),

@@ -1,4 +1,4 @@
-"""Where a setting comes from, and what is said when it is wrong."""
+"""The sources of settings, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WITH_FLAGS = tuple(each for each in ALL if INTERNAL not in each.of)
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """One file for every command."""
+    """All commands can share one file."""
     path = tmp_path / "pensieve.toml"
     path.write_text(
         'address = "[::1]:7000"\n'
@@ -79,12 +79,12 @@ def test_only_the_engines_settings_travel_to_it(file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('adress = "a"', "there is no setting 'adress'; 'address' is one"),
-        ("[serve]\ndrain_timeout = 1", "there is no setting 'serve'"),
-        ("drain_timeout = [1]", "drain_timeout is a string, a number, true or false"),
-        ("drain_timeout = nan", r"drain_timeout \(.*\) is a number in 0..86400, not 'nan'"),
-        ('insecure = "perhaps"', r"insecure \(.*\) is true or false, not 'perhaps'"),
-        ("turns_max = 1.5", r"turns_max \(.*\) is a whole number in 0..65536, not '1.5'"),
+        ('adress = "a"', "unknown setting 'adress'. Did you mean 'address'?"),
+        ("[serve]\ndrain_timeout = 1", "unknown setting 'serve'"),
+        ("drain_timeout = [1]", "drain_timeout must be a string, a number, true or false"),
+        ("drain_timeout = nan", r"drain_timeout \(.*\) must be a number in 0..86400, not 'nan'"),
+        ('insecure = "perhaps"', r"insecure \(.*\) must be true or false, not 'perhaps'"),
+        ("turns_max = 1.5", r"turns_max \(.*\) must be a whole number in 0..65536, not '1.5'"),
         ("drain_timeout = ", "is not valid TOML"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, line: str, pro
 
 def test_a_wrong_variable_is_named() -> None:
     with pytest.raises(
-        ConfigError, match=r"drain_timeout \(PENSIEVE_DRAIN_TIMEOUT\) is a number in 0..86400"
+        ConfigError, match=r"drain_timeout \(PENSIEVE_DRAIN_TIMEOUT\) must be a number in 0..86400"
     ):
         resolve({}, {"PENSIEVE_DRAIN_TIMEOUT": "-1"}, None, SERVED)
 
@@ -107,13 +107,13 @@ def test_a_removed_setting_is_an_error_that_says_what_replaces_it(
 ) -> None:
     file = tmp_path / "old.toml"
     file.write_text("grace = 0.1\n")
-    instead = "grace was removed: a turn whose connection broke"
+    instead = "grace was removed: a client can reattach"
     with pytest.raises(ConfigError, match=instead):
         resolve({}, {}, file, SERVED)
     with pytest.raises(ConfigError, match="PENSIEVE_HEARTBEAT was removed: an engine"):
         resolve({}, {"PENSIEVE_HEARTBEAT": "2"}, None, SERVED)
     assert main(["serve", "--grace", "0.1"]) == ConfigError.exit_code
-    assert "--grace was removed: a turn" in capsys.readouterr().err
+    assert "--grace was removed: a client" in capsys.readouterr().err
     assert not REMOVED_SETTINGS.keys() & {each.name for each in WITH_FLAGS}
 
 
@@ -153,7 +153,7 @@ ODD_TEXTS = (
 def test_what_print_config_prints_loads_as_the_same_settings(
     setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each setting, with every text that it takes of a list."""
+    """Return each setting with all its valid texts, if those are a list."""
     num_taken, path = 0, tmp_path / "printed.toml"
     for text in ODD_TEXTS:
         try:
@@ -205,7 +205,7 @@ def test_the_name_of_a_daemon_among_several_fits_into_labels_and_lists() -> None
         assert resolve({"replica": name}, {}, None, SERVED).settings.replica == name
     assert resolve({}, {}, None, SERVED).settings.replica is None
     for name in ("a b", "a=b", "a,b", "a/b", "A" * 129, "ä", "a\n"):
-        with pytest.raises(ConfigError, match="has 1 to 128 of the characters"):
+        with pytest.raises(ConfigError, match="must have 1 to 128 characters"):
             resolve({"replica": name}, {}, None, SERVED)
 
 
@@ -230,7 +230,7 @@ def test_a_file_of_sqlite_may_be_named_as_sqlalchemy_names_it(url: str) -> None:
 def test_a_history_service_is_an_error_that_says_what_daemons_open_instead(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    instead = "--store sqlite:///FOLDER/conversations.db, if all are on one host"
+    instead = "--store sqlite:///FOLDER/conversations.db if all are on one host"
     with pytest.raises(ConfigError) as refused:
         resolve({"store": url}, {}, None, SERVED)
     assert instead in str(refused.value)

@@ -1,4 +1,4 @@
-"""Packages that are missing: named in one line, or installed where that is wanted."""
+"""Missing packages are named in one line, or installed on request."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_a_command_without_a_package_that_it_needs_says_which() -> None:
     finished = without(["sqlite_utils"], "chat", "-q", "Hello.")
     assert finished.returncode == 3
     assert finished.stderr == (
-        "pensieve: chat needs the package sqlite-utils, which is not installed; "
-        "`pensieve doctor` lists what is missing\n"
+        "pensieve: chat needs the package sqlite-utils, which is not installed. "
+        "`pip install sqlite-utils` installs it; `pensieve doctor` lists all that is missing\n"
     )
 
 

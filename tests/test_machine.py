@@ -1,4 +1,4 @@
-"""What control groups of either version allow, where a container or a service manager has set them."""
+"""Limits of control groups of both versions, as containers and service managers set them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The doors: gRPC, and the APIs of OpenAI and Anthropic over HTTP. They parse requests and render replies."""
+"""Servers: gRPC, and OpenAI's and Anthropic's APIs over HTTP. They parse requests and render replies."""

@@ -1,4 +1,4 @@
-"""A forwarded HTTP request, as the door that receives it and the one that carries it know it."""
+"""Values of forwarded HTTP requests, shared by the HTTP server and the gRPC forwarder."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Protocol
 from pensieve.errors import OwnedElsewhere
 from pensieve.guard.callers import Caller
 
-FORWARDED = "pensieve.forwarded"  # in the scope of an ASGI application
+FORWARDED = "pensieve.forwarded"  # key in the ASGI scope
 
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """The caller that another daemon names, and why this daemon did not answer, if it did not."""
+    """The caller that another daemon named, and the next owner if this daemon could not answer."""
 
     caller: Caller
     retry_key: str
-    elsewhere: OwnedElsewhere | None = None  # why this daemon does not answer either
+    elsewhere: OwnedElsewhere | None = None  # the next owner, if not this daemon
 
 
 class HttpRequest(Protocol):
-    """A request that can be sent to another daemon, and its answer."""
+    """A request that can be forwarded, and its answer."""
 
     scope: Mapping[str, Any]
     retry_key: str
@@ -36,4 +36,4 @@ class HttpRequest(Protocol):
 
 class ForwardHttp(Protocol):
     async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
-        """Have the owner answer; return False if this daemon is the owner now and answers by itself."""
+        """Have the owner answer; return False if this daemon is the owner now and must answer."""

@@ -1,31 +1,32 @@
-"""Read JSON from a client: its members are taken one by one with their types, and unknown ones are refused.
+"""Read JSON from a client: take members one by one with their types, and refuse unknown members.
 
 * A null member counts as absent.
-* A bool is not a number, and a number with a point is not an integer. Numbers are finite and fit a double.
+* A bool is not a number, and 1.0 is not an integer. Numbers are finite and fit a double.
 * Errors name a member by its path: `messages[2].content[0].type`.
 
-`read_json` refuses text that Python's parser would accept: a name twice in one object, NaN and Infinity, more
-than OBJECTS_MAX objects. `check_json` then checks a whole value: all of its strings can be written as UTF-8,
-and its depth and its number of values are limited.
+`read_json` refuses JSON that Python's parser would accept: duplicate names in an object, NaN and Infinity,
+more than OBJECTS_MAX objects. `check_json` checks a whole value: its strings must be valid UTF-8, and its
+depth and number of values are limited.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pensieve.errors import InvalidArgument
 from pensieve.text.message import DEPTH_MAX, plain_text
 
-VALUES_MAX = 16_384  # of one parameter; an object, a list and each value in them count as one
-MESSAGES_VALUES_MAX = 1 << 16  # of the messages of a request
-NAME_CHARACTERS_MAX = 80  # of what an error quotes
+VALUES_MAX = 16_384  # per parameter; an object, a list and each value in them count as one
+MESSAGES_VALUES_MAX = 1 << 16  # for the messages of a request
+LISTS_OF_TOKENS = ("prompt", "tokens")  # checked where they are read
+NAME_CHARACTERS_MAX = 80  # longest quotation in an error
 
 
 class Refusal(InvalidArgument):
-    """A parameter that cannot be read or honoured; `code` is OpenAI's word for what is wrong with it."""
+    """A parameter that is malformed or cannot be honoured; `code` is OpenAI's error code."""
 
     def __init__(self, field: str, problem: str, code: str = "invalid_value") -> None:
         super().__init__(field, problem)
@@ -33,7 +34,7 @@ class Refusal(InvalidArgument):
 
 
 def quoted(text: str) -> str:
-    """Return a client's text for an error: as a short ASCII literal."""
+    """Return a client's text as a short ASCII literal, for errors."""
     return ascii(text if len(text) <= NAME_CHARACTERS_MAX else text[:NAME_CHARACTERS_MAX] + "...")
 
 
@@ -48,7 +49,7 @@ def check_json(value: Any, where: str, values_max: int = VALUES_MAX) -> None:
             plain_text(each, where)
         elif isinstance(each, int | float):
             if not abs(each) <= sys.float_info.max:
-                raise Refusal(where, "holds a number that is too large, or none")
+                raise Refusal(where, "holds a number that is too large or not finite")
         elif isinstance(each, Mapping | list | tuple):
             left -= len(each)
             if left < 0:
@@ -65,7 +66,7 @@ def check_json(value: Any, where: str, values_max: int = VALUES_MAX) -> None:
 
 
 class Fields:
-    """One object. Taking a member removes it; `end` refuses the rest."""
+    """A JSON object. Taking a member removes it; `end` refuses all remaining members."""
 
     def __init__(self, given: Any, path: str = "") -> None:
         if not isinstance(given, Mapping):
@@ -74,7 +75,7 @@ class Fields:
         self._path = path
 
     def where(self, name: str) -> str:
-        """Return the path of a member for errors."""
+        """Return the path of a member, for errors."""
         plain = name.isidentifier() and len(name) <= NAME_CHARACTERS_MAX
         shown = name if plain else quoted(name)
         return f"{self._path}.{shown}" if self._path else shown
@@ -82,8 +83,12 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
+    def peek(self, name: str) -> Any:
+        """Return a member without taking it; None if absent."""
+        return self._left.get(name)
+
     def take(self, name: str) -> Any:
-        """Take a member of any type; None if it is absent."""
+        """Take a member of any type; None if absent."""
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
@@ -108,6 +113,11 @@ class Fields:
         found = self._typed(name, bool, "true or false")
         return default if found is None else bool(found)
 
+    def switch(self, name: str) -> bool | None:
+        """Take a member that is true, false or absent."""
+        found: bool | None = self._typed(name, bool, "true or false")
+        return found
+
     def items(self, name: str) -> Sequence[Any] | None:
         found: Sequence[Any] | None = self._typed(name, list | tuple, "a list")
         return found
@@ -121,7 +131,7 @@ class Fields:
         return None if found is None else Fields(found, self.where(name))
 
     def only(self, name: str, *allowed: Any, problem: str = "") -> None:
-        """Take a member that may have only these values, which change nothing."""
+        """Take a member, and refuse values other than these, which have no effect."""
         found = self.take(name)
         if found is None or any(type(found) is type(each) and found == each for each in allowed):
             return
@@ -143,14 +153,25 @@ class Fields:
         return found
 
 
-# They are line ends to some readers, and need no escape in JSON.
+def checked_fields(given: Any, histories: Collection[str] = ("messages", "input")) -> Fields:
+    """Return the members of a body; members named in `histories` may have more JSON values."""
+    fields = Fields(given)
+    for name, value in given.items():
+        plain_text(name, "body")
+        if name not in LISTS_OF_TOKENS or not isinstance(value, list | tuple):
+            values_max = MESSAGES_VALUES_MAX if name in histories else VALUES_MAX
+            check_json(value, fields.where(name), values_max)
+    return fields
+
+
+# Some readers treat these as line ends, but JSON does not require to escape them.
 LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
-OBJECTS_MAX = 65_536  # of one text, their members counted too
+OBJECTS_MAX = 65_536  # per text, members included
 
 
 def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -> Any:
-    """Parse the text; a problem becomes a Refusal of `where`."""
+    """Parse JSON; raises Refusal for the parameter `where`."""
     try:
         written = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(
@@ -164,23 +185,23 @@ def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -
         problem = "is nested too deeply"
     except _NotOurs as error:
         problem = str(error)
-    except ValueError:  # the one that is left: Python reads no integer of so many digits
+    except ValueError:  # Python refuses to parse such long integers
         problem = "holds a number that is too large"
     raise Refusal(where, problem, "invalid_json")
 
 
 def one_line(value: Mapping[str, Any]) -> bytes:
-    """Return a line of JSON with its end; nothing within it is a line end to any reader."""
+    """Return a value as one line of JSON with its line end, and no other line end inside."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(LINE_ENDS).encode() + b"\n"
 
 
 class _NotOurs(ValueError):
-    """Python's parser accepts it, but we do not."""
+    """JSON that Python's parser accepts and we refuse."""
 
 
 class _Objects:
-    """Makes objects of the pairs that the parser finds in one text."""
+    """Builds the objects of one text from the pairs that the parser finds."""
 
     def __init__(self, objects_max: float) -> None:
         self._objects_max = self._left = objects_max

@@ -1,4 +1,4 @@
-"""What the launcher plugs into the servers for a feature that has doors of its own."""
+"""The interface of features that add a gRPC service, HTTP endpoints and metrics."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Plugin(Protocol):
     def add_service(self, server: Any, forwarder_of: Callable[[Any], Any] | None) -> None:
         """Add the service to a gRPC server.
 
-        `forwarder_of` makes a `Forwarder` of an `OwnerLookup` (api/grpc/forwarding.py). It is None where no
-        other daemon shares the history.
+        `forwarder_of` makes a `Forwarder` from an `OwnerLookup` (api/grpc/forwarding.py). None if no other
+        daemon shares the history.
         """
         ...
 
     def routes(self, requests: Any) -> Sequence[Any]:
-        """Return the endpoints, as `api/http/routes.py` has them; `requests` is an `ApiRequests`."""
+        """Return the endpoints as `Route`s; `requests` is an `ApiRequests`."""
         ...
 
     @property
     def families(self) -> Sequence[MetricFamily]:
-        """The metrics that `samples` may have."""
+        """The metrics that `samples` may contain."""
         ...
 
     async def samples(self) -> Samples:
-        """Look the metrics up; called at most once in a few seconds, and it may take a while."""
+        """Return samples. Called at most every few seconds, so it may take a while."""
         ...

@@ -1,4 +1,4 @@
-"""The reply of a turn, as every API renders it: its tokens in columns, as they come or as a whole."""
+"""The reply of a turn for rendering: its tokens in columns, streamed or whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pensieve.conversations.followers import TurnFollowers
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.core.iteration import Logprob
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import HAS_REPLY, FinishReason
 from pensieve.text import Part
 from pensieve.text.reply_pieces import Piece, ReplyPieces
 
@@ -16,17 +16,17 @@ from pensieve.text.reply_pieces import Piece, ReplyPieces
 class ReplyTokens(NamedTuple):
     """Some tokens of a reply, or all of them.
 
-    Text without a token (`ReplyStream.tail`) has a text and a part, and nothing in the other columns.
+    Text without a token (`ReplyStream.tail`) has entries in `texts` and `parts` only.
     """
 
     token_ids: Sequence[int]
-    texts: Sequence[str]  # that each token released
-    finish: FinishReason = FinishReason.STOP  # STOP or LENGTH; of a whole reply
-    parts: Sequence[Part] = ()  # that each token belongs to; empty: all is text
+    texts: Sequence[str]  # released by each token
+    finish: FinishReason = FinishReason.STOP  # of HAS_REPLY; only for a whole reply
+    parts: Sequence[Part] = ()  # of each token; empty: all text
     logprobs: Sequence[tuple[float, Sequence[Logprob]]] = ()  # of each token, if requested
 
     def is_of(self, *parts: Part) -> list[bool]:
-        """Return of each token whether it belongs to one of these parts."""
+        """Return for each token whether it belongs to one of these parts."""
         if not self.parts:
             return [Part.TEXT in parts] * len(self.texts)
         return [each in parts for each in self.parts]
@@ -36,7 +36,7 @@ class ReplyTokens(NamedTuple):
         return sum(self.is_of(Part.THINKING))
 
     def pieces(self, cutter: ReplyPieces) -> list[Piece]:
-        """Return the pieces that these tokens release, which follow what `cutter` has seen."""
+        """Return the pieces that these tokens release, after the tokens that `cutter` has seen."""
         found: list[Piece] = []
         for text, part in zip(self.texts, self.parts, strict=True):
             found += cutter.push(text, part)
@@ -47,14 +47,14 @@ NO_TOKENS = ReplyTokens((), ())
 
 
 class PromptTokens(NamedTuple):
-    """How long the prompt was, and how much of it was not computed for this request."""
+    """Length of the prompt, and its part that was cached."""
 
     num_tokens: int
     num_cached: int = 0
 
 
 class ReplyStream:
-    """What the clients of a turn read of it."""
+    """A reader's view of a turn."""
 
     def __init__(self, live: LiveTurn) -> None:
         self.live = live
@@ -64,7 +64,7 @@ class ReplyStream:
         followers: TurnFollowers,
         write: Callable[[ReplyTokens], Awaitable[None]],
     ) -> None:
-        """Have `write` deliver the tokens as they come, until the turn has ended; then there is `tail`."""
+        """Call `write` with tokens as they arrive, until the turn ends; then read `tail`."""
 
         async def write_tokens(start: int, stop: int) -> None:
             await write(self.tokens(start, stop))
@@ -79,27 +79,28 @@ class ReplyStream:
 
     @property
     def tail(self) -> ReplyTokens:
-        """The text that a cancelled turn had withheld."""
+        """Text that a cancelled turn had withheld."""
         live = self.live
         if not live.tail:
             return NO_TOKENS
         return ReplyTokens((), (live.tail,), parts=(live.parts[live.num_tokens - 1],))
 
     def whole(self, finish: FinishReason | None = None, tail: str | None = None) -> ReplyTokens:
-        """Return the whole reply; `finish` and `tail` are given of a turn that is about to end."""
+        """Return the whole reply; pass `finish` and `tail` for a turn that is about to end."""
         live = self.live
         tail = live.tail if tail is None else tail
         found = self.tokens(0, live.num_tokens)
         texts = list(found.texts)
         if tail and texts:
             texts[-1] += tail
-        is_cut = (finish or live.finish) is FinishReason.LENGTH
-        finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        finish = finish or live.finish
+        if finish not in HAS_REPLY:  # it was cancelled
+            finish = FinishReason.STOP
         return ReplyTokens(found.token_ids, texts, finish, found.parts, found.logprobs)
 
     @property
     def prompt(self) -> PromptTokens:
-        """As the usage of an ended turn has it."""
+        """Prompt figures of an ended turn."""
         figures = self.live.figures
         num_cached = int(figures.get("device_tokens", 0)) + int(figures.get("host_tokens", 0))
         return PromptTokens(int(figures.get("prompt_tokens", 0)), num_cached)

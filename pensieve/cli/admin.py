@@ -1,16 +1,15 @@
-"""`pensieve admin` shows what a running daemon holds and why.
+"""`pensieve admin`: inspect and control a running daemon.
 
-It talks to the socket in the data folder, which only its owner may open, or to --address with an admin
-token.  It never opens the history itself.  With --replicas, or several addresses, it looks at several daemons
-as one (admin_fleet.py), or with --replica at one of them.
-"""
+The command uses the socket in the data folder, which only the folder's owner may open, or --address with an
+admin token. It never opens the history itself. With --replicas or several addresses it covers several daemons
+at once (admin_fleet.py), or with --replica one of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,12 @@ from pensieve.cli.plain_values import plain
 from pensieve.cli.reaching import address_of
 from pensieve.config import LOOK, REACH, Resolved, settings_for, settings_named
 from pensieve.errors import InvalidArgument, NotFound
+from pensieve.sampling import Sampling
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from pensieve.client import Job
+    from pensieve.client import Job, ServerInfo
     from pensieve.client.admin import Admin
 
 ACTIONS = ("list", "pause", "resume", "cancel", "delete")
@@ -35,14 +35,14 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "admin",
         help="inspect and control a running daemon",
-        description="Look into a running daemon. Without --address it uses the socket in the data "
-        "folder. With --replicas, or several addresses, it looks at several as one; then the exit code is "
-        "7 where some did not answer.",
+        description="Inspect and control a running daemon. Without --address, the command uses the daemon "
+        "that has the data folder. With --replicas or several addresses it covers several daemons at once, "
+        "and the exit code is 7 if some did not answer.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     def command(name: str, act: Callable[[Admin, argparse.Namespace], int], text: str) -> Any:
-        sub = kinds.add_parser(name, help=text, description=text)
+        sub = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         sub.add_argument("--json", action="store_true", help="print JSON")
         add_settings(sub, (*settings_for(REACH, LOOK), *settings_named("data")))
         admin_fleet.add_arguments(sub, name)
@@ -51,29 +51,33 @@ def add_parser(commands: Any) -> None:
         )
         return sub
 
-    command("info", info, "which model the daemon serves, and how")
-    command("stats", print_stats, "figures of the daemon, once")
-    watching = command("watch", watch, "figures of the daemon, again and again")
+    command("info", info, "show which model the daemon serves, and how")
+    command("stats", print_stats, "print the figures of the daemon once")
+    watching = command("watch", watch, "show the figures of the daemon, and update them")
     watching.add_argument(
         "--interval",
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="time between figures (default: 1)",
+        help="time between updates (default: 1)",
     )
-    command("metrics", metrics, "the metrics that Prometheus scrapes, once")
-    listing = command("conversations", conversations, "which conversations hold KV-tokens")
+    command("metrics", metrics, "print the metrics that Prometheus scrapes")
+    listing = command("conversations", conversations, "list the conversations that are cached")
     listing.add_argument(
         "--least-valuable",
         action="store_true",
-        help="list what would be evicted first, not the largest",
+        help="list those that would be evicted first, not the largest ones",
     )
     listing.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="list at most so many (default: 20)"
+        "--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)"
     )
     for name, act, text in (
-        ("explain", explain, "where the chunks of a conversation are, and what happened to them"),
-        ("evict", evict, "drop the KV-tokens of a conversation; its history stays"),
+        (
+            "explain",
+            explain,
+            "show where the chunks of a conversation are, and their latest events",
+        ),
+        ("evict", evict, "drop the KV cache of a conversation; its history stays"),
     ):
         one = command(name, act, text)
         one.add_argument("conversation", metavar="ID", help="id of the conversation")
@@ -81,27 +85,33 @@ def add_parser(commands: Any) -> None:
             "--tenant",
             default="",
             metavar="NAME",
-            help="the tenant that owns it, where several have one with this ID",
+            help="tenant of the conversation, if several tenants have one with this ID",
         )
         if name == "evict":
             one.add_argument(
-                "--to-host", action="store_true", help="move them to the host tier instead"
+                "--to-host", action="store_true", help="move the KV to the host tier instead"
             )
-    command("check", check, "recompute every invariant; exit code 1 if something is wrong")
-    command("tenants", tenants, "what each tenant has taken, and its limits")
+    command("check", check, "check all invariants of the daemon; exit code 1 if one is violated")
+    command("tenants", tenants, "show what each tenant uses, and its limits")
     add_job_arguments(
-        command("jobs", jobs, "the batch jobs of all tenants: list them, or steer some")
+        command(
+            "jobs",
+            jobs,
+            "list the batch jobs of all tenants, or pause, resume, cancel or delete some",
+        )
     )
-    listed = command("prefixes", prefixes, "the declared prefixes of all tenants")
+    listed = command(
+        "prefixes", prefixes, "list the declared prefixes of all tenants, or delete one"
+    )
     listed.add_argument(
         "--delete",
         metavar="ID",
-        help="delete this one; conversations that began under it stay whole",
+        help="delete this prefix; conversations that began with it are unchanged",
     )
     listed.add_argument(
-        "--tenant", default="", metavar="NAME", help="the tenant whose prefix is deleted"
+        "--tenant", default="", metavar="NAME", help="tenant of the prefix to delete"
     )
-    command("drain", drain, "take no new turn, finish what runs, and exit")
+    command("drain", drain, "let the daemon finish its running turns and exit")
 
 
 def _run(
@@ -138,12 +148,12 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         "computes": f"{found.dtype}, {found.weights} weights, {_kv_text(found.kv_dtype)}on {found.device}",
         "runs": found.layers,
         "context": f"{found.context_max_tokens:,} tokens at most",
-        "sampling": _sampling_text(found.sampling),
+        "sampling": _sampling_text(found),
         "pensieve": found.version,
         "torch": found.torch_version,
         "transformers": found.transformers_version,
     }
-    if not found.device:  # no model was loaded yet, or none computes
+    if not found.device:  # no model is loaded yet, or the engine has none
         del rows["computes"]
     if not found.layers:
         del rows["runs"]
@@ -157,13 +167,18 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _kv_text(kv_dtype: str) -> str:
-    return f"{kv_dtype} KV, " if kv_dtype else ""  # empty: a daemon of an earlier version
+    return f"{kv_dtype} KV, " if kv_dtype else ""  # empty from a daemon of an earlier version
 
 
-def _sampling_text(named: Mapping[str, float] | None) -> str:
-    if not named:
-        return "the model names none: greedy, where a message does not say"
-    return ", ".join(f"{name} {value:g}" for name, value in named.items()) + " (the model's own)"
+def _sampling_text(info: ServerInfo) -> str:
+    """Show temperature, and the other values that are not neutral."""
+    neutral = asdict(Sampling())
+    values = ", ".join(
+        f"{name} {value:g}"
+        for name, value in (info.sampling or {}).items()
+        if name == "temperature" or value != neutral[name]
+    )
+    return f"{values} (" + ("the model's own)" if info.sampling_from_model else "default)")
 
 
 def print_stats(admin: Admin, arguments: argparse.Namespace) -> int:
@@ -230,7 +245,7 @@ def explain(admin: Admin, arguments: argparse.Namespace) -> int:
     if answer.tenant:
         print(f"conversation {arguments.conversation} of tenant {answer.tenant}")
     if not answer.runs:
-        print("nothing of it is cached; its next turn recomputes the whole history")
+        print("nothing is cached; the next turn recomputes the whole history")
     for run in answer.runs:
         last = run.first_chunk + run.num_chunks - 1
         held = f", held by {run.num_holders} conversations" if run.num_holders > 1 else ""
@@ -292,7 +307,7 @@ def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _of(taken: float, most: float, unit: str = "") -> str:
-    """What was taken of a limit; 0: there is none."""
+    """Return what was used of a limit; a limit of 0 means none."""
     words = f"{taken:,.4g}" + (f" of {most:,.4g}" if most else "")
     return f"{words} {unit}" if unit else words
 
@@ -301,7 +316,7 @@ def prefixes(admin: Admin, arguments: argparse.Namespace) -> int:
     if arguments.delete is not None:
         admin.delete_tenant_prefix(arguments.delete, arguments.tenant)
         deleted = json.dumps({"deleted": arguments.delete})
-        print(deleted if arguments.json else f"prefix {arguments.delete} is deleted")
+        print(deleted if arguments.json else f"deleted prefix {arguments.delete}")
         return 0
     found = admin.tenant_prefixes()
     if arguments.json:
@@ -329,7 +344,7 @@ def drain(admin: Admin, arguments: argparse.Namespace) -> int:
     print(
         json.dumps({"turns_running": running})
         if arguments.json
-        else f"draining; {running} turns run"
+        else f"draining; {running} turns are running"
     )
     return 0
 
@@ -347,16 +362,16 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         choices=ACTIONS,
         default="list",
         metavar="ACTION",
-        help="list (the default), pause, resume, cancel (what was answered stays) or delete (nothing stays)",
+        help="list (default), pause, resume, cancel (keeps the answers so far) or delete (keeps nothing)",
     )
     parser.add_argument(
-        "jobs", nargs="*", metavar="ID", help="ids of the jobs; for list: only these"
+        "jobs", nargs="*", metavar="ID", help="ids of the jobs; with list: only these"
     )
     parser.add_argument(
         "--tenant",
         default="",
         metavar="NAME",
-        help="the tenant that owns them, where several have one with this ID; for list: only its own",
+        help="tenant of the jobs, if several tenants have one with this ID; with list: only its jobs",
     )
 
 
@@ -370,8 +385,8 @@ def jobs(admin: Admin, arguments: argparse.Namespace) -> int:
         _print_jobs(shown, arguments.json)
         return 0
     if not wanted:
-        raise InvalidArgument("ID", f"is needed: which jobs to {action}")
-    chosen = [_one(found, job_id) for job_id in wanted]  # all of them, before anything is done
+        raise InvalidArgument("ID", f"name the jobs to {action}; `pensieve admin jobs` lists them")
+    chosen = [_one(found, job_id) for job_id in wanted]  # check all before acting on one
     done = [_act(admin, action, job) for job in chosen]
     if arguments.json:
         print(json.dumps({"jobs": done}))
@@ -382,13 +397,15 @@ def jobs(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _one(found: list[Job], job_id: str) -> Job:
-    """The job of this id; of several tenants' it must be said whose."""
+    """Return the job with this id; InvalidArgument if several tenants have one."""
     matching = [job for job in found if job.job_id == job_id]
     if not matching:
         raise NotFound(f"there is no job {job_id!r}")
     if len(matching) > 1:
         tenants = ", ".join(sorted(job.tenant or "(none)" for job in matching))
-        raise InvalidArgument("--tenant", f"must be given: these have a job {job_id!r}: {tenants}")
+        raise InvalidArgument(
+            "--tenant", f"is missing: several tenants have a job {job_id!r}: {tenants}"
+        )
     return matching[0]
 
 
@@ -401,7 +418,7 @@ def _act(admin: Admin, action: str, job: Job) -> dict[str, Any]:
 
 
 def _plain(job: Job) -> dict[str, Any]:
-    """With times in seconds."""
+    """Return a job as a dict, with times in seconds."""
     return {
         name: value.timestamp() if hasattr(value, "timestamp") else value
         for name, value in asdict(job).items()

@@ -1,9 +1,8 @@
-"""`pensieve admin` for several daemons: those of --replicas, or of several addresses in --address.
+"""`pensieve admin` for several daemons, named by --replicas or by several addresses.
 
-What each command does with one daemon it does with all at once, and shows a row for each beside what they
-make together.  A replica that does not answer is a row that says why; the others are shown, and the exit code
-is PARTIAL.  What changes something, or is of one daemon by its nature, needs to be told which (--replica).
-"""
+Each command asks all replicas at once and shows a row for each, and a total. A replica that does not answer
+has a row with the reason; the exit code is then PARTIAL. Commands that change something, or that make sense
+for one daemon only, need --replica."""
 
 from __future__ import annotations
 
@@ -25,20 +24,20 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pensieve.client.fleet import Discovery, Fleet, Replica, ReplicaAnswer
-    from pensieve.client.fleet.holdings import Held, ServingReplica
+    from pensieve.client.fleet.holdings import HeldConversation, ServingReplica
     from pensieve.v1 import admin_pb2 as pb
 
-ALL = "all"  # of --replicas
-PARTIAL = 7  # exit code: not all replicas answered
+ALL = "all"  # value of --replicas
+PARTIAL = 7  # exit code if some replicas did not answer
 WAIT_SECONDS = {"metrics": 3.0, "check": 60.0, "conversations": 30.0, "explain": 30.0}
 OTHERS_SECONDS = 5.0
 WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Of the command `name`."""
+    """Add the flags for several daemons to the command `name`."""
     parser.add_argument(
-        "--replica", default="", metavar="NAME", help="of --replicas, this one alone"
+        "--replica", default="", metavar="NAME", help="ask only this one of --replicas"
     )
     if name not in ACTS:
         return
@@ -48,22 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         type=float,
         default=seconds,
         metavar="SECONDS",
-        help=f"how long each of several replicas may take to answer (default: {seconds:g})",
+        help=f"how long to wait for each replica (default: {seconds:g})",
     )
     if name == "metrics":
         parser.add_argument(
             "--listen",
             default="",
             metavar="HOST:PORT",
-            help="serve those of all replicas there, for Prometheus, until Ctrl-C (port 0: any free one)",
+            help="serve the metrics of all replicas for Prometheus, until Ctrl-C (port 0: any free port)",
         )
         parser.add_argument(
-            "--insecure", action="store_true", help="let other machines reach what --listen serves"
+            "--insecure", action="store_true", help="let other machines reach --listen"
         )
 
 
 def several(resolved: Resolved) -> Discovery | None:
-    """Who knows the replicas that were named; None where it is one daemon."""
+    """Return the discovery of the replicas that are named; None if only one daemon is meant."""
     from pensieve.client.fleet import FixedReplicas, SharedReplicas, replicas_of
 
     replicas, address = resolved.settings.replicas, resolved.settings.daemon
@@ -73,7 +72,7 @@ def several(resolved: Resolved) -> Discovery | None:
         asked, tls = address_of(resolved)
         return SharedReplicas(asked, token=resolved.settings.token, tls=tls)
     if replicas and resolved.sources["daemon"] == "flag":
-        raise InvalidArgument("--address", "names daemons and so does --replicas: leave out one")
+        raise InvalidArgument("--address", "leave it out: --replicas names the daemons already")
     if replicas:
         return FixedReplicas(replicas_of(replicas, "--replicas"))
     if address and "," in address:
@@ -86,14 +85,14 @@ def named(discovery: Discovery, name: str) -> Replica:
     for each in replicas:
         if each.name == name:
             return each
-    raise NotFound(f"there is no replica {name!r}: {_names(replicas)}")
+    raise NotFound(f"there is no replica {name!r}; there are {_names(replicas)}")
 
 
 def check_alone(arguments: argparse.Namespace) -> None:
-    """Of a command to one daemon: flags that would be ignored."""
+    """Refuse flags that have no effect on one daemon."""
     for flag in ("replica", "listen"):
         if getattr(arguments, flag, ""):
-            raise InvalidArgument(f"--{flag}", "is for several daemons (--replicas NAME=A,…)")
+            raise InvalidArgument(f"--{flag}", "needs several daemons: pass --replicas NAME=A,…")
 
 
 async def listed(discovery: Discovery) -> Sequence[Replica]:
@@ -105,10 +104,10 @@ def run(arguments: argparse.Namespace, resolved: Resolved, discovery: Discovery)
     if act is None:
         replicas = asyncio.run(listed(discovery))
         raise InvalidArgument(
-            "--replica", f"must say which, for {arguments.kind} is of one: {_names(replicas)}"
+            "--replica", f"is missing: {arguments.kind} works on one of {_names(replicas)}"
         )
     if not 0 < arguments.wait <= 3600:
-        raise InvalidArgument("--wait", "is a number of seconds above 0, at most 3600")
+        raise InvalidArgument("--wait", "must be a number of seconds above 0, and at most 3600")
 
     async def go() -> int:
         from pensieve.client.fleet import Fleet
@@ -192,7 +191,7 @@ async def explain(fleet: Fleet, arguments: argparse.Namespace) -> int:
 
     found = await fleet.explain(arguments.conversation, arguments.tenant)
     for answer in found:
-        if isinstance(answer.error, InvalidArgument):  # a tenant must be named
+        if isinstance(answer.error, InvalidArgument):  # --tenant is missing
             raise answer.error
     denials = [answer.error for answer in found if isinstance(answer.error, NotFound)]
     if denials and len(denials) == len(found):
@@ -266,7 +265,7 @@ def _names(replicas: Sequence[Replica]) -> str:
 
 
 def _rows(found: Sequence[ReplicaAnswer[Any]]) -> list[dict[str, Any]]:
-    """What every JSON output has of each replica."""
+    """Return the fields of each replica that all JSON output has."""
     return [
         {
             "name": each.replica.name,
@@ -293,7 +292,7 @@ def _stats_values(found: Sequence[ReplicaAnswer[Any]]) -> dict[str, Any]:
 
 
 def _is_partial(found: Sequence[ReplicaAnswer[Any]]) -> bool:
-    """Whether somebody's answer is missing; that a conversation is not there is an answer."""
+    """Whether a replica did not answer.  NotFound is an answer."""
     return any(each.error is not None and not isinstance(each.error, NotFound) for each in found)
 
 
@@ -302,7 +301,7 @@ def _code(found: Sequence[ReplicaAnswer[Any]]) -> int:
 
 
 def show(what: RenderableType) -> None:
-    """On a terminal as wide as that is; elsewhere WIDTH."""
+    """Print a table, as wide as the terminal, or WIDTH columns elsewhere."""
     import sys
 
     from rich.console import Console
@@ -311,7 +310,7 @@ def show(what: RenderableType) -> None:
 
 
 def silent(found: Sequence[ReplicaAnswer[Any]]) -> Iterator[str]:
-    """A line for each replica that did not answer."""
+    """Yield a line for each replica that did not answer."""
     for each in found:
         if each.error is not None and not isinstance(each.error, NotFound):
             yield f"{each.replica.name} does not answer: {each.reason}"
@@ -368,7 +367,7 @@ def stats_table(found: Sequence[ReplicaAnswer[pb.Stats]]) -> RenderableType:
 
 
 def _total_lines(total: Mapping[str, Any]) -> Iterator[str]:
-    """Of all together, what has no column."""
+    """Yield the totals that have no column."""
     cached, stored = total["conversations_cached"], total["conversations_stored"]
     yield f"{cached:,} conversations cached of {stored:,}"
     yield (
@@ -389,18 +388,19 @@ def _total_lines(total: Mapping[str, Any]) -> Iterator[str]:
     if refusals:
         yield "refused: " + ", ".join(f"{count:,} {reason}" for reason, count in refusals.items())
     if total["more"].get("history_problems"):
-        yield "the history is damaged and takes no changes"
+        yield "the history is damaged and read-only"
 
 
 def _names_differ(found: Sequence[ReplicaAnswer[pb.Stats]]) -> Iterator[str]:
     for each in found:
         own = each.value.replica if each.value is not None else ""
         if own and each.replica.is_named and own != each.replica.name:
-            yield f"{each.replica.name} ({each.replica.address}) calls itself {own}"
+            yield f"{each.replica.name} ({each.replica.address}) has the name {own}"
 
 
 def conversations_table(
-    found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]], held: Sequence[Held]
+    found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]],
+    held: Sequence[HeldConversation],
 ) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
@@ -434,18 +434,18 @@ def explained(
 
     tenants = {each.value.tenant for each in found if each.value is not None}
     whose = "".join(f" of tenant {name}" for name in sorted(tenants) if name)
-    who = f"{owner.name} serves it: {owner.known_by}" if owner else "nobody knows who serves it"
+    who = f"{owner.name} serves it: {owner.known_by}" if owner else "its owner is unknown"
     if owner is None and (count := num_histories(found)) > 1:
-        who = f"there are {count} of this id, in histories of their own"
+        who = f"there are {count} conversations with this id, in separate histories"
     yield f"conversation {conversation_id}{whose}: {who}"
     for each in found:
         if each.value is None:
             continue
         value = each.value
         is_stale = owner is not None and owner.name != each.replica.name and holds_kv(value)
-        running = ", a turn of it runs" if value.running else ""
+        running = ", a turn is running" if value.running else ""
         if not value.runs:
-            yield f"{each.replica.name}: nothing of it is cached{running}"
+            yield f"{each.replica.name}: nothing is cached{running}"
         else:
             yield f"{each.replica.name}:{' stale,' * is_stale} KV is cached{running}"
         for run in value.runs:
@@ -456,7 +456,7 @@ def explained(
             yield f"  {seconds_text(event.seconds_ago)} ago: {event.text}"
     unknown = [each.replica.name for each in found if isinstance(each.error, NotFound)]
     if unknown:
-        yield f"not known to {', '.join(unknown)}"
+        yield f"unknown to {', '.join(unknown)}"
     yield from silent(found)
 
 

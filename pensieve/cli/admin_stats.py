@@ -1,4 +1,4 @@
-"""The figures of a daemon as a table for a terminal (`pensieve admin stats` and `watch`)."""
+"""Show the figures of a daemon as a table (`pensieve admin stats` and `watch`)."""
 
 from __future__ import annotations
 
@@ -49,15 +49,17 @@ def stats_table(stats: pb.Stats) -> RenderableType:
         "conversations", f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
     )
     if stats.more.get("erasure_pending"):
-        table.add_row("", "the files still hold text that was deleted")
+        table.add_row("", "deleted text is not erased from the files yet")
     _add_service(table, stats.service)
     if stats.more.get("history_problems"):
-        table.add_row("", "the history is damaged and takes no changes")
+        table.add_row("", "the history is damaged and read-only")
     if stats.more.get("disk_full"):
-        table.add_row("", "the disk of the history is full; conversations can be read and deleted")
+        table.add_row(
+            "", "the disk of the history is full: conversations can only be read and deleted"
+        )
     if stats.more.get("backup_failing"):
         age = seconds_text(stats.more["backup_age_seconds"])
-        table.add_row("", f"the backup lacks what came in the last {age}")
+        table.add_row("", f"the backup fails: it lacks the last {age}")
     history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
     table.add_row(
         "history from",
@@ -79,7 +81,7 @@ def stats_table(stats: pb.Stats) -> RenderableType:
 
 
 def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
-    """What the engine has attained of its objectives, and what stood in the way."""
+    """Add how well the engine met its objectives."""
     for name, kind in (("tbt", "tokens"), ("ttft", "first tokens")):
         if (objective := more.get(f"{name}_objective_seconds", 0.0)) and more[f"{name}_count"]:
             table.add_row(
@@ -90,30 +92,30 @@ def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
     refused = more.get("refused_for_ttft", 0)
     if refused or more.get("queue_wait_seconds"):
         waits = _milliseconds(more["queue_wait_seconds"])
-        table.add_row("", f"another turn would wait {waits}; {refused:,.0f} were refused for it")
+        table.add_row("", f"a new turn would wait {waits}; {refused:,.0f} were refused for it")
     if stalls := more.get("stalls", 0):
-        table.add_row("stalls", f"{stalls:,.0f} gaps between tokens since the engine started")
+        table.add_row("stalls", f"{stalls:,.0f} long gaps between tokens since the engine started")
     if more.get("suspensions") or more.get("preemptions"):
         table.add_row(
             "suspended",
-            f"{more['suspensions']:,.0f} times, {more['preemptions']:,.0f} for turns that were next; "
+            f"{more['suspensions']:,.0f} times, {more['preemptions']:,.0f} for turns with priority; "
             f"p50 {_milliseconds(more['suspended_p50_seconds'])}, "
             f"p99 {_milliseconds(more['suspended_p99_seconds'])} in the last 5 minutes",
         )
 
 
 def _add_work(table: Any, more: Mapping[str, float]) -> None:
-    """How the engine's time was used."""
+    """Add how the engine's time was used."""
     if more.get("iterations_predicted"):
         table.add_row(
             "predicted",
-            f"iterations to within {more['iteration_error_p50']:.0%} (median) and "
-            f"{more['iteration_error_p90']:.0%} (p90) of what they took",
+            f"iteration times, with an error of {more['iteration_error_p50']:.0%} (median) and "
+            f"{more['iteration_error_p90']:.0%} (p90)",
         )
         table.add_row(
             "budget",
-            f"{more['token_budget_used']:.0%} of the token budget used; for nothing "
-            f"{more['idle_share']:.1%} of what was computed, {more['rows_padded']:,.0f} padded rows",
+            f"{more['token_budget_used']:.0%} of the token budget used; wasted compute "
+            f"{more['idle_share']:.1%}, {more['rows_padded']:,.0f} padded rows",
         )
     prefix = "tenant_tokens."
     of_tenants = {
@@ -134,7 +136,7 @@ def _add_service(table: Any, service: pb.Service) -> None:
     heard = f"{seconds_text(service.heartbeat_age_seconds)} ago"
     table.add_row(
         "service",
-        f"{known if service.HasField('connections') else ''}{service.calls:,} calls; engine heard of "
+        f"{known if service.HasField('connections') else ''}{service.calls:,} calls; engine heartbeat "
         f"{heard if service.HasField('heartbeat_age_seconds') else 'never'}",
     )
     table.add_row(

@@ -1,8 +1,7 @@
-"""`pensieve backup` and `pensieve restore`: copies of a history in a folder, and the way back.
+"""`pensieve backup` and `pensieve restore`: copy a history into a folder, and back.
 
-`backup` reads the history itself, also while daemons write to it, and checks the copy. `restore` needs the
-data folder for itself.
-"""
+`backup` reads the history also while daemons write to it, and checks the copy. `restore` needs the data
+folder for itself."""
 
 from __future__ import annotations
 
@@ -23,33 +22,37 @@ def add_parser(commands: Any) -> None:
     backup = commands.add_parser(
         "backup",
         help="copy a history into a folder, also while a daemon serves it",
-        description="Copy the whole history into a folder, and check the copy. A daemon may be serving it. "
-        "For a copy that is always up to date, see `pensieve serve --backup`.",
+        description="Copy the whole history into a folder, and check the copy. A daemon may run meanwhile. "
+        "`pensieve serve --backup` keeps a backup up to date.",
     )
-    backup.add_argument("folder", type=Path, metavar="FOLDER", help="where to; made if missing")
+    backup.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder of the backup; made if missing"
+    )
     backup.add_argument("--json", action="store_true", help="print JSON")
     add_settings(backup, settings_named("data", "store"))
     backup.set_defaults(run=with_settings(back_up))
     restoring = commands.add_parser(
         "restore",
-        help="make a history from a backup, as it was at some moment",
-        description="Make the history in --data from a backup: its latest moment, or the latest one that "
-        "is not after --at. Everything is checked before it is put into place.",
+        help="restore a history from a backup, as of a point in time",
+        description="Restore the history in --data from a backup: its latest state, or the latest one not "
+        "after --at. The history is checked before it is put in place.",
     )
     restoring.add_argument("folder", type=Path, metavar="FOLDER", help="the backup")
     restoring.add_argument(
-        "--list", action="store_true", help="only print which moments the backup has"
+        "--list", action="store_true", help="only list the points in time that the backup has"
     )
     restoring.add_argument(
-        "--at", metavar="TIME", help="such as 2026-11-22T03:18 (UTC, or with an offset: +01:00)"
+        "--at",
+        metavar="TIME",
+        help="a time such as 2026-11-22T03:18 (UTC), or 2026-11-22T03:18+01:00",
     )
     restoring.add_argument(
         "--last-good",
         action="store_true",
-        help="where a file is damaged or missing, restore what was before it",
+        help="if a file of the backup is damaged or missing, restore the state before it",
     )
     restoring.add_argument(
-        "--replace", action="store_true", help="overwrite the history that --data has"
+        "--replace", action="store_true", help="replace an existing history in --data"
     )
     restoring.add_argument("--json", action="store_true", help="print JSON")
     add_settings(restoring, settings_named("data"))
@@ -63,18 +66,18 @@ def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
     folder, data, url = arguments.folder.absolute(), resolved.settings.data, resolved.settings.store
     if url and not url.startswith(SQLITE_SCHEME):
-        raise ConfigError("PostgreSQL has backups of its own: see docs/postgresql.md")
+        raise ConfigError("--store: back PostgreSQL up with its own tools (docs/postgresql.md)")
     database = path_of(url) if url else data / DATABASE_NAME
     if not database.exists():
-        raise ConfigError(f"{database} is not there; see --data and --store")
+        raise ConfigError(f"there is no history {database}; see --data and --store")
     with closing(Backup(folder, database)) as backup:
         base = backup.write()
     path = folder / f"generation-{base.generation:06}"
     if problems := check_database(path / BASE_NAME):
-        raise BackupDamaged(f"{path} holds a history that is damaged itself: {problems[0]}")
+        raise BackupDamaged(f"the history itself is damaged: {problems[0]}; the copy is in {path}")
     figures = {"generation": base.generation, "time": base.time, "bytes": base.num_bytes}
-    words = f"{path} has the history as of {_shown(base.time)}, {base.num_bytes / 2**20:,.1f} MiB"
-    print(json.dumps(figures) if arguments.json else f"{words}; it was checked")
+    words = f"{path} has the history as of {_shown(base.time)} ({base.num_bytes / 2**20:,.1f} MiB)"
+    print(json.dumps(figures) if arguments.json else f"{words}; the copy was checked")
     return 0
 
 
@@ -100,7 +103,7 @@ def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
         f"to {resolved.settings.data}"
     )
     if restored.damage:
-        print(f"what came later is damaged or missing: {restored.damage}")
+        print(f"later states are damaged or missing: {restored.damage}")
     return 0
 
 
@@ -123,7 +126,9 @@ def _time(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise InvalidArgument("--at", f"is a time such as 2026-11-22T03:18, not {text!r}") from None
+        raise InvalidArgument(
+            "--at", f"must be a time such as 2026-11-22T03:18, not {text!r}"
+        ) from None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 

@@ -1,13 +1,11 @@
-"""`pensieve batch` has a file of requests answered by a daemon, as a job that goes on without it.
+"""`pensieve batch`: answer a file of requests as a job of a daemon.
 
-    FILE ──> the job of this file ──> wait until it has ended ──> OUT and the file of errors
-             (found, or created)
+    FILE ──> find or create the job ──> wait for its end ──> OUT and the file of errors
 
-The job's id comes from the file's digest, so the same command finds the same job, whatever has happened to
-this process or the daemon meanwhile, and computes nothing again that was answered.  OUT and the file of
-errors are there as a whole or not at all.  Ctrl-C ends the waiting, and not the job (of a daemon that was
-started for it: the job stays in the data folder); it raises only where nothing is under way (ctrl_c.py).
-"""
+The job's id comes from the file's digest. So the same command finds the job again after a crash of this
+process or of the daemon, and answered requests are not computed again. Both output files appear only when
+they are complete. Ctrl-C ends the waiting, not the job. If the daemon was started for this command, the job
+stays in the data folder. Ctrl-C raises only where nothing is under way (ctrl_c.py)."""
 
 from __future__ import annotations
 
@@ -43,14 +41,14 @@ from pensieve.errors import (
 if TYPE_CHECKING:
     from pensieve.client import Client, Job
 
-LOOK_SECONDS = (0.05, 1.0)  # between two looks at the job: at first, and at most
+LOOK_SECONDS = (0.05, 1.0)  # between two queries of the job: first, and maximum
 ERRORS_SHOWN = 10
-NAME_CHARACTERS_MAX = 60  # of the file, as the job's name
+NAME_CHARACTERS_MAX = 60  # of the file name, which names the job
 DIGEST_DIGITS = 16  # of the file, in the job's id
-LINE_SECONDS = 10.0  # between two lines, where they stay
+LINE_SECONDS = 10.0  # between two lines in a log
 CLEAR = "\r\x1b[K"
 STATES = {
-    "receiving": "its file is on its way",
+    "receiving": "the file is being sent",
     "checking": "checking the lines",
     "waiting": "waits for its turn",
     "paused": "paused (`pensieve admin jobs resume` lets it go on)",
@@ -60,30 +58,34 @@ STATES = {
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "batch",
-        help="have a file of requests answered, beside the conversations",
+        help="answer a file of requests, with lower priority than conversations",
         description="Answer a file of requests in OpenAI's Batch format (JSON lines with custom_id, method, "
-        "url and body): through the daemon at --address, else through a `pensieve serve` that has the data "
-        "folder, else through one that is started for it. What requests begin with alike is computed once. "
-        "The same command again goes on with the same job, and answers nothing twice.",
+        "url and body). The command uses the daemon at --address, or the `pensieve serve` that has the data "
+        "folder, or else starts a daemon of its own. Common beginnings of requests are computed once. Repeat "
+        "the command to continue an interrupted job: no line is answered twice.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="the requests, one in each line")
+    parser.add_argument("file", type=Path, metavar="FILE", help="file of requests, one per line")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="OUT", help="the answers, in the order of the lines"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="OUT",
+        help="file for the answers, in the order of the requests",
     )
     parser.add_argument(
         "--errors",
         type=Path,
         metavar="FILE",
-        help="what is wrong with lines, if anything is (default: OUT with .errors before its suffix)",
+        help="file for the errors, if there are any (default: OUT with .errors before its suffix)",
     )
     parser.add_argument(
-        "--name", metavar="ID", help="id of the job (default: from the digest of the file)"
+        "--name", metavar="ID", help="id of the job (default: made from the digest of the file)"
     )
     parser.add_argument(
-        "--again", action="store_true", help="compute all of it again, as a job of its own"
+        "--again", action="store_true", help="answer all requests again, in a new job"
     )
     parser.add_argument(
-        "--check", action="store_true", help="only say what is wrong with the lines"
+        "--check", action="store_true", help="only check the lines, and report errors"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_settings(parser, settings_for(REACH, ENGINE))
@@ -91,15 +93,15 @@ def add_parser(commands: Any) -> None:
 
 
 class Requests(NamedTuple):
-    """The file, as it is now."""
+    """The file of requests, with the digest of its present content."""
 
     path: Path
     sha256: str
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A daemon, and what becomes of a job there when this process ends."""
+class JobDaemon:
+    """The daemon for a job; `goes_on` says what happens to the job when this process ends."""
 
     client: Client
     name: str
@@ -133,7 +135,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     return 0 if job.outcome == "completed" and not job.num_refused else 1
 
 
-# -- what is given --
+# -- arguments --
 
 
 def _requests(path: Path) -> Requests:
@@ -141,32 +143,32 @@ def _requests(path: Path) -> Requests:
         with path.open("rb") as file:
             return Requests(path, hashlib.file_digest(file, "sha256").hexdigest())
     except OSError as error:
-        raise InvalidArgument("FILE", f"{path} cannot be read: {error.strerror}") from error
+        raise InvalidArgument("FILE", f"cannot read {path}: {error.strerror}") from error
 
 
 def _targets(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Where answers and errors go; whatever is wrong with that is said before anything is computed."""
+    """Return the files for answers and errors, checked before anything is computed."""
     output: Path | None = arguments.output
     if arguments.check:
         return Path(), Path()
     if output is None:
-        raise InvalidArgument("-o", "is needed: the file for the answers")
+        raise InvalidArgument("-o", "is missing: name a file for the answers")
     _check_target("-o", output)
     errors = arguments.errors or output.with_name(f"{output.stem}.errors{output.suffix}")
     _check_target("--errors", errors)
     paths = [path.resolve() for path in (arguments.file, output, errors)]
     if len(set(paths)) < len(paths):
-        raise InvalidArgument("-o", "requests, answers and errors are three files")
+        raise InvalidArgument("-o", "requests, answers and errors need three different files")
     return output, errors
 
 
 def _check_target(flag: str, path: Path) -> None:
     if path.is_dir():
         raise InvalidArgument(flag, f"{path} is a folder")
-    if path.exists() and not path.is_file():  # what is written there would take its place
-        raise InvalidArgument(flag, f"{path} is no ordinary file")
+    if path.exists() and not path.is_file():  # writing would replace it
+        raise InvalidArgument(flag, f"{path} is not a regular file")
     if not os.access(path.parent, os.W_OK):
-        raise InvalidArgument(flag, f"nothing can be written to the folder {path.parent}")
+        raise InvalidArgument(flag, f"the folder {path.parent} is missing or not writable")
 
 
 def _shown_name(requests: Requests) -> str:
@@ -184,7 +186,7 @@ def _job_id(arguments: argparse.Namespace, requests: Requests) -> str:
 
 def _reach(
     stack: contextlib.ExitStack, resolved: Resolved, progress: ProgressLine, ctrl_c: CtrlC
-) -> Reached:
+) -> JobDaemon:
     from pensieve.client import Client, Retry
 
     data, address = resolved.settings.data, resolved.settings.daemon
@@ -194,33 +196,33 @@ def _reach(
     if address is None:
         daemon = start_daemon(stack, resolved, "pensieve batch", False, ctrl_c)
         client = stack.enter_context(Client(daemon.address))
-        goes_on = f"it stays in {data} and is not computed meanwhile"
-        return Reached(client, "the engine", goes_on)
+        goes_on = f"it is kept in {data} and stands still meanwhile"
+        return JobDaemon(client, "the engine", goes_on)
     token, tls = resolved.settings.token, tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
         info = reached(first)
     check_whose(resolved, address, info)
 
     def wait(seconds: float) -> None:
-        progress.note(f"{address} cannot answer yet; trying again, Ctrl-C gives up")
+        progress.note(f"{address} is not ready; retrying, Ctrl-C gives up")
         if not ctrl_c.sleep(seconds):
             raise KeyboardInterrupt
 
     client = stack.enter_context(
         Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=wait)
     )
-    return Reached(client, address, "it goes on there by itself")
+    return JobDaemon(client, address, "it continues there")
 
 
 def _found_or_created(
-    daemon: Reached,
+    daemon: JobDaemon,
     job_id: str,
     requests: Requests,
     check_only: bool,
     progress: ProgressLine,
     ctrl_c: CtrlC,
 ) -> Job:
-    """The job of this file; one whose file is on its way, by another process, is waited for."""
+    """Return the job of this file, created if there is none.  Wait if another process is sending the file."""
     jobs = daemon.client.jobs
     while True:
         ctrl_c.check()
@@ -237,24 +239,24 @@ def _found_or_created(
                         check_only=check_only,
                     )
             except AlreadyExists:
-                continue  # another process was quicker
+                continue  # another process created it first
             except PensieveError:
-                ctrl_c.check()  # it may have ended the call
+                ctrl_c.check()  # Ctrl-C may have ended the call
                 raise
         if job.state == "receiving":
-            progress.note("another process sends this file")
+            progress.note("another process is sending this file")
             ctrl_c.sleep(LOOK_SECONDS[1])
             continue
         if job.sha256 != requests.sha256:
             raise AlreadyExists(
-                f"the job {job_id!r} was made from another file than {requests.path} is now; --name gives "
-                "this one another id"
+                f"the job {job_id!r} exists already, for a file with other content than {requests.path}; "
+                "choose another id with --name"
             )
         return job
 
 
 def _ended(client: Client, job: Job, progress: ProgressLine, ctrl_c: CtrlC) -> Job:
-    """The job, once it has ended."""
+    """Wait until the job has ended, and return it."""
     pause, most = LOOK_SECONDS
     while job.state != "ended":
         progress.show(job)
@@ -267,13 +269,13 @@ def _ended(client: Client, job: Job, progress: ProgressLine, ctrl_c: CtrlC) -> J
 
 
 def _way_back(
-    arguments: argparse.Namespace, job_id: str, daemon: Reached, error: BaseException
+    arguments: argparse.Namespace, job_id: str, daemon: JobDaemon, error: BaseException
 ) -> str:
     what = f"pensieve: {error}\n" if isinstance(error, PensieveError) else ""
-    same = "the same command again"
+    same = "repeat the command"
     if arguments.again:
-        same = f"the same command with --name {job_id} in the place of --again"
-    return f"{what}the job is {job_id}: {daemon.goes_on}; {same} goes on with it"
+        same = f"repeat the command with --name {job_id} instead of --again"
+    return f"{what}job {job_id}: {daemon.goes_on}; {same} to continue it"
 
 
 # -- results --
@@ -282,7 +284,7 @@ def _way_back(
 def _write_results(
     client: Client, job_id: str, output: Path, errors: Path, ctrl_c: CtrlC
 ) -> list[str]:
-    """Both files; returns the first errors in words.  Without errors, there is no file of them."""
+    """Write both files, and return the first errors in words.  Without errors there is no file of errors."""
 
     def lines(kind: str) -> Iterator[bytes]:
         for line in client.jobs.results(job_id, kind):
@@ -295,7 +297,7 @@ def _write_results(
     if first:
         _write(errors, chain(first, refused))
     else:
-        errors.unlink(missing_ok=True)  # of an earlier command
+        errors.unlink(missing_ok=True)  # left by an earlier run
     return [_in_words(line) for line in first]
 
 
@@ -303,14 +305,14 @@ def _write(path: Path, lines: Iterable[bytes]) -> None:
     from pensieve.store.durable import new_file
 
     try:
-        with new_file(path, 0o666, shared=True) as file:  # less what the user's umask takes away
+        with new_file(path, 0o666, shared=True) as file:  # limited by the umask
             file.writelines(line + b"\n" for line in lines)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _in_words(line: bytes) -> str:
-    """The error of a line, as `line 4 ("a-4"): max_tokens must be at least 1`."""
+    """Return the error of a line, such as `line 4 ("a-4"): max_tokens must be at least 1`."""
     error: dict[str, Any] = {}
     custom_id = None
     with contextlib.suppress(ValueError, AttributeError):
@@ -356,13 +358,13 @@ def _say(
 
 
 class ProgressLine:
-    """A context manager: in the end, nothing of the changing line is left."""
+    """One changing line on a terminal, or lines in a log.  Leaving the context clears the line."""
 
     def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._now = now
         self._changes = stream.isatty()
-        self._shown = ""  # what stands there, or the state of the last line
+        self._shown = ""  # the line on the terminal, or the state of the last line in a log
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
@@ -377,7 +379,7 @@ class ProgressLine:
         self.end()
 
     def show(self, job: Job) -> None:
-        """The job now; where lines stay, one each LINE_SECONDS and when its state has changed."""
+        """Show the state of a job; in a log, every LINE_SECONDS and when the state changes."""
         if self._changes:
             self._write(line_of(job))
         elif job.state != self._shown or self._now() >= self._shown_at + LINE_SECONDS:
@@ -385,7 +387,7 @@ class ProgressLine:
             print(line_of(job), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
-        """Something else than the job's state; where lines stay, once as long as it is the same."""
+        """Show another text; in a log, not twice in a row."""
         if self._changes:
             self._write(text)
         elif text != self._shown:
@@ -404,7 +406,7 @@ class ProgressLine:
 
 
 def line_of(job: Job) -> str:
-    """Where the job is, in one line."""
+    """Return the state of a job in one line."""
     done = job.num_answered + job.num_refused
     parts = [f"{done:,} of {job.num_lines:,} lines"]
     if job.state in STATES:
@@ -423,7 +425,7 @@ def line_of(job: Job) -> str:
 
 
 def summary_of(job: Job) -> str:
-    """What came of a job that has ended."""
+    """Return the result of a job that has ended."""
     text = f"{job.num_answered:,} of {job.num_lines:,} lines answered"
     if job.num_refused:
         text += f", {job.num_refused:,} refused"

@@ -8,7 +8,7 @@ from typing import Any
 from pensieve.bench.report import Report
 from pensieve.cli.bench_options import add_plot, counts
 
-# By option: the defaults, and with --full those of docs/performance.md.
+# By option: the defaults, and with --full the sizes of docs/performance.md.
 SIZES = {
     "context": ((256, 1024, 4096), (128, 256, 512, 1024, 2048, 4096), "tokens of each turn"),
     "batch": ((8,), (32, 8), "numbers of turns"),
@@ -19,14 +19,17 @@ SIZES = {
 def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "attention",
-        help="attention over scattered pages against torch on keys and values in one piece",
-        description="Times multi_token_attention over pages in random order against torch's fused "
-        "attention on contiguous keys and values (the best of padded batch and loop, with grouped "
-        "heads as they are and folded into rows), against gathering the pages first, and against one "
-        "query at a time. Every answer is checked before it is timed. The default is a dozen shapes.",
+        help="compare attention over scattered pages with torch on contiguous keys and values",
+        description="Time multi_token_attention over pages in random order, and compare it with torch's "
+        "fused attention on contiguous keys and values (the best of padded batch and loop, with grouped "
+        "heads as they are and folded into rows), with gathering the pages first, and with one query at a "
+        "time. Each "
+        "result is checked before it is timed. The default is a dozen shapes.",
     )
     parser.add_argument(
-        "--full", action="store_true", help="the 96 shapes of docs/performance.md: ten minutes"
+        "--full",
+        action="store_true",
+        help="measure the 96 shapes of docs/performance.md, in ten minutes",
     )
     for name, (quick, whole, what) in SIZES.items():
         few, many = (",".join(map(str, each)) for each in (quick, whole))
@@ -43,7 +46,11 @@ def add_parser(kinds: Any) -> None:
         "--dtype", choices=("bfloat16", "float32"), help="measure only this type (default: both)"
     )
     parser.add_argument(
-        "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
+        "--repeats",
+        type=int,
+        default=9,
+        metavar="N",
+        help="repetitions for each median (default: 9)",
     )
     add_plot(parser, "the ratios")
     parser.set_defaults(run=run)

@@ -10,26 +10,27 @@ from pensieve.cli.bench_options import add_model, add_plot
 from pensieve.errors import InvalidArgument
 
 CAPACITY = """\
-The highest load of chats and long documents that a daemon carries within objectives, for three ways to
-schedule prompts. Each way is a daemon of its own, and the same conversations come to each of them:
+Find the highest load of chats and long documents that a daemon serves within objectives, for three ways to
+schedule prompts. Each way has its own daemon, and all get the same conversations:
 
-    ours             prompts join an iteration as far as it is predicted to take no longer than --tbt
-    whole prompts    uncut, beside the turns that generate
-    prefill first    uncut, in a pass of their own before the turns that generate go on
+    ours             an iteration takes as much of a prompt as keeps its predicted time within --tbt
+    whole prompts    uncut, in the iterations of the turns that generate
+    prefill first    uncut, in a separate pass before the turns that generate
 
-A load is carried if the P99 of the time between tokens is within --tbt, the median time to the first token
-within --ttft, and the median time in the queue below 2 s. The highest one is searched by doubling and
-halving. With --rate that load is played to its end instead: gaps, first tokens, tokens per second.
+A daemon serves a load if the P99 of the time between tokens is within --tbt, the median time to the first
+token within --ttft, and the median time in the queue below 2 s. The search doubles and halves the load. With
+--rate, that load is run to its end instead, and gaps, first tokens and tokens per second are printed.
 
-Without --tbt there are two objectives, strict and relaxed: 5 and 25 times an iteration of 32 turns that
-generate behind 4,096 tokens, which is measured first. A search takes half an hour; it says how far it is."""
+Without --tbt there are two objectives, strict and relaxed: 5 and 25 times the time of an iteration of 32
+turns that generate after 4,096 tokens, which is measured first. A search takes half an hour and reports its
+progress."""
 WAYS = ("ours", "whole", "first")
 
 
 def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "capacity",
-        help="the highest load that meets objectives, for three ways to schedule long prompts",
+        help="find the highest load within objectives, for three ways to schedule long prompts",
         description=CAPACITY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,13 +39,13 @@ def add_parser(kinds: Any) -> None:
         ("tbt", float, "S", 0, "objective for the P99 of the time between tokens (default: strict and "
          "relaxed, measured)"),
         ("ttft", float, "S", 0, "objective for the median time to the first token (default: none)"),
-        ("rate", float, "N", 0, "play this load, in conversations per second, and search for none"),
-        ("seconds", float, "S", 60, "conversations begin for so long, in each trial (default: 60)"),
-        ("rounds", int, "N", 1, "with --rate: play it so often, with other conversations (default: 1)"),
-        ("turns", int, "N", 3, "turns of a conversation (default: 3)"),
+        ("rate", float, "N", 0, "run this load, in conversations per second, without a search"),
+        ("seconds", float, "S", 60, "how long conversations start, in each trial (default: 60)"),
+        ("rounds", int, "N", 1, "with --rate: number of runs, each with other conversations (default: 1)"),
+        ("turns", int, "N", 3, "turns per conversation (default: 3)"),
         ("input-tokens", int, "N", 32, "tokens of a message (default: 32)"),
         ("output-tokens", int, "N", 32, "tokens of a reply (default: 32)"),
-        ("documents", float, "SHARE", 0.5, "conversations that begin with a long document (default: 0.5)"),
+        ("documents", float, "SHARE", 0.5, "part of the conversations with a long document (default: 0.5)"),
         ("document-tokens", int, "N", 1000, "mean length of a document (default: 1000)"),
         ("think", float, "S", 1, "seconds between a reply and the next message, exponential (default: 1)"),
         ("seed", int, "N", 0, "seed of the conversations (default: 0)"),
@@ -55,7 +56,7 @@ def add_parser(kinds: Any) -> None:
         "--schedulings",
         metavar="NAME,…",
         default=",".join(WAYS),
-        help=f"which ways are measured (default: {','.join(WAYS)})",
+        help=f"ways to measure (default: {','.join(WAYS)})",
     )
     add_plot(parser, "the P99 of the gaps over the load")
     parser.set_defaults(run=run)
@@ -68,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     names = arguments.schedulings.split(",")
     if unknown := [name for name in names if name not in bench.WAYS]:
-        raise InvalidArgument("schedulings", f"{unknown[0]!r} is none of {', '.join(bench.WAYS)}")
+        raise InvalidArgument(
+            "schedulings", f"must be among {', '.join(bench.WAYS)}, not {unknown[0]!r}"
+        )
     load = OfferedLoad(
         arguments.turns,
         arguments.input_tokens,

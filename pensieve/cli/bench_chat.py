@@ -13,23 +13,23 @@ from pensieve.cli.bench_options import add_model, add_plot
 from pensieve.errors import InvalidArgument
 
 CHAT = """\
-Conversations arrive (all at once, or at a Poisson rate), each sends a message, waits for the whole
-reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:
+Conversations arrive all at once or at a Poisson rate. Each sends a message, waits for the whole reply,
+thinks, and sends the next message, all over gRPC. Measured at the client:
 
     first, later      time to the first token of a conversation's first turn, and of later ones
     gap               between the messages of a stream
-    normalized        time of a turn over its tokens
-    tokens by source  what later turns found on the device, in the host tier, or had to recompute
+    normalized        time of a turn divided by its tokens
+    tokens by source  tokens that later turns found on the device or in the host tier, or recomputed
 
-Before anything is timed, a conversation runs twice, the second time (if the daemon was started here)
-with its KV dropped between the turns: both must get the same replies, token for token. Replies do
-not end by themselves and are greedy, so two runs with one seed do the same work."""
+Before the measurement, a conversation runs twice. The second time its KV is dropped between the turns, if
+the daemon was started here. Both runs must get the same replies, token for token. Replies are greedy and
+have a fixed length, so two runs with the same seed do the same work."""
 
 
 def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "chat",
-        help="conversations with a daemon: time to first token, gaps, tokens per second",
+        help="run conversations with a daemon: time to first token, gaps, tokens per second",
         description=CHAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,11 +137,11 @@ def _shape_of(arguments: argparse.Namespace) -> WorkloadShape:
         if (value := getattr(arguments, name)) is not None
     }
     if any(value < 1 for value in changes.values()):
-        raise InvalidArgument(", ".join(changes), "are at least 1")
+        raise InvalidArgument(", ".join(changes), "must be at least 1")
     for field, name in (("rate", "rate"), ("think_seconds", "think")):
         value = getattr(arguments, name)
         if value is not None:
             if value < 0:
-                raise InvalidArgument(name, "is not negative")
+                raise InvalidArgument(name, "must not be negative")
             changes[field] = value
     return replace(named, **changes)

@@ -17,4 +17,8 @@ def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in text.split(","))
+    """Parse whole numbers with commas between them."""
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise ValueError("must be whole numbers with commas between them") from None

@@ -12,10 +12,10 @@ from pensieve.cli.bench_options import add_model, add_plot, counts
 def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "step",
-        help="an iteration of a model against the time that reading its weights takes",
-        description="Times one iteration (forward, sampling) of turns that generate, alone and beside a "
-        "piece of a prompt, and divides by the time that reading the weights takes at the bandwidth "
-        "measured in between. Before that several turns must get the same tokens in a batch as alone.",
+        help="compare an iteration of a model with the time to read its weights",
+        description="Time one iteration (forward pass and sampling) of turns that generate, alone and with "
+        "a piece of a prompt. Divide by the time to read the weights, at the memory bandwidth measured "
+        "in between. First, several turns must get the same tokens in a batch as alone.",
     )
     add_model(parser, "the shape --shape")
     parser.add_argument(
@@ -38,10 +38,14 @@ def add_parser(kinds: Any) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="prompt tokens beside the turns (default: 256)",
+        help="prompt tokens in the iteration (default: 256)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=15, metavar="N", help="times for each median (default: 15)"
+        "--repeats",
+        type=int,
+        default=15,
+        metavar="N",
+        help="repetitions for each median (default: 15)",
     )
     parser.add_argument(
         "--weights", choices=("native", "int8"), default="native", help="(default: native)"
@@ -50,12 +54,12 @@ def add_parser(kinds: Any) -> None:
         "--kv-dtype",
         choices=("auto", "int8", "fp8"),
         default="auto",
-        help="type that KV is kept in (default: auto, the model's own)",
+        help="type of the cached KV (default: auto, the model's own)",
     )
     parser.add_argument(
         "--parts",
         action="store_true",
-        help="also what each part of the compiled layers takes, and how fast their weights are read",
+        help="also time each part of the compiled layers, and how fast their weights are read",
     )
     add_plot(parser, "the ratios")
     parser.set_defaults(run=run)

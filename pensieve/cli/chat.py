@@ -1,7 +1,7 @@
-"""`pensieve chat` connects a terminal to a daemon, its own or one that runs elsewhere.
+"""`pensieve chat`: connect a terminal to a daemon.
 
-It talks to the daemon at --address, else to the `pensieve serve` that has the same data folder, else to one
-that it starts (reaching.py).  Ctrl-C while the model loads ends the program, in order (ctrl_c.py).
+The daemon is found, or started, as reaching.py says. Ctrl-C while the model loads ends the program in order
+(ctrl_c.py).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--conversation", metavar="ID", help="continue this conversation, or begin it"
+        "--conversation", metavar="ID", help="continue this conversation, or start it"
     )
     parser.add_argument(
         "--prefix",
         metavar="ID",
-        help="begin new conversations under this declared prefix (see `pensieve admin prefixes`)",
+        help="start new conversations with this declared prefix (see `pensieve admin prefixes`)",
     )
     parser.add_argument(
         "-q",
         "--message",
         action="append",
         metavar="TEXT",
-        help="send this, print the reply and exit; several are sent one after the other; -: what standard "
-        "input holds",
+        help="send TEXT, print the reply and exit; repeat the flag to send several messages in turn; `-` "
+        "stands for standard input",
     )
 
 
@@ -58,9 +58,10 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         else:
             chat, name = _with_daemon_at(stack, resolved, address, quiet, ctrl_c)
         ctrl_c.check()
+        chat.warn()
         if arguments.prefix is not None:
             if resolved.sources["system"] == "flag":
-                raise InvalidArgument("--system", "the prefix brings a system prompt of its own")
+                raise InvalidArgument("--system", "the prefix has a system prompt of its own")
             chat.talk.begin_under(arguments.prefix)
         if arguments.conversation is not None:
             if resolved.sources["system"] == "flag":
@@ -81,9 +82,9 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 
 def _messages(given: Sequence[str]) -> list[str]:
-    """The messages of -q, with standard input in the place of -."""
+    """Return the messages of -q, with standard input for `-`."""
     if given.count("-") > 1:
-        raise InvalidArgument("--message", "standard input can be one message only")
+        raise InvalidArgument("--message", "only one message can be read from standard input")
     return [_standard_input() if each == "-" else each for each in given]
 
 
@@ -91,13 +92,13 @@ def _standard_input() -> str:
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
     except UnicodeDecodeError:
-        raise InvalidArgument("--message", "what is on standard input is not UTF-8") from None
+        raise InvalidArgument("--message", "the text on standard input is not UTF-8") from None
 
 
 def _with_daemon_here(
     stack: contextlib.ExitStack, resolved: Resolved, quiet: bool, ctrl_c: CtrlC
 ) -> tuple[ChatTerminal, str]:
-    """A daemon is started in this process; the chat, and what it talks to."""
+    """Start a daemon in this process; return the chat and the name of the model."""
     daemon = start_daemon(stack, resolved, "pensieve chat", quiet, ctrl_c)
     from pensieve.cli.chat_screen import Screen
     from pensieve.cli.chat_terminal import RetryNotice
@@ -146,19 +147,19 @@ def _with_daemon_at(
 def _chat(
     resolved: Resolved,
     quiet: bool,
-    info: ServerInfo | None,  # None: of a daemon of an earlier version
+    info: ServerInfo | None,  # None: a daemon of an earlier version
     client: Client,
-    admin: Callable[[str], Admin],  # of a conversation's daemon
+    admin: Callable[[str], Admin],  # connects to the daemon of a conversation
     ended: Callable[[], bool],
     ctrl_c: CtrlC,
     screen: Screen,
 ) -> ChatTerminal:
     from pensieve.cli.chat_sampling import ChatSampling
-    from pensieve.cli.chat_talk import Manner
+    from pensieve.cli.chat_talk import TalkSettings
     from pensieve.cli.chat_terminal import ChatTerminal
 
     settings = resolved.settings
-    of_the_model = info.sampling if info is not None else None
-    sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
-    manner = Manner(sampling, settings.system or "", bool(settings.stats))
-    return ChatTerminal(client, admin, manner, ended, ctrl_c, screen)
+    defaults, from_model = (info.sampling, info.sampling_from_model) if info else (None, False)
+    sampling = ChatSampling(resolved, defaults, from_model)
+    talk_settings = TalkSettings(sampling, settings.system or "", bool(settings.stats))
+    return ChatTerminal(client, admin, talk_settings, ended, ctrl_c, screen)

@@ -1,14 +1,12 @@
-"""`/set`: how replies are sampled, what is in force and where that comes from.
+"""`/set`: the sampling values of a talk, and where each comes from.
 
-What is set within a talk lasts until the program ends; flags, variables and the file of `--config` say what
-it begins with.  What nobody has set is the model's own: its files say it, and the daemon tells.  Many
-models name nothing.  The daemon then answers greedily, so that the same message has the same reply, and so
-does `chat -q`; but a small model that talks greedily soon says the same over and over.  So a talk has
-values of its own for such a model, those of llama.cpp's server (docs/models.md, Sampling).
+Values come from `/set`, flags, variables and the file of `--config`. The daemon's defaults fill the rest;
+`server_info` tells which they are, and whether the model's files name them.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,13 +15,8 @@ from pensieve.errors import InvalidArgument
 
 SETTINGS = {each.name: each for each in settings_for(TALK) if each.group == "sampling"}
 WIDTH = max(map(len, SETTINGS))
-UNSET = {
-    "max_tokens": "1024, the daemon's default",
-    "seed": "another one for each reply",
-}
-OF_THE_MODEL = "the model's own"
-OF_CHAT = "chat's, as the model names none"
-FOR_A_TALK: Mapping[str, float] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05, "top_k": 40}
+OF_THE_MODEL, OF_THE_DAEMON = "the model's own", "default"
+TEMPERATURE_SANE_MAX = 2.0  # a higher one is allowed, with a warning
 TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # advice against a reply that repeats itself
 
 
@@ -33,19 +26,18 @@ class ChatSampling:
     def __init__(
         self,
         resolved: Resolved,
-        of_the_model: Mapping[str, float] | None = None,  # None: not known
-        is_talk: bool = True,
+        defaults: Mapping[str, float] | None = None,  # of the daemon; None: not known
+        from_model: bool = False,  # the model's files name them
     ) -> None:
-        self._of_the_model = of_the_model or {}
-        self._of_chat = FOR_A_TALK if is_talk and of_the_model == {} else {}
+        self._defaults = defaults or {}
+        self._source = OF_THE_MODEL if from_model else OF_THE_DAEMON
         self._values = {name: getattr(resolved.settings, name) for name in SETTINGS}
         self._sources = {name: resolved.sources[name] for name in SETTINGS}
 
     @property
     def options(self) -> dict[str, Any]:
         """What is sent with a message."""
-        given = {name: value for name, value in self._values.items() if value is not None}
-        return {**self._of_chat, **given}
+        return {name: value for name, value in self._values.items() if value is not None}
 
     def set(self, name: str, text: str) -> None:
         """From `/set NAME TEXT`; the text `default` forgets what was set."""
@@ -64,13 +56,11 @@ class ChatSampling:
         self._check(name)
         value, source = self._values[name], self._sources[name]
         if value is None:
-            for value, source in (
-                (self._of_chat.get(name), OF_CHAT),
-                (self._of_the_model.get(name), OF_THE_MODEL),
-            ):
-                if value is not None:
-                    return f"{name:<{WIDTH}} {value!s:<12} ({source})"
-            return f"{name:<{WIDTH}} {UNSET.get(name, OF_THE_MODEL)}"
+            if name == "seed":
+                return f"{name:<{WIDTH}} a new one for each reply"
+            found = self._defaults.get(name)
+            source = OF_THE_DAEMON if name == "max_tokens" else self._source
+            return f"{name:<{WIDTH}} " + (source if found is None else f"{found!s:<12} ({source})")
         return (
             f"{name:<{WIDTH}} {value!s:<12} ({SETTINGS[name].flag if source == 'flag' else source})"
         )
@@ -80,11 +70,24 @@ class ChatSampling:
 
     def _check(self, name: str) -> None:
         if name not in SETTINGS:
-            raise InvalidArgument("/set", f"knows {', '.join(SETTINGS)}, not {name!r}")
+            near = difflib.get_close_matches(name, SETTINGS, 1)
+            meant = f"Did you mean {near[0]}?" if near else f"It knows {', '.join(SETTINGS)}"
+            raise InvalidArgument("/set", f"unknown setting {name!r}. {meant}")
+
+    @property
+    def warning(self) -> str:
+        """A warning about a temperature that makes replies useless; empty if there is none."""
+        temperature = self.options.get("temperature", 0)
+        if temperature <= TEMPERATURE_SANE_MAX:
+            return ""
+        return (
+            f"[temperature {temperature:g} is very high: above {TEMPERATURE_SANE_MAX:g}, most models "
+            "write nonsense]"
+        )
 
     @property
     def advice(self) -> str:
         """The command that makes it rarer that a reply repeats itself."""
-        now = self.options.get("temperature", self._of_the_model.get("temperature"))
+        now = self.options.get("temperature", self._defaults.get("temperature"))
         hotter = TEMPERATURE if now is None or now < TEMPERATURE else now + TEMPERATURE_STEP
         return f"/set temperature {hotter:.3g}"

@@ -1,12 +1,10 @@
-"""What `pensieve chat` shows: replies, notices that stay, and a line that goes away again.
+"""Show replies, notices that stay, and a temporary line.
 
-A reply goes to standard output as it comes, alone: as Markdown on a terminal (reply_view.py), and as it is
-where there is none, or by `--plain`.  Notices go to standard error, dim on a terminal, each on a line of
-its own; the reply goes on below.  `passing` shows a line until there is something else to show: then it is
-gone, and the reply goes on where it was.
+Standard output has only replies, as they come: as Markdown on a terminal (reply_view.py), unchanged elsewhere
+and with `--plain`. Notices go to standard error, each on its own line; the reply continues below. A temporary
+line (`passing`) disappears when anything else is shown, and the reply continues where it was.
 
-Whatever goes to a terminal has no control characters but ours: what a model or another client has written
-cannot move the cursor, or do whatever else a terminal would.
+Text from models and clients reaches a terminal without control characters, so it cannot move the cursor.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ DIM, PLAIN, CLEAR_LINE, UP = "\x1b[2m", "\x1b[0m", "\r\x1b[K", "\x1b[A"
 
 
 class Screen:
-    """Standard output and standard error, of the main thread alone."""
+    """Standard output and standard error.  Only the main thread uses it."""
 
     def __init__(self, plain: bool = False) -> None:
-        """`plain`: replies are shown as they come."""
+        """`plain`: show replies without rendering Markdown."""
         self._is_terminal = sys.stdout.isatty()
         knows_rows = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
         self._renders = self._is_terminal and knows_rows and not plain
-        self._view: ReplyView | None = None  # the reply that is on the screen
-        self._tail = ""  # of one that is shown as it comes: what stands in the cursor's line
-        self._passing = ""  # the line that goes away again
-        self._is_in_view = False  # it stands below the reply
+        self._view: ReplyView | None = None  # of the reply on the screen
+        self._tail = ""  # of a plain reply: the text in the cursor's line
+        self._passing = ""  # the temporary line
+        self._is_in_view = False  # the temporary line is below a rendered reply
 
     def reply(self, text: str, kind: str = "text") -> None:
-        """A piece of the reply."""
+        """Show the next piece of the reply."""
         self.clear()
         if self._view is None and not self._tail and self._renders_now():
             self._view = ReplyView(_write, shutil.get_terminal_size)
@@ -47,7 +45,7 @@ class Screen:
         self._tail = (self._tail + shown).rpartition("\n")[2]
 
     def reply_ended(self) -> None:
-        """The cursor goes to the beginning of a line."""
+        """End the reply; the cursor goes to the beginning of a line."""
         self.clear()
         view, self._view = self._view, None
         if view is not None:
@@ -57,17 +55,17 @@ class Screen:
         self._tail = ""
 
     def begin_again(self, line: str) -> None:
-        """A line that stays, and says that the reply comes anew."""
+        """Show a notice, and then another reply in place of the present one."""
         self.notice(line)
         self._view = None
 
     def line(self, text: str) -> None:
-        """Lines for standard output that are no reply."""
+        """Print lines that are no reply to standard output."""
         lead = self._below()
         print(lead + (without_control(text) if self._is_terminal else text), flush=True)
 
     def notice(self, line: str) -> None:
-        """A line that stays."""
+        """Print a notice to standard error."""
         lead = self._below()
         sys.stdout.flush()
         if sys.stderr.isatty():
@@ -79,7 +77,7 @@ class Screen:
         )
 
     def passing(self, line: str) -> None:
-        """A line that stays until `clear`; in a log it is written once, and stays."""
+        """Show a temporary line until `clear`.  If standard error is no terminal, the line stays."""
         if line == self._passing:
             return
         self.clear()
@@ -92,12 +90,12 @@ class Screen:
             self._view.note(line)
             return
         lead = "\n" if self._tail else ""
-        shown = line[: shutil.get_terminal_size().columns - 1]  # one row, so that it can go away
+        shown = line[: shutil.get_terminal_size().columns - 1]  # one row, so that it can be cleared
         sys.stderr.write(f"{lead}{DIM}{shown}{PLAIN}")
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the passing line away."""
+        """Remove the temporary line."""
         if not self._passing:
             return
         self._passing = ""
@@ -105,7 +103,7 @@ class Screen:
             self._is_in_view = False
             self._view.note("")
         elif sys.stderr.isatty():
-            # The reply's line is written again, unless it may take several rows.
+            # Write the reply's line again, unless it may take several rows.
             fits = 2 * len(self._tail) < shutil.get_terminal_size().columns
             again = f"{UP}\r{self._tail}" if self._tail and fits else ""
             sys.stderr.write(CLEAR_LINE + again)
@@ -115,7 +113,7 @@ class Screen:
         return self._renders and shutil.get_terminal_size().columns >= COLUMNS_MIN
 
     def _below(self) -> str:
-        """Make room below the reply; what leads there."""
+        """Make room below the reply; return the text that moves the cursor there."""
         self.clear()
         if self._view is not None:
             self._view.cut()

@@ -1,16 +1,13 @@
-"""One conversation of a terminal: messages in, replies streamed out.
+"""Send the messages of a chat and stream the replies to the screen.
 
-A reply that is stopped keeps its text so far, which is what the screen shows (ctrl_c.py).
+A stopped reply keeps the text that the screen shows (ctrl_c.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -21,51 +18,52 @@ from pensieve.client import Client, Conversation, Message, Reply, Restarted, Tur
 from pensieve.client.requests import MessageInput
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnInterrupted
 
-NO_TURN = "there is no turn yet"
-PERIOD_TOKENS_MAX = 200  # a long paragraph
-REPEATED_TOKENS_MIN = 40
+NO_TURN = "this conversation has no turn yet"
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How a person wants to talk."""
+class TalkSettings:
+    """The settings of a chat."""
 
     sampling: ChatSampling
-    system: str  # prompt of new conversations
-    stats: bool  # after each reply
+    system: str  # system prompt of new conversations
+    stats: bool  # show figures after each reply
 
 
 class Talk:
-    """The conversation that the terminal is in, and what new ones begin with."""
+    """The present conversation, and the settings of new ones."""
 
-    def __init__(self, client: Client, manner: Manner, ctrl_c: CtrlC, screen: Screen) -> None:
+    def __init__(
+        self, client: Client, settings: TalkSettings, ctrl_c: CtrlC, screen: Screen
+    ) -> None:
         self.conversation_id = new_id()
-        self.sampling = manner.sampling
-        self.system = manner.system
+        self.sampling = settings.sampling
+        self.system = settings.system
         self.thinking = ""  # of the last reply
+        self.usage: Usage | None = None  # of the last reply
         self._client = client
-        self._stats = manner.stats
+        self._stats = settings.stats
         self._ctrl_c = ctrl_c
         self._screen = screen
-        self._prefix_id = ""  # of new conversations
+        self._prefix_id = ""  # declared prefix of new conversations
 
     def open(self, conversation_id: str) -> None:
-        """Go on with a conversation; one that is new is created with its first message."""
+        """Continue a conversation.  A new one is created with its first message."""
         self.conversation_id = conversation_id
 
     def begin_under(self, prefix_id: str) -> None:
-        """Have new conversations begin under a prefix; NotFound if it is not declared."""
+        """Start new conversations with a declared prefix; NotFound if there is none with this id."""
         self._client.prefix(prefix_id).get()
         self._prefix_id = prefix_id
 
     def begin_with(self, system: str) -> None:
-        """Have new conversations begin with this system prompt."""
+        """Start new conversations with this system prompt."""
         if self._prefix_id:
-            raise InvalidArgument("/system", "the prefix brings a system prompt of its own")
+            raise InvalidArgument("/system", "the prefix has a system prompt of its own")
         self.system = system
 
     def check_system(self, conversation_id: str) -> None:
-        """Refuse a system prompt for a conversation that has begun without it."""
+        """Refuse a system prompt that differs from that of an existing conversation."""
         conversation = self._client.conversation(conversation_id)
         try:
             first = next(conversation.messages(), None)
@@ -73,13 +71,13 @@ class Talk:
             return
         present = first.text if first is not None and first.role == "system" else ""
         if self.system != present:
-            what = "a system prompt of its own" if present else "no system prompt"
+            what = "with another system prompt" if present else "without a system prompt"
             raise InvalidArgument(
-                "--system", f"the conversation {conversation_id} is there already, with {what}"
+                "--system", f"the conversation {conversation_id} exists already, {what}"
             )
 
     def say(self, message: MessageInput, **options: Any) -> Reply:
-        """Stream the reply to the terminal; `options` outrank what is set."""
+        """Send a message and stream the reply to the screen.  `options` override the settings."""
         conversation = self.conversation
         if self.system or self._prefix_id:
             system = "" if self._prefix_id else self.system
@@ -93,30 +91,26 @@ class Talk:
         self._screen.reply_ended()
         try:
             reply = turn.reply
-        except TurnInterrupted as error:  # it was given up
-            raise TurnInterrupted(f"{error}; /messages shows what is in the history") from None
+        except TurnInterrupted as error:
+            raise TurnInterrupted(f"{error}; /messages shows what was kept") from None
+        self.usage = reply.usage
+        if reply.finish_reason == "repetition":
+            advice = self.sampling.advice
+            self._screen.notice(f"[stopped: the reply repeated itself. {advice} makes this rarer]")
         if self._stats:
             self._screen.notice(cost_line(reply.usage))
         return reply
 
     def _stream(self, turn: Turn) -> None:
-        repetition: Repetition | None = Repetition()  # until it is noticed
         self.thinking = ""
         for event in turn:
             if isinstance(event, Restarted):
-                self._screen.begin_again("[the engine was started again; so is the reply]")
+                self._screen.begin_again("[the engine restarted; the reply begins again]")
                 self.thinking = ""
-                repetition = repetition and Repetition()
                 continue
             self._screen.reply(event.text, event.kind)
             if event.kind == "thinking":
                 self.thinking += event.text
-            if repetition is not None and repetition.push(event.token_ids):
-                repetition = None
-                advice = self.sampling.advice
-                self._screen.notice(
-                    f"[the reply repeats itself: Ctrl-C stops it, {advice} makes that rarer]"
-                )
 
     # -- its history --
 
@@ -125,14 +119,14 @@ class Talk:
         return self._client.conversation(self.conversation_id)
 
     def messages(self) -> list[Message]:
-        """None for one that has not begun."""
+        """Return the messages of the present conversation; none if it does not exist yet."""
         try:
             return list(self.conversation.messages())
         except NotFound:
             return []
 
     def take_back(self, command: str, num_turns: int = 1) -> list[Message]:
-        """Rewind the last turns; the messages that they had."""
+        """Rewind the last turns, and return their messages."""
         try:
             expected_revision = self.conversation.get().revision
         except NotFound:
@@ -142,27 +136,28 @@ class Talk:
         if not revisions:
             raise InvalidArgument(command, NO_TURN)
         if num_turns > len(revisions):
-            found = "is one turn" if len(revisions) == 1 else f"are {len(revisions)} turns"
-            raise InvalidArgument(command, f"there {found}")
+            found = "one turn" if len(revisions) == 1 else f"{len(revisions)} turns"
+            raise InvalidArgument(command, f"this conversation has only {found}")
         to_revision = revisions[-1 - num_turns] if num_turns < len(revisions) else 0
         self.conversation.rewind(to_revision, expected_revision=expected_revision)
         return [each for each in messages if each.revision > to_revision]
 
 
 def new_id() -> str:
-    return f"chat-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    """Return an id that is short enough to type, and that no other conversation has."""
+    return f"chat-{secrets.token_hex(6)}"
 
 
 def _cancel(turn: Turn) -> None:
-    """In a thread of its own.  Where it fails, the reply has ended, or another press gives up."""
+    """Cancel a turn, in a thread of its own. If that fails, the turn has ended, or another press gives up."""
     with contextlib.suppress(
         PensieveError, ValueError
-    ):  # gRPC's, for a client that is closed meanwhile
+    ):  # gRPC raises ValueError for a client that was closed meanwhile
         turn.cancel()
 
 
 def cost_line(usage: Usage) -> str:
-    """Where the tokens of a turn came from, and how fast it was."""
+    """Return where the tokens of a turn came from, and how fast it was."""
     seconds = usage.total_seconds - usage.first_token_seconds
     shared = f"; {usage.shared_tokens} of {usage.shared_from}" if usage.shared_tokens else ""
     rate = max(usage.output_tokens - 1, 0) / seconds if seconds > 0 else 0.0
@@ -173,28 +168,3 @@ def cost_line(usage: Usage) -> str:
         f"first token {usage.first_token_seconds * 1e3:.0f} ms | "
         f"{usage.output_tokens} tokens at {rate:.1f}/s]"
     )
-
-
-class Repetition:
-    """Notices a reply that says the same over and over, while it streams.
-
-    For each period p it counts for how long each token has been the one p tokens before.  A reply repeats
-    itself once that has lasted for two more periods (so the same came three times) and for
-    REPEATED_TOKENS_MIN tokens (so that a row of dashes is none).  Lists and tables that differ in an item
-    break every count.
-    """
-
-    def __init__(self) -> None:
-        self._last: deque[int] = deque(maxlen=PERIOD_TOKENS_MAX)  # the newest first
-        self._lasted = [0] * PERIOD_TOKENS_MAX  # of period p at p - 1: equal tokens in a row
-
-    def push(self, token_ids: Iterable[int]) -> bool:
-        """Whether the reply repeats itself, with these tokens."""
-        found = False
-        for token in token_ids:
-            for index, before in enumerate(self._last):
-                lasted = self._lasted[index] + 1 if before == token else 0
-                self._lasted[index] = lasted
-                found |= lasted >= max(2 * (index + 1), REPEATED_TOKENS_MIN)
-            self._last.appendleft(token)
-        return found

@@ -1,67 +1,89 @@
-"""`pensieve chat` at a terminal: lines in, which are messages or /commands, and what comes of them out.
+"""Read lines of a chat, and send them as messages or run them as /commands.
 
-Each command shows what it did, or is refused in one line.  Ctrl-C ends the turn and keeps the text of its
-reply so far, which is what the screen shows; at the prompt it clears the line (ctrl_c.py).  Ctrl-D ends the
-program.
-"""
+Each command prints its result, or one line that says why it was refused. Ctrl-C stops a reply, whose text so
+far is kept, or clears the line at the prompt (ctrl_c.py). Ctrl-D ends the program."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pensieve.cli.admin_stats import seconds_text
 from pensieve.cli.chat_list import ChatList
 from pensieve.cli.chat_sampling import SETTINGS
 from pensieve.cli.chat_screen import Screen
-from pensieve.cli.chat_talk import Manner, Talk, new_id
+from pensieve.cli.chat_talk import NO_TURN, Talk, TalkSettings, new_id
 from pensieve.cli.conversation_lines import line_of, markdown_of, openai_message
+from pensieve.cli.conversation_table import (
+    CACHED_MAX,
+    Cached,
+    by_id,
+    cached_by_id,
+    cached_text,
+    shortened,
+)
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.line_editor import LineEditor
-from pensieve.client import Client, Message
+from pensieve.client import Client, Message, Usage
 from pensieve.client.admin import Admin
-from pensieve.errors import InvalidArgument, PensieveError, Unavailable
+from pensieve.errors import (
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    from pensieve.v1 import admin_pb2 as pb
 
 HELP = """\
-/help              this list
-/new [ID]          begin another conversation
-/system [TEXT]     begin another one with this system prompt; alone: which it is
-/list [PAGE]       your conversations, the latest first
-/resume WHICH      go on with one: its number in the list, or how its id begins
-/messages          the messages of this one
-/thinking          what the model thought before its last reply
-/retry             take back the last reply and have another one
-/edit [TEXT]       say the last message in other words; alone: change it here
-/rewind [N]        take back the last turn, or the last N; also /undo
-/fork [ID]         go on with a copy of this conversation
+/help              show this list
+/new [ID]          start a new conversation; the system prompt stays
+/system [TEXT]     start a new one with this system prompt; TEXT `none`: with
+                   none; without TEXT: show the prompt
+/list [PAGE]       list your conversations, newest first
+/resume WHICH      continue one: its number in the list, or how its id begins
+/messages          show the messages of this conversation
+/thinking          show what the model thought before its last reply
+/retry             discard the last reply and generate another one
+/edit [TEXT]       replace your last message; without TEXT: edit it here
+/rewind [N]        remove the last N turns (default: 1); also /undo
+/fork [ID]         continue with a copy of this conversation
 /save FILE         write it as Markdown, or as JSON if FILE ends with .jsonl
-/set [NAME VALUE]  temperature, top_p, min_p, top_k, max_tokens or seed, until
-                   you leave; alone: what is in force. `default` takes it back
-/delete            forget this conversation, on disk as well
-/stats             what the engine has done
+/set [NAME VALUE]  set temperature, top_p, min_p, top_k, max_tokens or seed for
+                   this chat; VALUE `default` resets it; without NAME: show all
+/delete            delete this conversation, also on disk; it asks first
+/stats             show figures of this conversation and of the daemon
 /bye               leave; also /quit, /exit or Ctrl-D
-Several lines      paste them; or end a line with \\; or Alt-Enter begins
-                   another; or put \"\"\" before the first and after the last
-Ctrl-C             stop the reply; its text so far stays. At the prompt: clear
+Several lines      paste them; or end a line with \\; or press Alt-Enter; or put
+                   \"\"\" before the first and after the last
+Ctrl-C             stop the reply and keep its text so far; at the prompt: clear
                    the line
-Ctrl-R             search what you have typed before
-Tab                completes commands, what can be set, and ids after /resume"""
+Ctrl-R             search the lines that you have typed before
+Tab                completes commands, settings, and ids after /resume"""
 
+NEAR = 0.7  # similarity of a command that is suggested
+PROMPT_COLUMNS = 60  # of a system prompt that a line quotes
 GOODBYES = ("/bye", "/quit", "/exit")
 
 
 class Commands:
-    """What a person may do with conversations beside talking."""
+    """The /commands of a chat."""
 
     def __init__(
         self,
         talk: Talk,
         client: Client,
-        admin: Callable[[str], Admin],  # of a conversation's daemon
+        admin: Callable[[str], Admin],  # connects to the daemon of a conversation
         ctrl_c: CtrlC,
         screen: Screen,
     ) -> None:
@@ -70,8 +92,10 @@ class Commands:
         self._admin = admin
         self._ctrl_c = ctrl_c
         self._screen = screen
-        self._listed = ChatList(client)
-        self._editor: LineEditor | None = None  # from which the command came
+        self._listed = ChatList(
+            client, lambda conversation_id: cached_by_id(partial(admin, conversation_id))
+        )
+        self._editor: LineEditor | None = None  # where the command was typed
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/new": self._new,
@@ -92,15 +116,17 @@ class Commands:
         }
 
     def run(self, line: str, editor: LineEditor) -> None:
-        """One command, as it was typed."""
+        """Run the command that a line holds."""
         name, _, argument = line.partition(" ")
         if name not in self._commands:
-            raise InvalidArgument(name, "is no command; /help lists them")
+            near = difflib.get_close_matches(name, [*self._commands, *GOODBYES], 1, NEAR)
+            meant = f"Did you mean {near[0]}?" if near else "(try /help)"
+            raise InvalidArgument("unknown command", f"{name}{'.' if near else ''} {meant}")
         self._editor = editor
         self._commands[name](argument.strip())
 
     def completions(self, line: str) -> list[str]:
-        """Words that may stand where a line ends."""
+        """Return words that may end a line."""
         name, space, _ = line.partition(" ")
         if not space and line.startswith("/"):
             return [*self._commands, *GOODBYES]
@@ -108,7 +134,7 @@ class Commands:
             return list(SETTINGS)
         if name == "/resume":
             with contextlib.suppress(PensieveError):
-                return self._listed.latest()
+                return self._listed.newest()
         return []
 
     # -- conversations --
@@ -117,39 +143,46 @@ class Commands:
         self._screen.line(HELP)
 
     def _new(self, argument: str) -> None:
-        self._talk.open(argument or new_id())
-        self._screen.line(f"conversation {self._talk.conversation_id}")
+        self._open(argument or new_id())
+        if self._talk.system:
+            prompt = shortened(self._talk.system, PROMPT_COLUMNS).rstrip()
+            self._screen.line(f"the system prompt stays: {prompt}  (/system changes it)")
+
+    def _open(self, conversation_id: str) -> None:
+        self._talk.open(conversation_id)
+        self._screen.line(f"conversation {conversation_id}")
 
     def _system(self, argument: str) -> None:
-        """It is fixed for a conversation's life, so another one begins."""
+        """Start another conversation: a system prompt is fixed for a conversation's life."""
         if argument:
-            self._talk.begin_with(argument)
-            self._new("")
-        else:
-            new = self._talk.system or "none"
-            self._screen.line(f"system prompt of new conversations: {new}")
+            self._talk.begin_with("" if argument == "none" else argument)
+            self._open(new_id())
+        self._screen.line(f"system prompt of new conversations: {self._talk.system or 'none'}")
 
     def _list(self, argument: str) -> None:
         if argument and not (argument.isdecimal() and int(argument)):
-            raise InvalidArgument("/list", f"takes the number of a page, not {argument!r}")
+            raise InvalidArgument("/list", f"needs the number of a page, not {argument!r}")
         lines = self._listed.page(int(argument or "1"), self._talk.conversation_id)
-        self._screen.line("\n".join(lines or ["none yet" if not argument else "no more"]))
+        self._screen.line(
+            "\n".join(
+                lines or ["no conversations yet" if not argument else "there is no such page"]
+            )
+        )
 
     def _resume(self, argument: str) -> None:
         name = self._listed.find(argument) if argument else self._talk.conversation_id
         messages = list(self._client.conversation(name).messages())
-        self._talk.open(name)
-        self._screen.line(f"conversation {name}")
+        self._open(name)
         self._show(messages[-2:])
 
     def _messages(self, argument: str) -> None:
         messages = self._talk.messages()
         if not messages:
-            self._screen.line("none yet")
+            self._screen.line("no messages yet")
         self._show(messages)
 
     def _thinking(self, argument: str) -> None:
-        self._screen.line(self._talk.thinking.strip() or "none")
+        self._screen.line(self._talk.thinking.strip() or "the last reply has no thinking")
 
     def _show(self, messages: list[Message]) -> None:
         for message in messages:
@@ -160,11 +193,11 @@ class Commands:
     def _fork(self, argument: str) -> None:
         target = argument or new_id()
         self._talk.conversation.fork(conversation_id=target)
-        self._new(target)
+        self._open(target)
 
     def _save(self, argument: str) -> None:
         if not argument:
-            raise InvalidArgument("/save", "takes the name of a file")
+            raise InvalidArgument("/save", "needs the name of a file, such as talk.md")
         path = Path(argument).expanduser()
         conversation = self._talk.conversation
         state, messages = conversation.get(), conversation.messages()
@@ -174,49 +207,67 @@ class Commands:
                 try:
                     file.writelines(write(state, messages))
                 except BaseException:
-                    path.unlink(missing_ok=True)  # half of it would be taken for all
+                    path.unlink(missing_ok=True)  # half a file looks like a whole one
                     raise
         except FileExistsError:
-            raise InvalidArgument("/save", f"{path} is there already") from None
+            raise InvalidArgument("/save", f"{path} exists already; choose another name") from None
         except OSError as error:
-            raise InvalidArgument("/save", f"{path}: {error.strerror}") from None
+            raise InvalidArgument("/save", f"cannot write {path}: {error.strerror}") from None
         self._screen.line(f"saved in {path}")
 
     def _delete(self, argument: str) -> None:
+        try:
+            state = self._talk.conversation.get()
+        except NotFound:
+            raise InvalidArgument("/delete", "this conversation has no messages yet") from None
+        if self._editor is not None and self._editor.is_terminal:
+            title = f'"{state.title}"' if state.title else "this conversation"
+            question = f"Delete {title} ({state.num_messages} messages) for good? [y/N] "
+            with contextlib.suppress(EOFError):
+                answer = self._ctrl_c.line(question)
+                if answer is not None and answer.strip().lower() in ("y", "yes"):
+                    self._delete_now()
+                    return
+            self._screen.line("nothing is deleted")
+            return
+        self._delete_now()
+
+    def _delete_now(self) -> None:
         self._talk.conversation.delete()
+        self._screen.line("deleted")
         self._new("")
 
     # -- the last turns --
 
     def _undo(self, argument: str) -> None:
         self._talk.take_back("/undo")
-        self._screen.line("the last turn is taken back")
+        self._screen.line("the last turn is removed")
 
     def _rewind(self, argument: str) -> None:
         if argument and not (argument.isdecimal() and int(argument)):
-            raise InvalidArgument("/rewind", f"takes a number of turns, not {argument!r}")
+            raise InvalidArgument("/rewind", f"needs a number of turns, not {argument!r}")
         num_turns = int(argument or "1")
         self._talk.take_back("/rewind", num_turns)
         turns = "turn is" if num_turns == 1 else f"{num_turns} turns are"
-        self._screen.line(f"the last {turns} taken back")
+        self._screen.line(f"the last {turns} removed")
 
     def _retry(self, argument: str) -> None:
         taken = self._talk.take_back("/retry")
         before = "".join(each.text for each in taken if each.role == "assistant")
         after = self._say_again(taken, [each.text for each in taken])
         if after == before:
-            self._screen.notice(f"[the same again: {self._talk.sampling.advice} varies it]")
+            self._screen.notice(f"[the same reply again: {self._talk.sampling.advice} varies it]")
 
     def _edit(self, argument: str) -> None:
-        """Nothing is taken back before the new message is there."""
+        """Keep the old turn until the new message is typed."""
         messages = self._talk.messages()
         last = next((each for each in reversed(messages) if each.role == "user"), None)
         if last is None or not last.revision:
-            raise InvalidArgument("/edit", "there is no turn yet")
+            raise InvalidArgument("/edit", NO_TURN)
         text: str | None = argument
         if not argument:
             if self._editor is None or not self._editor.edits:
-                raise InvalidArgument("/edit", "takes the new message")
+                raise InvalidArgument("/edit", "needs the new message")
             text = self._editor.message(last.text)
         if not text:
             self._screen.line("" if text is None else "nothing is changed")
@@ -227,11 +278,11 @@ class Commands:
         self._say_again(turn, [text if each.index == last.index else each.text for each in turn])
 
     def _say_again(self, taken: list[Message], texts: list[str]) -> str:
-        """Send what was sent with a turn that is taken back; the new reply."""
+        """Send the messages of a turn that was removed, with these texts; return the new reply."""
         sent = [
             {**openai_message(each), "content": text}
             for each, text in zip(taken, texts, strict=True)
-            if not each.finish_reason  # a history that somebody brought may have replies, too
+            if not each.finish_reason  # not the reply
         ]
         options: dict[str, Any] = {"metadata": taken[0].metadata} if taken[0].metadata else {}
         if "seed" in self._talk.sampling.options:
@@ -241,7 +292,7 @@ class Commands:
         except PensieveError as error:
             texts_sent = "\n".join(each["content"] for each in sent)
             self._screen.line(
-                f"! the last turn is taken back, and was not said again:\n{texts_sent}"
+                f"! the last turn was removed, but its message could not be sent again:\n{texts_sent}"
             )
             raise error
 
@@ -258,15 +309,68 @@ class Commands:
         names = [each[0] for each in pairs]
         self._screen.line("\n".join(map(sampling.line, names) if names else sampling.lines()))
 
+        if warning := sampling.warning:
+            self._screen.notice(warning)
+
     def _stats(self, argument: str) -> None:
-        with self._admin(self._talk.conversation_id) as admin:
-            figures = sorted(admin.stats().more.items())
-        for name, value in figures:
-            self._screen.line(f"{name.replace('_', ' '):<32} {value:>14,.6g}")
+        cached: Cached = {}
+        try:
+            with self._admin(self._talk.conversation_id) as admin:
+                of_daemon = list(daemon_rows(admin.stats()))
+                cached = by_id(admin.cached(limit=CACHED_MAX))
+        except (PermissionDenied, Unauthenticated):
+            of_daemon = [("daemon", "its figures need an admin token")]
+        rows = [*self._conversation_rows(cached), *of_daemon]
+        width = max(len(name) for name, _ in rows) + 2
+        self._screen.line("\n".join(f"{name:<{width}}{text}" for name, text in rows))
+
+    def _conversation_rows(self, cached: Cached) -> Iterator[tuple[str, str]]:
+        try:
+            state = self._talk.conversation.get()
+        except NotFound:
+            yield "conversation", "no messages yet"
+        else:
+            most = f" of {state.context_max_tokens:,}" if state.context_max_tokens else ""
+            sizes = f"{state.num_messages:,} messages, {state.num_tokens:,}{most} tokens"
+            yield "conversation", sizes
+            if share := cached_text(state, cached.get(state.conversation_id)):
+                yield "cached", share
+        if self._talk.usage is not None:
+            yield from usage_rows(self._talk.usage)
+
+
+def usage_rows(usage: Usage) -> Iterator[tuple[str, str]]:
+    """Return what a turn cost, as rows of a table."""
+    held = usage.prompt_tokens - usage.new_tokens
+    found = usage.device_tokens + usage.host_tokens
+    share = f", {found / held:.0%} of the earlier ones cached" if held else ""
+    yield "last prompt", f"{usage.prompt_tokens:,} tokens, {usage.new_tokens:,} new{share}"
+    seconds = usage.total_seconds - usage.first_token_seconds
+    rate = f", {(usage.output_tokens - 1) / seconds:.1f}/s" if seconds > 0 else ""
+    first = f"first token after {usage.first_token_seconds * 1e3:,.0f} ms"
+    yield "last reply", f"{usage.output_tokens:,} tokens{rate}, {first}"
+
+
+def daemon_rows(stats: pb.Stats) -> Iterator[tuple[str, str]]:
+    """Return the figures of a daemon that a person in a chat wants, as rows of a table."""
+    state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
+    model = " ".join(filter(None, (stats.server.model, stats.server.dtype, stats.server.device)))
+    yield "daemon", f"{model}, {state}, up {seconds_text(stats.daemon_seconds)}"
+    for name, tier in (("device", stats.device), ("host", stats.host)):
+        if tier.pages:
+            used, whole = (n * tier.chunk_tokens for n in (tier.pages_used, tier.pages))
+            yield f"{name} cache", f"{used:,} of {whole:,} tokens ({used / whole:.0%})"
+    counts = f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
+    yield "conversations", counts
+    yield "turns", f"{stats.turns_running} running, {stats.turns_queued} waiting"
+    history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
+    if history:
+        saved = (stats.device_tokens + stats.host_tokens) / history
+        yield "saved", f"{saved:.0%} of {history:,} history tokens came from the cache"
 
 
 class RetryNotice:
-    """How the client waits between two tries: a line says so, and Ctrl-C gives up."""
+    """Wait between two attempts of the client: a line says so, and Ctrl-C gives up."""
 
     def __init__(self, ctrl_c: CtrlC, screen: Screen, name: str) -> None:
         self._ctrl_c = ctrl_c
@@ -275,42 +379,48 @@ class RetryNotice:
 
     def __call__(self, seconds: float) -> None:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(seconds)  # of a call that stops a reply
+            time.sleep(seconds)  # in a call that stops a reply
             return
-        if not self._ctrl_c.at_prompt:  # there, it is for completion, which cannot wait
-            self._screen.passing(f"[{self._name} cannot answer yet; trying again, Ctrl-C gives up]")
+        if not self._ctrl_c.at_prompt:  # completion, at the prompt, cannot wait
+            self._screen.passing(f"[{self._name} is not ready; retrying, Ctrl-C gives up]")
             if self._ctrl_c.sleep(seconds):
                 return
-        raise Unavailable(f"{self._name} cannot answer yet")
+        raise Unavailable(f"{self._name} is not ready")
 
 
 class ChatTerminal:
-    """One terminal, one conversation at a time."""
+    """The chat of one terminal."""
 
     def __init__(
         self,
         client: Client,
-        admin: Callable[[str], Admin],  # of a conversation's daemon
-        manner: Manner,
-        ended: Callable[[], bool],  # whether nothing will ever be answered again
+        admin: Callable[[str], Admin],  # connects to the daemon of a conversation
+        settings: TalkSettings,
+        ended: Callable[[], bool],  # whether the daemon has ended for good
         ctrl_c: CtrlC,
         screen: Screen,
     ) -> None:
-        self.talk = Talk(client, manner, ctrl_c, screen)
+        self.talk = Talk(client, settings, ctrl_c, screen)
         self._commands = Commands(self.talk, client, admin, ctrl_c, screen)
         self._ended = ended
         self._ctrl_c = ctrl_c
         self._screen = screen
 
+    def warn(self) -> None:
+        """Show a warning about the sampling that the flags ask for."""
+        if warning := self.talk.sampling.warning:
+            self._screen.notice(warning)
+
     def loop(self, history: Path) -> None:
+        """Run until the person leaves.  `history` is the file of lines that were typed."""
         editor = LineEditor(self._ctrl_c, history, self._commands.completions)
         complain = self._screen.line if editor.is_terminal else self._screen.notice
-        presses = 0  # of Ctrl-C at the prompt, with nothing between them
+        presses = 0  # of Ctrl-C at the prompt, in a row
         while True:
             try:
                 text = editor.message()
             except UnicodeDecodeError:
-                complain("! what was typed is no UTF-8")
+                complain("! the line is not UTF-8")
                 continue
             except EOFError:
                 if editor.is_terminal:
@@ -320,7 +430,7 @@ class ChatTerminal:
                 presses += 1
                 self._screen.line("")
                 if presses > 1:
-                    self._screen.notice("[Ctrl-D or /bye leaves]")
+                    self._screen.notice("[press Ctrl-D or type /bye to leave]")
                 continue
             presses = 0
             if text in GOODBYES:

@@ -1,4 +1,4 @@
-"""`pensieve cluster` runs replicas of the daemon on Ray Serve, with one history behind them."""
+"""`pensieve cluster`: run replicas of the daemon on Ray Serve, with a shared history."""
 
 from __future__ import annotations
 
@@ -15,68 +15,95 @@ if TYPE_CHECKING:
     from pensieve.cluster.local_ray import LocalRay
 
 WAIT_SECONDS = 1800.0
+NO_CLUSTER = "no cluster runs here; `pensieve cluster up` starts one"
 
 
 def add_parser(commands: Any) -> None:
     cluster = commands.add_parser(
         "cluster",
         help="run replicas on several hosts, with Ray Serve",
-        description="Replicas of the daemon on Ray Serve: a conversation stays with one of them, and moves "
-        "when that drains or dies. Clients see one address. Needs the extra `cluster`.",
+        description="Run replicas of the daemon on Ray Serve, behind one address. A conversation stays with "
+        "one replica, and moves to another if that replica drains or dies. Needs the extra `cluster`.",
     )
     actions = cluster.add_subparsers(dest="kind", required=True, metavar="ACTION")
     up = actions.add_parser(
         "up",
-        help="start a cluster, or bring it to another configuration",
-        description="Deploy CONFIG, a Ray Serve file (docs/ray.md), to the Ray at --ray, else to one "
-        "that is started on this machine. With --local N no file is needed.",
+        help="start a cluster, or apply a new configuration",
+        description="Deploy CONFIG, a Ray Serve file (docs/ray.md), to the Ray cluster at --ray, or to one "
+        "that is started on this machine. --local N needs no file.",
     )
     up.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a Ray Serve YAML file")
-    up.add_argument("--local", type=int, metavar="N", help="N replicas on this machine")
-    up.add_argument("--model", default="", help="with --local: as in `pensieve serve`")
-    up.add_argument("--grpc", type=int, default=50051, metavar="PORT", help="with --local (50051)")
-    up.add_argument("--http", type=int, default=8000, metavar="PORT", help="with --local (8000)")
+    up.add_argument("--local", type=int, metavar="N", help="run N replicas on this machine")
+    up.add_argument("--model", default="", help="model of --local, as for `pensieve serve`")
     up.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="nodes of the Ray started here"
+        "--grpc",
+        type=int,
+        default=50051,
+        metavar="PORT",
+        help="gRPC port of --local (default: 50051)",
+    )
+    up.add_argument(
+        "--http",
+        type=int,
+        default=8000,
+        metavar="PORT",
+        help="HTTP port of --local (default: 8000)",
+    )
+    up.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of Ray nodes to start here (default: 1)",
     )
     up.add_argument(
         "--cpus",
         type=int,
         default=os.cpu_count() or 1,
         metavar="N",
-        help="processors that each of these nodes gives away (all)",
+        help="processors of each of these nodes (default: all)",
     )
     up.add_argument(
-        "--timeout", type=float, default=WAIT_SECONDS, metavar="SECONDS", help="most time to wait"
+        "--timeout",
+        type=float,
+        default=WAIT_SECONDS,
+        metavar="SECONDS",
+        help="wait no longer (default: 1800)",
     )
     up.set_defaults(run=_up)
-    status = actions.add_parser("status", help="show what runs where")
+    status = actions.add_parser("status", help="show the replicas, their states and their nodes")
     status.set_defaults(run=_status)
     roll = actions.add_parser(
         "roll",
-        help="replace the replicas one after the other, and lose no turn",
-        description="Each replica drains, hands its conversations over and is started anew: with what is "
-        "installed now. A client sees a retry of its turn at most.",
+        help="restart the replicas one after the other, without losing a turn",
+        description="Restart the replicas one after the other, with the software that is installed now. Each "
+        "replica first drains and hands its conversations over. A client retries its turn at most.",
     )
     roll.add_argument(
-        "--timeout", type=float, default=WAIT_SECONDS, metavar="SECONDS", help="most time to wait"
+        "--timeout",
+        type=float,
+        default=WAIT_SECONDS,
+        metavar="SECONDS",
+        help="wait no longer (default: 1800)",
     )
     roll.set_defaults(run=_roll)
     down = actions.add_parser(
         "down",
-        help="end the cluster",
-        description="Drain and end the replicas, and the Ray that `up` has started. The history stays.",
+        help="stop the cluster",
+        description="Drain and stop the replicas, and the Ray cluster that `up` started. The history stays.",
     )
     down.set_defaults(run=_down)
     for each in (up, status, roll, down):
         each.add_argument(
-            "--ray", metavar="HOST:PORT", help="a Ray that runs (its token: RAY_AUTH_TOKEN_PATH)"
+            "--ray",
+            metavar="HOST:PORT",
+            help="a running Ray cluster (its token: RAY_AUTH_TOKEN_PATH)",
         )
         each.add_argument(
             "--data",
             type=Path,
             metavar="DIR",
-            help="the cluster's folder on this machine (default: cluster in the user's data folder)",
+            help="folder of the cluster on this machine (default: `cluster` in the user's data folder)",
         )
 
 
@@ -88,10 +115,10 @@ def _up(arguments: argparse.Namespace) -> int:
     from pensieve.cluster.local_ray import check_free
 
     if (arguments.config is None) == (arguments.local is None):
-        raise ConfigError("give either a CONFIG or --local N")
+        raise ConfigError("give either CONFIG or --local N")
     if arguments.local is not None:
         if arguments.local < 1:
-            raise ConfigError("--local: at least one replica")
+            raise ConfigError("--local must be at least 1")
         config = serve_config.checked(
             serve_config.local(
                 arguments.local, folder, arguments.grpc, arguments.http, {"model": arguments.model}
@@ -104,7 +131,7 @@ def _up(arguments: argparse.Namespace) -> int:
     is_new = address is None
     if address is None:
         check_free(config.http_options.host, config.http_options.port)
-        check_free("0.0.0.0", config.grpc_options.port)  # where Ray listens
+        check_free("0.0.0.0", config.grpc_options.port)  # Ray listens on all interfaces
         print("starting Ray on this machine", flush=True)
         address = local.start(arguments.nodes, arguments.cpus)
     try:
@@ -129,7 +156,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
     address = arguments.ray or local.address
     if address is None:
-        print("no cluster runs here")
+        print(NO_CLUSTER)
         return 1
     with deploying.connected(address):
         state = deploying.look()
@@ -149,10 +176,10 @@ def _roll(arguments: argparse.Namespace) -> int:
 
     address = arguments.ray or local.address
     if address is None:
-        raise Unavailable("no cluster runs here")
+        raise Unavailable(NO_CLUSTER)
     with deploying.connected(address):
         deploying.roll(arguments.timeout, lambda line: print(line, flush=True))
-    print("all replicas are new")
+    print("all replicas were restarted")
     return 0
 
 
@@ -162,19 +189,19 @@ def _down(arguments: argparse.Namespace) -> int:
 
     address = arguments.ray or local.address
     if address is None:
-        print("no cluster runs here")
+        print(NO_CLUSTER)
         return 0
     with deploying.connected(address):
-        print("the replicas drain and end", flush=True)
+        print("draining and stopping the replicas", flush=True)
         deploying.take_down()
     if not arguments.ray:
         local.stop()
-    print("ended")
+    print("stopped")
     return 0
 
 
 def _local_ray(arguments: argparse.Namespace) -> LocalRay:
-    """The Ray of this machine.  What Ray reads from the environment, it reads when it is imported first."""
+    """Return the Ray of this machine.  Set its environment before the first import of ray, which reads it."""
     from pensieve.cluster.local_ray import LocalRay
     from pensieve.extras import need
 

@@ -1,13 +1,12 @@
-"""Conversations as text: a line of JSON with messages in the form of OpenAI's API, or Markdown for people.
+"""Write conversations as lines of JSON or as Markdown, and read such lines.
 
     {"id": "trip", "metadata": {}, "tools": [], "template_options": {}, "messages": [
         {"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "To Oslo."}]}
 
-A line is written message by message and so needs no memory for its length.  What the model thought is in
-`reasoning_content` and the calls that it wrote are in `tool_calls`, as what a client gave is.  A call that
-the model wrote has the id that its answer names, or one of its place.  So what is imported from a line is
-exported as the same line.  A line that is read may have nothing but `messages`, as files for fine-tuning do.
-"""
+A line has messages in the format of OpenAI's API, and is written message by message, whatever its length. The
+model's thinking is in `reasoning_content`, its calls in `tool_calls`. A call without an id gets the id that
+its answer names, or one made from its position. An imported line is exported as the same line. A line for
+import may have only `messages`, as in files for fine-tuning."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ from pensieve.text.message import Message as TemplateMessage
 
 @dataclass(frozen=True)
 class Given:
-    """A conversation that was read."""
+    """A conversation that was read from a line."""
 
     conversation_id: str | None  # None: the line has none
     metadata: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     template_options: Mapping[str, Any]
     system_prompt: str
-    messages: Sequence[Mapping[str, Any]]  # behind the system prompt
+    messages: Sequence[Mapping[str, Any]]  # after the system prompt
 
 
 def line_of(state: ConversationState, messages: Iterable[Message]) -> Iterator[str]:
-    """The pieces of a line; its end is the last."""
+    """Yield the pieces of a line, with its line end."""
     head = {
         "id": state.conversation_id,
         "metadata": state.metadata,
@@ -53,11 +52,11 @@ def line_of(state: ConversationState, messages: Iterable[Message]) -> Iterator[s
 
 
 def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """Each as OpenAI's API has it; calls without an id get that of their answer, or of their place."""
-    held: list[dict[str, Any]] = []  # a message with calls, and the answers that have come
+    """Yield messages in the format of OpenAI's API, with ids for calls that have none."""
+    held: list[dict[str, Any]] = []  # a message with calls, and its answers so far
     for number, each in enumerate(messages):
         if each.role == "system" and not each.text:
-            continue  # it stands for the tokens of tools
+            continue  # an empty one only holds the tokens of tools
         if held and each.role != "tool":
             yield from _named(held)
             held = []
@@ -71,7 +70,7 @@ def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
 
 
 def _named(held: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A message with calls, some without an id, and its answers in their order."""
+    """Yield a message with calls and its answers, with ids for the calls."""
     if not held:
         return
     calls = held[0]["tool_calls"]
@@ -100,8 +99,10 @@ def openai_message(message: Message) -> dict[str, Any]:
 
 
 def given_of(line: str | bytes) -> Given:
-    """What a line says; InvalidArgument names what is wrong with it."""
-    fields = Fields(read_json(line, "the line", math.inf), "")  # as long as a conversation may be
+    """Read a line; InvalidArgument names the wrong field."""
+    fields = Fields(
+        read_json(line, "the line", math.inf), ""
+    )  # no limit but that of a conversation
     conversation_id = fields.text("id")
     metadata, options = fields.object("metadata") or {}, fields.object("template_options") or {}
     tools, given = fields.items("tools") or (), fields.items("messages") or ()
@@ -123,7 +124,7 @@ def given_of(line: str | bytes) -> Given:
 
 
 def _for_sdk(message: TemplateMessage) -> dict[str, Any]:
-    """A message as `Conversation.create` takes it."""
+    """Return a message as `Conversation.create` takes it."""
     calls = [
         {
             "id": call.id or "",
@@ -142,7 +143,7 @@ def _for_sdk(message: TemplateMessage) -> dict[str, Any]:
 
 
 def markdown_of(state: ConversationState, messages: Iterable[Message]) -> Iterator[str]:
-    """The pieces of a text for people."""
+    """Yield the pieces of a conversation in Markdown."""
     yield f"# {state.conversation_id}\n"
     for each in messages:
         if each.text or each.role != "system":

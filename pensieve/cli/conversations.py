@@ -1,10 +1,8 @@
-"""`pensieve conversations` lists, shows, exports, imports and deletes the conversations of a running daemon.
+"""`pensieve conversations`: list, show, export, import and delete the conversations of a running daemon.
 
-It finds the daemon as `pensieve admin` does, and is an ordinary client of it: with an access token it sees
-what is that tenant's.  Exports are written message by message, and a file of exports is there as a whole
-or not at all.  An import makes conversations whose history is given (`Conversation.create`, messages); a line
-that cannot be one is reported by its number, and the others are imported all the same.
-"""
+The command is an ordinary client: a token sees the conversations of its tenant. An export streams message by
+message, and its output file appears only when it is complete. An import reports each invalid line by its
+number and imports the others."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -27,18 +26,21 @@ from pensieve.config import REACH, Resolved, settings_for, settings_named
 from pensieve.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, PensieveError
 
 if TYPE_CHECKING:
+    from pensieve.cli.conversation_table import Cached
     from pensieve.client import Client, ConversationState
 
-LINE_BYTES_MAX = 1 << 30  # of a file that is imported: more than any context holds
-SPOOL_BYTES = 1 << 20  # of a line that is written, in memory
+LINE_BYTES_MAX = 1 << 30  # of an imported line: more than any context holds
+SPOOL_BYTES = 1 << 20  # of an exported line that is kept in memory
+LISTED = 50  # conversations that `ls` lists by default
+TIMEOUT_SECONDS = 60.0
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "conversations",
         help="list, show, export, import and delete conversations",
-        description="The conversations of a running daemon. Without --address it uses the socket in the "
-        "data folder.",
+        description="Manage the conversations of a running daemon. Without --address, the command uses the "
+        "daemon that has the data folder.",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
@@ -52,9 +54,24 @@ def add_parser(commands: Any) -> None:
         )
         return sub
 
-    listing = command("ls", ls, "list conversations, the newest first")
-    listing.add_argument("--limit", type=_count, metavar="N", help="list at most so many")
-    listing.add_argument("--json", action="store_true", help="print JSON, a line for each")
+    listing = kinds.add_parser(
+        "ls",
+        help="list conversations, the newest first",
+        description="List conversations, the newest first: title, age, size, what the daemon has cached of "
+        "them, and the id. A long id is shortened. The other commands accept the beginning of an id when you "
+        "type them on a terminal.",
+    )
+    add_settings(listing, (*settings_for(REACH), *settings_named("data")))
+    listing.set_defaults(run=with_settings(ls))
+    listing.add_argument(
+        "--limit",
+        type=_count,
+        metavar="N",
+        help=f"list at most N (default: {LISTED}; with --json: all)",
+    )
+    listing.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each conversation"
+    )
     showing = command("show", show, "print the messages of a conversation")
     showing.add_argument("id", metavar="ID", help="id of the conversation")
     showing.add_argument("--json", action="store_true", help="print the line that export writes")
@@ -62,7 +79,7 @@ def add_parser(commands: Any) -> None:
         "export",
         export,
         "write conversations as lines of JSON",
-        "Each line has an id, metadata, tools, template_options, and messages in the form of OpenAI's API.",
+        "Each line has an id, metadata, tools, template_options, and messages in the format of OpenAI's API.",
     )
     exporting.add_argument("id", nargs="*", metavar="ID", help="ids of the conversations")
     exporting.add_argument("--all", action="store_true", help="all conversations, the newest first")
@@ -77,23 +94,29 @@ def add_parser(commands: Any) -> None:
         "import",
         import_,
         "create conversations from lines of JSON",
-        "It reads what export writes; a line needs no more than `messages`. They are tokenized as the chat "
-        "template writes them, so a reply that was sampled may have other tokens than it had.",
+        "FILE has the format that export writes; a line needs only `messages`. The chat template tokenizes "
+        "them anew, so the tokens of a reply may differ from those that were sampled.",
     )
-    importing.add_argument("file", metavar="FILE", help="the lines; -: standard input")
+    importing.add_argument("file", metavar="FILE", help="file with the lines; `-`: standard input")
     importing.add_argument(
-        "--new-ids", action="store_true", help="give each a new id, and print that"
+        "--new-ids", action="store_true", help="give each conversation a new id, and print the ids"
     )
-    removing = command("rm", remove, "delete conversations, on disk as well")
+    removing = command("rm", remove, "delete conversations, also on disk")
     removing.add_argument("id", nargs="+", metavar="ID", help="ids of the conversations")
-    removing.add_argument("--yes", action="store_true", help="do not ask")
+    removing.add_argument("--yes", action="store_true", help="delete without asking")
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("is a number from 1 on")
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
+    return int(text)
+
+
+def _client(resolved: Resolved) -> Client:
+    from pensieve.client import Client
+
+    address, tls = address_of(resolved)
+    return Client(address, token=resolved.settings.token, tls=tls, timeout=TIMEOUT_SECONDS)
 
 
 def _run(
@@ -101,26 +124,54 @@ def _run(
     arguments: argparse.Namespace,
     resolved: Resolved,
 ) -> int:
-    from pensieve.client import Client
-
-    address, tls = address_of(resolved)
-    with Client(address, token=resolved.settings.token, tls=tls, timeout=60.0) as client:
+    with _client(resolved) as client:
         return act(client, arguments)
 
 
-# -- what there is --
+def _find(client: Client, conversation_id: str) -> str:
+    """Return the id that a person means.  A program must name the whole id: it does not see what is found."""
+    from pensieve.cli.conversation_table import with_beginning
+
+    return with_beginning(client, conversation_id) if sys.stdin.isatty() else conversation_id
 
 
-def ls(client: Client, arguments: argparse.Namespace) -> int:
-    from pensieve.cli.chat_list import age_of
+# -- looking --
 
-    for each in islice(client.conversations(), arguments.limit):
+
+def ls(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    from pensieve.cli.conversation_table import cached_by_id, table_of
+    from pensieve.client import Retry
+    from pensieve.client.admin import Admin
+
+    address, tls = address_of(resolved)
+    token = resolved.settings.token
+    admin = partial(Admin, address, token=token, tls=tls, retry=Retry(retries=0))
+    limit = arguments.limit or (None if arguments.json else LISTED)
+    with _client(resolved) as client:
+        states = client.conversations()
         if arguments.json:
-            print(json.dumps(_plain(each), ensure_ascii=False))
-            continue
-        age, sizes = age_of(each.updated_at), f"{each.num_messages:>6,} messages"
-        print(f"{each.conversation_id:<32} {sizes} {each.num_tokens:>9,} tokens {age:>8}")
+            held = cached_by_id(admin)
+            for each in islice(states, limit):
+                values = {**_plain(each), **_cached_tokens(each, held)}
+                print(json.dumps(values, ensure_ascii=False))
+            return 0
+        assert limit is not None
+        found = list(islice(states, limit + 1))
+    print("\n".join(table_of(found[:limit], cached_by_id(admin))) or "no conversations yet")
+    if len(found) > limit:
+        print(f"older ones are not shown: try --limit {10 * limit}", file=sys.stderr)
     return 0
+
+
+def _cached_tokens(state: ConversationState, held: Cached | None) -> dict[str, int | None]:
+    """Return how many tokens each tier holds; None where the daemon does not tell this client."""
+    if held is None:
+        return {"device_tokens": None, "host_tokens": None}
+    found = held.get(state.conversation_id)
+    return {
+        "device_tokens": found.device_tokens if found else 0,
+        "host_tokens": found.host_tokens if found else 0,
+    }
 
 
 def _plain(state: ConversationState) -> dict[str, Any]:
@@ -134,7 +185,7 @@ def show(client: Client, arguments: argparse.Namespace) -> int:
     from pensieve.cli.conversation_lines import line_of
     from pensieve.cli.markdown import without_control
 
-    conversation = client.conversation(arguments.id)
+    conversation = client.conversation(_find(client, arguments.id))
     if arguments.json:
         sys.stdout.writelines(line_of(conversation.get(), conversation.messages(cut_replies=True)))
         return 0
@@ -144,20 +195,20 @@ def show(client: Client, arguments: argparse.Namespace) -> int:
     return 0
 
 
-# -- out and in --
+# -- export and import --
 
 
 def export(client: Client, arguments: argparse.Namespace) -> int:
     from pensieve.cli.conversation_lines import line_of
 
     if bool(arguments.id) is arguments.all:
-        raise InvalidArgument("ID", "name conversations, or give --all")
+        raise InvalidArgument("ID", "name conversations or pass --all, one of the two")
     code = num_written = 0
     with _output(arguments.output) as file:
         for conversation_id in _wanted(client, arguments):
             conversation = client.conversation(conversation_id)
             try:
-                # A line is written as a whole: the conversation may be deleted while it is read.
+                # The conversation may be deleted meanwhile, so only whole lines are written.
                 with tempfile.SpooledTemporaryFile(SPOOL_BYTES, "w+", encoding="utf-8") as line:
                     line.writelines(
                         line_of(conversation.get(), conversation.messages(cut_replies=True))
@@ -177,13 +228,13 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
 
 def _wanted(client: Client, arguments: argparse.Namespace) -> Iterable[str]:
     if not arguments.all:
-        return list(dict.fromkeys(arguments.id))
+        return dict.fromkeys(_find(client, each) for each in arguments.id)
     return (each.conversation_id for each in client.conversations())
 
 
 @contextlib.contextmanager
 def _output(path: Path | None) -> Iterator[IO[str]]:
-    """Standard output, or a file that is there as a whole or not at all."""
+    """Yield standard output, or a file that appears only when it is complete."""
     if path is None:
         yield sys.stdout
         return
@@ -240,7 +291,7 @@ def _input(name: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Those that hold something; of one that is too long, its beginning."""
+    """Yield the lines that are not blank; of a line that is too long, only the beginning."""
     while line := file.readline(LINE_BYTES_MAX + 1):
         rest = line
         while len(rest) > LINE_BYTES_MAX and not rest.endswith(b"\n"):
@@ -252,12 +303,8 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 def remove(client: Client, arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.id))
     if not arguments.yes and sys.stdin.isatty():
-        what = names[0] if len(names) == 1 else f"{len(names)} conversations"
-        try:
-            answer = input(f"delete {what} for good? [y/N] ")
-        except EOFError:
-            answer = ""
-        if answer.strip().lower() not in ("y", "yes"):
+        names = list(dict.fromkeys(_find(client, each) for each in names))
+        if not _is_confirmed(client, names):
             print("nothing is deleted", file=sys.stderr)
             return 1
     code = 0
@@ -269,6 +316,19 @@ def remove(client: Client, arguments: argparse.Namespace) -> int:
         else:
             print(f"deleted {name}")
     return code
+
+
+def _is_confirmed(client: Client, names: list[str]) -> bool:
+    from pensieve.cli.conversation_table import table_of
+
+    states = [client.conversation(each).get() for each in names]
+    print("\n".join(table_of(states, None)))
+    which = "this conversation" if len(names) == 1 else f"these {len(names)} conversations"
+    try:
+        answer = input(f"Delete {which} for good? [y/N] ")
+    except EOFError:
+        return False
+    return answer.strip().lower() in ("y", "yes")
 
 
 def _complain(line: str) -> int:

@@ -1,4 +1,4 @@
-"""`pensieve copy`: a whole history from the data folder to a database that daemons share, or back."""
+"""`pensieve copy`: copy a history from the data folder to a shared database, or back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def add_parser(commands: Any) -> None:
     copying = commands.add_parser(
         "copy",
         help="copy a history from the data folder to a database for several daemons, or back",
-        description="Copy the history in --data to the empty database --store (PostgreSQL, or a file in "
-        "SQLite), or with --back the other way. No daemon may have either of them. The copy is checked; the "
-        "original stays.",
+        description="Copy the history in --data to the empty database at --store (PostgreSQL, or an SQLite "
+        "file). With --back, copy from --store to --data. First stop the daemons that use either of them. "
+        "The copy is checked, and the original stays.",
     )
-    copying.add_argument("--back", action="store_true", help="from --store to --data")
+    copying.add_argument("--back", action="store_true", help="copy from --store to --data")
     copying.add_argument("--json", action="store_true", help="print JSON")
     add_settings(copying, settings_named("data", "store"))
     copying.set_defaults(run=with_settings(copy))
@@ -33,18 +33,18 @@ def copy(arguments: argparse.Namespace, resolved: Resolved) -> int:
     data, url = resolved.settings.data, resolved.settings.store
     if not url:
         raise ConfigError(
-            "where the other database is: --store postgresql://USER@HOST/NAME or sqlite:///FILE"
+            "pensieve copy needs --store, the other database: postgresql://USER@HOST/NAME or sqlite:///FILE"
         )
     file = path_of(url) if url.startswith(SQLITE_SCHEME) else None
     if arguments.back and file is not None and not file.exists():
-        raise ConfigError(f"{file} is not there; see --store")
+        raise ConfigError(f"--store: there is no file {file}")
     if not arguments.back and not (data / DATABASE_NAME).exists():
-        raise ConfigError(f"{data} has no history; see --data")
+        raise ConfigError(f"--data: the folder {data} has no history")
     with opened(data, "", "pensieve copy") as here, opened(data, url, "pensieve copy") as there:
         copied = copy_history(*((there, here) if arguments.back else (here, there)))
     to = data if arguments.back else file or "PostgreSQL"
     words = (
-        f"{copied.conversations:,} conversations with {copied.messages:,} messages are in {to}, too"
+        f"copied {copied.conversations:,} conversations with {copied.messages:,} messages to {to}"
     )
-    print(json.dumps(copied._asdict()) if arguments.json else f"{words}; the copy was checked")
+    print(json.dumps(copied._asdict()) if arguments.json else f"{words}, and checked the copy")
     return 0

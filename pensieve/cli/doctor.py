@@ -1,4 +1,4 @@
-"""`pensieve doctor` prints what this machine has, and what of it can be used."""
+"""`pensieve doctor`: print what this machine has, and what is missing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,19 +23,25 @@ from pensieve.extras import PACKAGES
 
 UNKNOWN = "unknown: "
 REFUSED = "cannot be loaded: "
-# The settings that decide how a model is loaded.
+# Settings for loading a model.
 LOADING = settings_named("device", "dtype", "context_max", "weights", "kv_dtype", "chat_template")
+# What a stored turn takes on disk, measured with English text (docs/http.md).
+TURN_BYTES, TOKEN_BYTES = 2000, 10
+USUAL_TURNS, USUAL_TOKENS = 10, 250
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what this machine has, and what is missing",
-        description="Print what a report of a problem should contain. Exit code 1 if something is wrong.",
+        help="print what this machine has, and what is missing",
+        description="Print the facts that a bug report needs. Exit code 1 if something is wrong.",
     )
     parser.add_argument(
-        "model", nargs="?", help="also load this model, and say how its layers would run here"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="also load this model, and say how its layers would run here",
     )
     for setting in LOADING:
         parser.add_argument(
@@ -82,6 +89,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "gpu kernels", _gpu_kernels()
     data = Path(os.environ.get("PENSIEVE_DATA") or default_data_folder(os.environ))
     yield "data folder", f"{data} ({_state(data)})"
+    yield "disk", _room(data)
 
 
 def _sqlite() -> str:
@@ -103,7 +111,7 @@ def _cpu_kernels() -> str:
         warnings.simplefilter("ignore")
         name = cpu_library.instruction_set(torch.float32, 64)
     if name is None:
-        return "missing: installed without a C++ compiler; everything runs in torch, and slower"
+        return "missing: there was no C++ compiler at installation; torch computes instead, slower"
     return f"{name}, {torch.get_num_threads()} threads"
 
 
@@ -113,8 +121,12 @@ def _gpu() -> str:
     except ImportError:
         return f"{UNKNOWN}torch is missing"
     if not torch.cuda.is_available():
-        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch"
-        return f"none that {built} finds; the device tier is in memory"
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch is built without CUDA"
+        )
+        return f"no GPU found ({built}); the device tier is in main memory"
     names = [
         f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability "
         f"{found.major}.{found.minor}"
@@ -124,7 +136,7 @@ def _gpu() -> str:
 
 
 def _gpu_kernels() -> str:
-    """Where their code would come from; compiling one shows that they can be compiled."""
+    """Return where the code of the kernels comes from; compile one if none is shipped."""
     try:
         import torch
 
@@ -153,7 +165,8 @@ def _gpu_kernels() -> str:
 
 
 def _model(arguments: argparse.Namespace) -> dict[str, str]:
-    """Load it, its tokenizer and its template as `serve` would, with the same settings of the environment."""
+    """Load a model, its tokenizer and its template as `serve` does, with settings from the environment
+    too."""
     try:
         from pensieve.launch import profiles
         from pensieve.launch.executor import check_vocabulary
@@ -182,22 +195,39 @@ def _model(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _ignored(line: str) -> None:
-    """What a start would report."""
+    """Drop a line that a start would report."""
 
 
 def _state(data: Path) -> str:
     if not data.exists():
-        return "will be made"
+        return "will be created"
     if not os.access(data, os.W_OK):
         return "cannot be written"
     database = data / "conversations.db"
     return f"history of {database.stat().st_size:,} bytes" if database.exists() else "empty"
 
 
+def _room(data: Path) -> str:
+    """Return how many usual conversations the free disk space has room for."""
+    folder = next(each for each in (data, *data.absolute().parents) if each.exists())
+    free = shutil.disk_usage(folder).free
+    size = USUAL_TURNS * (TURN_BYTES + USUAL_TOKENS * TOKEN_BYTES)
+    return (
+        f"{free / 2**30:.1f} GiB free, room for about {_rounded(free // size):,} conversations of "
+        f"{USUAL_TURNS} turns with {USUAL_TOKENS} tokens each ({size / 1000:g} KB)"
+    )
+
+
+def _rounded(count: int) -> int:
+    """Return the number with two digits that count."""
+    unit: int = 10 ** max(len(str(count)) - 2, 0)
+    return count // unit * unit
+
+
 def wrong(found: dict[str, str]) -> Iterator[str]:
     for name in PACKAGES.values():
         if found[name] == "missing":
-            yield f"the package {name} is missing"
+            yield f"the package {name} is missing: pip install {name}"
     sqlite = found["sqlite"]
     if not sqlite.startswith(UNKNOWN) and _version(sqlite) < (3, 51, 3):
         yield (

@@ -1,4 +1,4 @@
-"""Flags of settings, and the settings that they, the environment and the file come to."""
+"""Add a flag for each setting to a command, and run the command with its settings."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from pensieve.config import (
 if TYPE_CHECKING:
     from pensieve.client.channel import Tls
 
-REMOVED_FLAG = "removed_"  # in front of its name, as another command may have one of that name
+REMOVED_FLAG = (
+    "removed_"  # prefix of its destination, as another command may have a flag of this name
+)
 
 
 def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
-    """A flag for each setting; what is not given stays None.
+    """Add a flag for each setting.  A flag that is not given stays None.
 
-    Where all of the engine's are among them, --help shows the common ones, and --help-all all.
+    In a command with all settings of the engine, --help shows the common ones and --help-all shows all.
     """
     is_long = set(settings_for(ENGINE)) <= set(table)
     groups = {name: command.add_argument_group(name, GROUPS.get(name)) for name in _groups(table)}
@@ -59,7 +61,8 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
                 help=argparse.SUPPRESS,
             )
     group = command.add_argument_group(
-        "settings", "each flag above is also PENSIEVE_<NAME> and a key of the file of --config"
+        "settings",
+        "each flag above is also a variable, PENSIEVE_<NAME>, and a key in the --config file",
     )
     group.add_argument(
         "--config", type=Path, metavar="FILE", help="read settings from this TOML file"
@@ -68,7 +71,9 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
         "--print-config", action="store_true", help="print each setting and where it comes from"
     )
     if hidden:
-        command.usage = f"{command.prog} [MODEL] [options]"
+        positional = [each for each in command._actions if not each.option_strings]
+        names = [each.metavar if each.nargs is None else f"[{each.metavar}]" for each in positional]
+        command.usage = f"{command.prog} {' '.join(map(str, names))} [options]"
         group.add_argument(
             "--help-all",
             action=_HelpAll,
@@ -79,12 +84,12 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
 
 
 def _groups(table: Table) -> list[str]:
-    """Of flags, in the order in which they are shown."""
+    """Return the groups of flags, in the order of the help."""
     return list(dict.fromkeys(setting.group for setting in table if setting.group))
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with what --help leaves out."""
+    """Print the help with all flags."""
 
     def __init__(self, *, hidden: list[tuple[argparse.Action, str]], **rest: Any) -> None:
         super().__init__(nargs=0, default=argparse.SUPPRESS, **rest)
@@ -98,7 +103,7 @@ class _HelpAll(argparse.Action):
 
 
 def tls_to(address: str, resolved: Resolved) -> Tls:
-    """How the daemons at these addresses are reached; UNIX sockets have no TLS, whatever the network has."""
+    """Return the TLS settings for these addresses.  UNIX sockets have no TLS."""
     names = [each.strip().removeprefix("grpc://") for each in address.split(",")]
     if all(name.startswith("unix:") for name in names):
         return False
@@ -108,7 +113,7 @@ def tls_to(address: str, resolved: Resolved) -> Tls:
 def with_settings(
     act: Callable[[argparse.Namespace, Resolved], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Run a command with its settings, or print them where --print-config is given."""
+    """Return a function that runs a command with its settings, or prints them for --print-config."""
 
     def run(arguments: argparse.Namespace) -> int:
         for name in REMOVED_SETTINGS:

@@ -1,15 +1,14 @@
-'''Reads messages of one or several lines from a terminal, by the readline of the standard library.
+'''Read messages of one or several lines from a terminal, with readline.
 
-* A paste is one message: the terminal marks it ("bracketed paste"), and readline takes its lines into the
-  line that is edited.  Alt-Enter adds a line there, too.
-* A line that was typed and ends with a backslash goes on in the next one.
-* A line that begins with """ opens a message that ends with the next """ at the end of a line, in any
-  terminal and without one.  What was pasted opens nothing.
-* Ctrl-R searches the history, as readline does it.
-* The history of lines is a file of one entry a line, written as they come, so that a killed program loses
-  none; several programs may append to it.  It keeps the newest HISTORY_ENTRIES_MAX.
+* A paste is one message ("bracketed paste").  Alt-Enter adds a line.
+* A typed line that ends with a backslash continues in the next one.
+* A line that begins with """ opens a message that ends with """ at the end of a line, also without a
+  terminal.  Pasted text opens none.
+* Ctrl-R searches the history.
+* The history file has one entry per line and is written at once, so a killed program loses none, and several
+  programs may append to it.  It keeps the newest HISTORY_ENTRIES_MAX.
 
-Where Python has no readline, or libedit in its place, a paste of three lines is three messages.
+Without readline, or with libedit, a paste of three lines is three messages.
 '''
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from pensieve.cli.ctrl_c import CtrlC
 
 HISTORY_ENTRIES_MAX = 1000
 QUOTES = '"""'
-Complete = Callable[[str], list[str]]  # from the line up to the cursor to words that may end it
+Complete = Callable[
+    [str], list[str]
+]  # takes the line up to the cursor; returns words that may end it
 
 
 class LineEditor:
-    """Where a person types."""
+    """The input of a chat: a terminal, or lines from a pipe."""
 
     def __init__(self, ctrl_c: CtrlC, history: Path, complete: Complete) -> None:
         self._ctrl_c = ctrl_c
         self._history = history
         self._complete = complete
         self._found: list[str] = []
-        self.is_terminal = (
-            sys.stdin.isatty()
-        )  # else replies stand alone, for the program that reads them
+        self.is_terminal = sys.stdin.isatty()  # else a program reads the replies: no prompts
         self._readline = _readline() if self.is_terminal and sys.stdout.isatty() else None
         if self._readline is not None:
             self._prepare(self._readline)
 
     @property
     def edits(self) -> bool:
-        """Whether a line may begin with text that is there already."""
+        """Whether `message` can begin with a given text."""
         return self._readline is not None
 
     def message(self, begin_with: str = "") -> str | None:
-        """What was typed; None if Ctrl-C was pressed instead.  EOFError at the end of input."""
+        """Return the message that is typed, or None after Ctrl-C.  Raises EOFError at the end of input."""
         readline = self._readline
         if readline is not None and begin_with:
             readline.set_startup_hook(lambda: readline.insert_text(begin_with))
@@ -132,7 +131,7 @@ def _readline() -> ModuleType | None:
 
 
 def _read_history(path: Path) -> list[str]:
-    """The newest entries; a file that has twice as many is cut."""
+    """Return the newest entries, and cut a file that has twice as many."""
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         if len(lines) > 2 * HISTORY_ENTRIES_MAX:

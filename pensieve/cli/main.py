@@ -1,4 +1,4 @@
-"""The command `pensieve` (parse, run one command, turn errors into an exit code)."""
+"""The command `pensieve`: parse the command line, run one command, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -28,54 +28,108 @@ from pensieve.cli import (
 )
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import ENGINE, MOVED_HISTORY, REACH, SERVE, TALK, settings_for
-from pensieve.errors import ConfigError, PensieveError
+from pensieve.errors import (
+    ConfigError,
+    NotFound,
+    PensieveError,
+    StoreLocked,
+    Unauthenticated,
+    Unavailable,
+)
 from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
 
+SIMILARITY = 0.65  # a suggestion is at least so similar
+# (class, words, remedy): the remedy for an error of the class whose text has the words.
+REMEDIES: tuple[tuple[type[PensieveError], str, str], ...] = (
+    (
+        Unavailable,
+        "nothing listens at",
+        "Start a daemon with `pensieve serve`, or name another one with --address",
+    ),
+    (Unauthenticated, "token", "Pass the client's token with --token, or set PENSIEVE_TOKEN"),
+    (StoreLocked, "the data folder", "Stop that program, or choose another folder with --data"),
+    (NotFound, "there is no conversation", "`pensieve conversations ls` lists them"),
+    (NotFound, "there is no job", "`pensieve admin jobs` lists them"),
+    (NotFound, "there is no prefix", "`pensieve admin prefixes` lists them"),
+)
+
 
 class Command(argparse.ArgumentParser):
-    """A parser that says what is wrong, what may have been meant, and where to read on."""
+    """A parser whose errors are one line, with a suggestion, and say where to read on."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            meant = _meant(flag, self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+            meant = _meant(flag, [each for each in self._option_string_actions if each[:2] == "--"])
+            what = "unknown flag" if flag.startswith("-") else "unexpected argument"
+            self.error(f"{what} {flag}{meant}")
         return found, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = [str(each) for each in action.choices or ()]
+        if not choices or value in (action.choices or ()):
+            return
+        near = _meant(str(value), choices) or f"; choose one of {', '.join(choices)}"
+        self.error(f"unknown {_name_of(action)} {str(value)!r}{near}")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         try:
-            super()._check_value(action, value)
+            return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
-            raise argparse.ArgumentError(
-                action, f"{error.message}{_meant(str(value), map(str, action.choices or ()))}"
-            ) from None
+            self.error(f"{_name_of(action)} {_wanted(action, arg_strings) or error.message}")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists what it takes\n")
+        message = message.removeprefix("argument ").replace(
+            ": expected one argument", " needs a value"
+        )
+        message = message.replace("the following arguments are required:", "missing arguments:")
+        self.exit(2, f"{self.prog}: {message}\n`{self.prog} --help` lists the arguments\n")
+
+
+def _name_of(action: argparse.Action) -> str:
+    return "/".join(action.option_strings) or str(action.metavar or action.dest).lower()
+
+
+def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
+    """Say what an argument has to be; empty if its parser has said so."""
+    parse = action.type
+    if parse in (int, float):
+        return f"must be a {'whole ' if parse is int else ''}number, not {' '.join(given)!r}"
+    try:
+        for each in given:
+            parse(each) if callable(parse) else None
+    except argparse.ArgumentTypeError:
+        return ""
+    except ValueError as error:
+        return f"{error}, not {' '.join(given)!r}" if error.args else ""
+    return ""
 
 
 def _meant(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, list(known), 1)
-    return f". Did you mean {near[0]}?" if near else ""
+    """Suggest the most similar of the known words; dashes make no words similar."""
+    words = {each.strip("-"): each for each in known}
+    near = difflib.get_close_matches(given.strip("-"), list(words), 1, SIMILARITY)
+    return f". Did you mean {words[near[0]]}?" if near else ""
 
 
 def parser() -> argparse.ArgumentParser:
     top = Command(
         prog="pensieve",
         description="Stateful serving of chat with large language models.",
-        epilog="`pensieve COMMAND --help` says more. Exit codes: 0, 2 usage, 3 configuration or "
-        "history, 4 model, 5 address in use, 6 device, 7 some replicas did not answer.",
+        epilog="`pensieve COMMAND --help` describes a command. Exit codes: 0 success, 1 other errors, "
+        "2 wrong usage, 3 configuration or history, 4 model, 5 address in use, 6 device, 7 a replica "
+        "did not answer.",
     )
     top.add_argument("--version", action="version", version=f"pensieve {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     talk = commands.add_parser(
         "chat",
         help="talk to a model in this terminal",
-        description="Talk to a model: through the daemon at --address, else through a `pensieve serve` "
-        "that has the data folder, else through one that is started for this chat. Conversations stay in "
-        "the data folder. Where lines are piped in, replies are all that is on standard output.",
+        description="Talk to a model. The chat uses the daemon at --address, or the `pensieve serve` that "
+        "has the data folder, or else starts a daemon of its own. Conversations are kept in the data folder. "
+        "With piped input, standard output has only the replies.",
     )
     chat.add_arguments(talk)
     add_settings(talk, settings_for(REACH, TALK, ENGINE))
@@ -83,8 +137,8 @@ def parser() -> argparse.ArgumentParser:
     daemon = commands.add_parser(
         "serve",
         help="run the daemon that remembers conversations",
-        description="Serve conversations over gRPC. Clients name a conversation and send only what is "
-        "new; its tokens and their KV stay between turns.",
+        description="Serve conversations over gRPC, and with --http over the OpenAI and Anthropic APIs. "
+        "Clients send only new messages; the tokens of a conversation and their KV stay between turns.",
     )
     add_settings(daemon, settings_for(SERVE, ENGINE))
     daemon.set_defaults(run=with_settings(serve.run))
@@ -109,23 +163,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pensieve: {MOVED_HISTORY}", file=sys.stderr)
         return ConfigError.exit_code
     arguments = parser().parse_args(words)
-    # Threads come from this side; the library's own would warn of every child process.
+    # The engine sets the number of threads; tokenizers would warn about each child process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # What fails is one line of ours; gRPC would write others before it, with times and source files.
+    # Pensieve reports errors in one line; gRPC would log several lines before it.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     prepare_threads()
     try:
         code: int = arguments.run(arguments)
         return code
     except PensieveError as error:
-        print(f"pensieve: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"pensieve: {_with_remedy(error)}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         if (package := package_of(error)) is None:
             raise
         print(
-            f"pensieve: {arguments.command} needs the package {package}, which is not installed; "
-            "`pensieve doctor` lists what is missing",
+            f"pensieve: {arguments.command} needs the package {package}, which is not installed. "
+            f"`pip install {package}` installs it; `pensieve doctor` lists all that is missing",
             file=sys.stderr,
         )
         return 3
@@ -135,6 +189,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _with_remedy(error: PensieveError) -> str:
+    """Return an error in one line, with what a person can do on the command line."""
+    text = " ".join(str(error).split())
+    remedies = [
+        remedy for kind, words, remedy in REMEDIES if isinstance(error, kind) and words in text
+    ]
+    return f"{text}. {remedies[0]}" if remedies else text
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Blocks of a reply as rows of a terminal, by rich; and text without what a terminal would obey.
+"""Render the blocks of a reply as rows of a terminal, and make control characters harmless.
 
-Every line of the reply stays a line (a model that writes a poem means that), HTML is text, links show where
-they lead, and code stands between its fences so that it can be copied.  rich leaves colours out where
-NO_COLOR is set.
+Unlike plain Markdown, every line stays a line and keeps its indentation, because poems and code without
+fences need both. HTML is shown as text, links show their target, and code keeps its fences so that it can be
+copied. rich leaves out colours if NO_COLOR is set.
 """
 
 from __future__ import annotations
 
 import io
+import re
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +17,24 @@ if TYPE_CHECKING:
 
     from pensieve.cli.reply_blocks import Block
 
-CODE_THEME = "ansi_dark"  # the terminal's own colours, on its own background
+CODE_THEME = "ansi_dark"  # the terminal's own colours and background
+TAB_COLUMNS = CODE_COLUMNS = 4  # Markdown takes a line with this indentation as code
+INDENT_COLUMNS_MIN = 2  # a notice may cut a line before a space
+INDENT = "\ue000"  # stands for a leading space, which Markdown would drop
+ITEM = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?: |$)")
+STARTS_BLOCK = re.compile(r"[>|]|#{1,6}(?: |$)|(?:-+|=+)\s*$")
+PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # a backslash before it makes it plain text
 CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"}  # as pictures
 CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def without_control(text: str) -> str:
-    """The text with pictures in the place of control characters; lines and tabs stay."""
+    """Replace control characters by pictures of them; line ends and tabs stay."""
     return text.replace("\r\n", "\n").replace("\r", "\n").translate(CONTROL)
 
 
 def rows_of(block: Block, width: int) -> list[str]:
-    """How a block looks; none of the rows is wider than that."""
+    """Return the rows of a block, none of them wider than `width`."""
     rows = _rows(_markdown(block.text), width) if not block.is_code else _code_rows(block, width)
     return ["", *rows] if block.gap else rows
 
@@ -55,7 +62,8 @@ def _rows(renderable: RenderableType, width: int, strip: bool = True) -> list[st
     console = _console(width)
     with console.capture() as capture:
         console.print(renderable)
-    rows = [row.rstrip() for row in capture.get().removesuffix("\n").split("\n")]
+    text = capture.get().removesuffix("\n").replace(INDENT, " ")
+    rows = [row.rstrip() for row in text.split("\n")]
     while strip and rows and not rows[-1]:
         rows.pop()
     while strip and rows and not rows[0]:
@@ -92,7 +100,7 @@ def _markdown_class() -> Any:
     from rich.markdown import Heading, Markdown
 
     class Left(Heading):
-        """A heading at the left, without a box."""
+        """A heading at the left, without a frame."""
 
         def __rich_console__(self, console: Any, options: Any) -> Any:
             self.text.justify = "left"
@@ -113,5 +121,26 @@ def _markdown_class() -> Any:
 
 
 def _markdown(text: str) -> RenderableType:
-    made: RenderableType = _markdown_class()(text)
+    made: RenderableType = _markdown_class()(_with_indentation(text))
     return made
+
+
+def _with_indentation(text: str) -> str:
+    """Mark the indentation that Markdown would drop; lines that are indented like code are shown verbatim."""
+    lines = []
+    offset = 0  # of the text of the list item that the line is in
+    for line in text.split("\n"):
+        rest = line.lstrip(" \t")
+        column = len(line[: len(line) - len(rest)].expandtabs(TAB_COLUMNS))
+        more = max(column - offset, 0)
+        if more < CODE_COLUMNS and (item := ITEM.match(rest)):
+            offset = column + len(item[0])
+        elif (
+            rest
+            and more >= INDENT_COLUMNS_MIN
+            and not (more < CODE_COLUMNS and STARTS_BLOCK.match(rest))
+        ):
+            shown = PUNCTUATION.sub(r"\\\1", rest) if more >= CODE_COLUMNS else rest
+            line = " " * (column - more) + INDENT * more + shown
+        lines.append(line)
+    return "\n".join(lines)

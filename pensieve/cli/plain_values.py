@@ -1,4 +1,4 @@
-"""Messages of the protocol as plain values, to be printed as JSON."""
+"""Turn messages of the protocol into plain values for JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def _word(enum: Any, number: int) -> str:
-    """A value of an enum without what all its values begin with: SERVER_STATE_LOADING is loading."""
+    """Return an enum value without the common prefix: SERVER_STATE_LOADING is `loading`."""
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     known = enum.values_by_number.get(number)
     return known.name.removeprefix(prefix).lower() if known is not None else "unknown"
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """With every field, and numbers as numbers."""
+    """Return a message as a dict with every field, with numbers as numbers."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

@@ -1,4 +1,4 @@
-"""`pensieve profile` measures what computing and copying cost, for the daemons of this machine."""
+"""`pensieve profile`: measure the cost of computing and copying, for the daemons of this machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pensieve.cli.flags import add_settings
 from pensieve.config import print_settings, resolve, settings_named
 
 DESCRIPTION = """\
-Measure what iterations of a model and copies of its KV cost on this machine, in a few minutes, and keep it:
-`pensieve serve` and `pensieve chat` use it from then on, for the same model, types, threads and versions.
-It is what decides which KV is worth keeping, whether it is copied or computed again, and how much of a prompt
-may join an iteration. Nothing else should run meanwhile. The error of the predictions is that of iterations
-which were held out."""
-# The settings that decide what an engine computes with.
+Measure how long a model's iterations and KV copies take on this machine, in a few minutes, and keep the
+profile. `pensieve serve` and `pensieve chat` then use it for the same model, types, threads and versions: to
+decide which KV is worth keeping, whether to copy or recompute it, and how much of a prompt may join an
+iteration. Run nothing else meanwhile. The printed prediction error is measured on iterations that were held
+out."""
+# Settings that change how an engine computes.
 PROFILED = settings_named(
     *("model", "device", "dtype", "context_max", "weights", "kv_dtype", "device_cache"),
     *("host_cache", "token_budget", "turns_max", "threads", "tensor_parallel"),
@@ -26,16 +26,18 @@ PROFILED = settings_named(
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
-        help="measure what a model costs on this machine, for its daemons",
+        help="measure a model on this machine, so that daemons schedule better",
         description=DESCRIPTION,
     )
     add_settings(parser, PROFILED)
-    parser.add_argument("--quick", action="store_true", help="fewer iterations: half a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure fewer iterations, in half a minute"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="write it there, for `pensieve simulate --cost`, instead of keeping it for the next start",
+        help="write the profile to FILE, for `pensieve simulate --cost`, instead of keeping it",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the errors (needs the extra `bench`)"
@@ -55,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         from pensieve.bench import plots
 
-        plots.matplotlib()  # before minutes are spent
+        plots.matplotlib()  # fails before minutes are spent
     from pensieve.bench import profile
 
     report = Report(arguments.json)

@@ -1,4 +1,4 @@
-"""`pensieve rank` computes some layers, or a part of each, for an engine on another machine."""
+"""`pensieve rank`: compute some layers, or a part of each, for an engine on another machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def add_parser(commands: Any) -> None:
 
     parser = commands.add_parser(
         "rank",
-        help="compute for an engine on another machine",
-        description="Be a rank of the engine at --leader (its --rank-address), which is started with "
-        "--pipeline-stages or --tensor-parallel. The model has to be here as well: the same files. When the "
-        "engine ends, it connects again. One command for each GPU: --device cuda:N.",
+        help="compute a part of the model for an engine on another machine",
+        description="Run as a rank of the engine at --leader (its --rank-address). Start the engine with "
+        "--pipeline-stages or --tensor-parallel. This machine needs the same model files. The rank "
+        "reconnects when the engine restarts. Run one command per GPU, with --device cuda:N.",
     )
     add_settings(parser, (*settings_named("model", "device"), *settings_for(RANK)))
     parser.set_defaults(run=with_settings(run))

@@ -1,9 +1,8 @@
-"""Which daemon a command talks to: the one at --address, the one that has the data folder, or its own.
+"""Find the daemon for a command: the one at --address, the one that has the data folder, or a new one.
 
-`pensieve chat` and `pensieve batch` look for a daemon in this order, and refuse settings that would be taken
-and ignored.  A daemon of their own is started in the process, on a private socket in the data folder
-(launch/embedded_daemon.py).
-"""
+`pensieve chat` and `pensieve batch` look for a daemon in this order, and refuse settings that have no effect
+on the daemon they find. A new daemon runs in the process, on a private socket in the data folder
+(launch/embedded_daemon.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def daemon_of(data: Path) -> str | None:
-    """The socket of the `pensieve serve` that has the data folder now, if there is one."""
+    """Return the socket address of the `pensieve serve` that has the data folder, or None."""
     from pensieve.api.grpc.admin_socket import is_listened_to, socket_address, socket_path
     from pensieve.store.folder import holder_of
 
@@ -50,7 +49,7 @@ def daemon_of(data: Path) -> str | None:
 
 
 def address_of(resolved: Resolved) -> tuple[str, Tls]:
-    """Of the daemon that runs already, and its TLS; ConfigError if none has the data folder."""
+    """Return the address and TLS settings of a running daemon; ConfigError if none has the data folder."""
     from pensieve.api.grpc.admin_socket import is_listened_to, socket_address, socket_path
 
     address, data = resolved.settings.daemon, resolved.settings.data
@@ -58,20 +57,20 @@ def address_of(resolved: Resolved) -> tuple[str, Tls]:
         path = socket_path(data)
         if not is_listened_to(path):
             why = (
-                f"nobody listens on {path}, which one that was killed has left"
+                f"a killed daemon left the socket {path}"
                 if path.exists()
-                else f"{path} is missing"
+                else f"there is no socket {path}"
             )
             raise ConfigError(
-                f"no daemon runs on {data} ({why}); `pensieve serve` starts one, --data and --address "
-                "name another"
+                f"no daemon has the data folder {data} ({why}). `pensieve serve` starts one; --data and "
+                "--address name another one"
             )
         address = socket_address(path)
     return address, tls_to(address, resolved)
 
 
 def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
-    """Settings of a daemon that is not started here; those that all commands share do not count."""
+    """Refuse flags for a daemon that runs already; ignore settings from variables and files."""
     from pensieve.launch.model_folder import model_name
 
     given = [
@@ -82,37 +81,41 @@ def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> No
     if "MODEL" in given and info is not None and model_name(resolved.settings.model) == info.model:
         given.remove("MODEL")
     if given:
-        what = "its own model and settings; leave out what is for another"
-        raise InvalidArgument(", ".join(given), f"the daemon at {address} has {what}")
+        raise InvalidArgument(
+            ", ".join(given),
+            f"the daemon at {address} has its own model and settings; leave these flags out",
+        )
 
 
 def check_reaching(resolved: Resolved) -> None:
-    """The daemon of this data folder has neither TLS nor tokens for those who come through its socket."""
+    """Refuse --token and --tls without --address: the socket in the data folder uses neither."""
     given = [each.flag for each in settings_for(REACH) if resolved.sources[each.name] == "flag"]
     if given:
-        raise InvalidArgument(", ".join(given), "is for a daemon at --address")
+        raise InvalidArgument(", ".join(given), "of no use without --address, which names a daemon")
 
 
 def start_daemon(
     stack: contextlib.ExitStack, resolved: Resolved, holder: str, quiet: bool, ctrl_c: CtrlC
 ) -> EmbeddedDaemon:
-    """A daemon in this process, ready to be talked to; Ctrl-C meanwhile ends the program."""
-    from pensieve.launch.daemon import engine_program
+    """Start a daemon in this process, and wait until it is ready.  Ctrl-C ends the program."""
+    from pensieve.conversations.engine_child import EarlyEngine
+    from pensieve.launch.programs import engine_program
 
     program = engine_program(resolved)
     log_errors(stack)
     make_model(resolved.settings.model, ctrl_c)
+    early = stack.enter_context(EarlyEngine(program))
     with status(quiet) as report:
         report("opening the history")
         from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
         return stack.enter_context(
-            EmbeddedDaemon(resolved, holder, report, program, lambda: ctrl_c.pressed)
+            EmbeddedDaemon(resolved, holder, report, program, lambda: ctrl_c.pressed, early.take)
         )
 
 
 def make_model(model: str, ctrl_c: CtrlC) -> None:
-    """What is done for a model at its first time, said in lines that stay."""
+    """Download or convert a model that is used for the first time, and report it in lines that stay."""
     from pensieve.launch.model_folder import needs_making, resolve_model
 
     def check() -> None:
@@ -124,24 +127,27 @@ def make_model(model: str, ctrl_c: CtrlC) -> None:
 
 
 def reached(client: Client) -> ServerInfo | None:
-    """Whatever is wrong with address, TLS or token is said before a person has written anything.
+    """Check address, TLS and token before a person has typed anything; None from an old daemon.
 
-    One that loads its model, or starts its engine again, is waited for by whatever is sent first.
+    A daemon that is loading its model counts as reached: the first request waits for it.
     """
     try:
         info = client.server_info()
-    except ServerFault:  # a daemon of an earlier version cannot say
+    except ServerFault:  # a daemon of an earlier version has no server_info
         return None
     except (Unavailable, DeadlineExceeded) as error:
-        hint = "; `pensieve serve` starts a daemon" if "nothing listens" in str(error) else ""
-        raise Unavailable(f"no daemon can be reached at {client.address}: {error}{hint}") from error
-    if info.state == "draining" and len(client.addresses) == 1:  # else another one takes turns
-        raise Unavailable(f"the daemon at {client.address} is about to stop, and takes no turns")
+        raise Unavailable(f"no daemon can be reached at {client.address}: {error}") from error
+    if (
+        info.state == "draining" and len(client.addresses) == 1
+    ):  # else another daemon takes the turns
+        raise Unavailable(
+            f"the daemon at {client.address} is draining: it takes no new turns, and will exit"
+        )
     return info
 
 
 def log_errors(stack: contextlib.ExitStack) -> None:
-    """Of what a daemon logs, a terminal shows its errors."""
+    """Show the errors that a daemon logs."""
     log, handler = logging.getLogger("pensieve"), logging.StreamHandler()
     handler.setLevel(logging.ERROR)
     handler.setFormatter(logging.Formatter("! %(message)s"))
@@ -151,7 +157,7 @@ def log_errors(stack: contextlib.ExitStack) -> None:
 
 @contextlib.contextmanager
 def status(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Stages on standard error: one changing line on a terminal, plain lines in a log."""
+    """Report stages on standard error: one changing line on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
         yield (
             (lambda line: None)

@@ -1,12 +1,11 @@
-"""Cuts the Markdown of a reply, as it comes, into blocks that can be shown one after the other.
+"""Cut the Markdown of a streaming reply into blocks that are shown one after the other.
 
-Of a reply only the last block is open: what is finished never changes again, so it is printed once and for
-good, and a long reply costs what its text costs.  A block is a heading, a paragraph, an item of a list, or
-code.  It is never long: a paragraph is cut after BLOCK_CHARACTERS_MAX, and code after CODE_LINES_MAX lines,
-where the next block goes on with the same code.
+A block is a heading, a paragraph, a list item, or code. Only the last block is open. Finished blocks never
+change and are printed once, so the cost of a reply grows only with its length. A paragraph is cut after
+BLOCK_CHARACTERS_MAX; code is cut after CODE_LINES_MAX lines, and the next block continues it.
 
-The end of the text may still become something else ("-" is a rule, an item or the underline of a heading);
-such a last line is held back until more of it has come, or the reply has ended.
+The meaning of a last line may depend on the text after it ("-" begins a rule, an item or the underline of a
+heading). Such a line is held back until more text comes or the reply ends.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ UNDECIDED = re.compile(r"[ \t]*(([-=*_`~#>|+:]+|\d{1,9}[.)]?)[ \t]*|(```|~~~)[^`
 
 @dataclass(frozen=True)
 class Block:
-    """Something to show; `gap`: an empty row is before it."""
+    """A part of a reply; `gap`: an empty row comes before it."""
 
     text: str
     gap: bool = False
     is_code: bool = False
     language: str = ""
-    opens: bool = True  # of code: its first line is in this block
-    closes: bool = False  # of code: its end is behind this block
+    opens: bool = True  # the code begins in this block
+    closes: bool = False  # the code ends in this block
 
 
 class Blocks:
@@ -41,18 +40,18 @@ class Blocks:
 
     def __init__(self) -> None:
         self._partial = ""  # the last line, which has no end yet
-        self._lines: list[str] = []  # of the open block, those that have an end
-        self._num_characters = 0  # in them
+        self._lines: list[str] = []  # complete lines of the open block
+        self._num_characters = 0  # in these lines
         self._gap = False  # before the open block
-        self._any = False  # block was there before
-        self._is_item = False  # the open block is an item of a list
-        self._is_waiting = False  # it has an empty line behind it, and may go on
-        self._fence = ""  # that began the code which is open
+        self._any = False  # there was a block before
+        self._is_item = False  # the open block is a list item
+        self._is_waiting = False  # the item has an empty line at its end, and may continue
+        self._fence = ""  # that began the open code
         self._language = ""
         self._opens = False
 
     def push(self, text: str) -> list[Block]:
-        """The blocks that are finished with this text."""
+        """Add text, and return the blocks that it finishes."""
         finished: list[Block] = []
         *lines, self._partial = (self._partial + text).split("\n")
         for line in lines:
@@ -66,13 +65,13 @@ class Blocks:
 
     @property
     def open(self) -> Block | None:
-        """The last block as far as it has come."""
+        """The last block, as far as it has arrived."""
         held = UNDECIDED.fullmatch(self._partial) is not None
         lines = self._lines if held or not self._partial else [*self._lines, self._partial]
         return self._block(lines, False) if lines or self._fence else None
 
     def cut(self) -> list[Block]:
-        """Finish what is open; what comes goes on below."""
+        """Finish the open block; later text begins another one."""
         finished: list[Block] = []
         if self._partial:
             line, self._partial = self._partial, ""
@@ -81,7 +80,7 @@ class Blocks:
         return finished
 
     def end(self) -> list[Block]:
-        """The last blocks; code that has no end ends here."""
+        """Return the last blocks; unclosed code ends here."""
         finished = self.cut()
         if self._fence:
             self._close(finished)

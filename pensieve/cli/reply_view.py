@@ -1,7 +1,7 @@
-"""A reply on a terminal: Markdown as it comes, and what the model thinks folded into a line.
+"""Show a streaming reply on a terminal as Markdown, with the model's thinking folded into one line.
 
-Finished blocks are printed for good; the last one is written again as it grows, at most every SHOW_SECONDS.
-While the model thinks, the last words of that are there, dim; then one line stands for all of it.
+Finished blocks are printed once. The last block is written again as it grows, at most every SHOW_SECONDS. The
+last words of the thinking are shown dim while it streams; then one line replaces them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pensieve.cli.reply_blocks import Block, Blocks
 
 SHOW_SECONDS = 0.05
 THINKING_ROWS = 3
-COLUMNS_MIN = 20  # a narrower terminal shows the text as it comes
+COLUMNS_MIN = 20  # a narrower terminal shows plain text
 
 
 class ReplyView:
-    """One reply."""
+    """The view of one reply."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ReplyView:
         self.is_empty = True
 
     def push(self, text: str, kind: str) -> None:
-        """A piece of the reply."""
+        """Add a piece of the reply."""
         text = without_control(text)
         if kind == "thinking":
             self._think(text)
@@ -53,12 +53,12 @@ class ReplyView:
             self._show()
 
     def note(self, line: str) -> None:
-        """A line below the reply, until there is another one, or none (empty)."""
+        """Show a line below the reply, until the next call; an empty one removes it."""
         self._note = line
         self._show()
 
     def cut(self) -> None:
-        """Everything that came is there for good; what comes stands below."""
+        """Finish all rows; later text appears below."""
         self._note = ""
         self._fold()
         self._keep(self._blocks.cut())
@@ -74,7 +74,9 @@ class ReplyView:
 
     @property
     def _width(self) -> int:
-        return self._size().columns - 1  # a full row would leave the cursor in doubt
+        return (
+            self._size().columns - 1
+        )  # after a full row, the cursor's place depends on the terminal
 
     def _think(self, text: str) -> None:
         self._keep(self._blocks.cut())
@@ -83,7 +85,7 @@ class ReplyView:
             self._show()
 
     def _fold(self) -> None:
-        """The thinking has ended."""
+        """Replace the thinking by one line."""
         if not self._thought:
             return
         num_words = len("".join(self._thought).split())
@@ -115,9 +117,9 @@ class ReplyView:
 class LiveRows:
     """The last rows of a terminal, which can be written again until they are kept.
 
-    Each has its colours and is narrower than the terminal.  The cursor is at the end of the last row.  `show`
-    writes what differs from what is there: for text that only grows, the new text alone.  Rows that have left
-    the screen at its top stay as they are.
+    Each row has its colours and is narrower than the terminal.  The cursor is at the end of the last row.
+    `show` writes only the difference: for growing text, the new text.  Rows that have left the screen at its
+    top are never changed.
     """
 
     def __init__(self, write: Callable[[str], None], height: Callable[[], int]) -> None:
@@ -126,7 +128,7 @@ class LiveRows:
         self._shown: list[str] = []
 
     def show(self, rows: Sequence[str]) -> None:
-        """Have these rows there, in the place of those before."""
+        """Replace the present rows by these."""
         shown, rows = self._shown, list(rows)
         num_same = 0
         while num_same < min(len(shown), len(rows)) and shown[num_same] == rows[num_same]:
@@ -148,7 +150,7 @@ class LiveRows:
         self._write(f"{up}\r\x1b[J" + "\n".join(rows[first:]))
 
     def keep(self) -> None:
-        """They stay for good; the cursor goes to the beginning of the line below."""
+        """Make the rows final; the cursor goes to the beginning of the next line."""
         if self._shown:
             self._write("\n")
             self._shown = []

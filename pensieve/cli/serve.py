@@ -1,8 +1,7 @@
-"""`pensieve serve` runs a daemon in the foreground until a signal ends it.
+"""`pensieve serve`: run a daemon in the foreground until a signal ends it.
 
-SIGTERM or Ctrl-C drains: no new turn, the running ones end (at most --drain-timeout), then it stops; the
-second signal interrupts them at once.
-"""
+SIGTERM or Ctrl-C drains: the daemon takes no new turns, waits for the running ones (at most --drain-timeout)
+and exits. A second signal interrupts the running turns at once."""
 
 from __future__ import annotations
 
@@ -11,28 +10,36 @@ import asyncio
 import logging
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pensieve.config import Resolved
 from pensieve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pensieve.conversations.engine_child import EarlyEngine
 
 log = logging.getLogger("pensieve")
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    from pensieve.conversations.engine_child import EarlyEngine
     from pensieve.launch.log_lines import log_to_stderr
     from pensieve.launch.model_folder import resolve_model
+    from pensieve.launch.programs import engine_program
 
     with log_to_stderr(resolved.settings.log_format, turns=True):
-        resolve_model(resolved.settings.model, log.info)  # a signal still ends it at once
-        return asyncio.run(_serve(resolved))
+        resolve_model(resolved.settings.model, log.info)  # a signal ends the process at once here
+        began = time.monotonic()
+        with EarlyEngine(engine_program(resolved)) as early:
+            return asyncio.run(_serve(resolved, early, began))
 
 
-async def _serve(resolved: Resolved) -> int:
+async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
     from pensieve.launch import daemon, systemd
 
-    began = time.monotonic()
-    setup = daemon.setup_to_serve(resolved)
+    setup = replace(daemon.setup_to_serve(resolved), take_early=early.take)
     log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
     server = daemon.open_server(setup, log.info)
     hurry = asyncio.Event()
@@ -66,10 +73,10 @@ async def _serve(resolved: Resolved) -> int:
 
 
 def _write_ready(path: Path, address: str) -> None:
-    """Whole or not at all: a program that waits for the file may read it at once."""
+    """Write the file atomically: a program that waits for it may read it at once."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(address + "\n", encoding="ascii")
         partial.replace(path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(f"--ready-file: cannot write {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""The command `pensieve simulate`: its options, and the sweep that it runs by default."""
+"""`pensieve simulate`: the options, and the sweep that the command runs by default."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   pensieve simulate --workload assistant --hardware instant --device-tokens 500k --host-tokens 0
-      compares the policies in a cache that holds half a minute of the load: they differ by a tenth.
-      Where everything fits (`--workload sharegpt` with the tiers of an H200), they are equal.
+      Compare the policies in a cache that holds half a minute of the load: they differ by a tenth.
+      If everything fits (`--workload sharegpt` with the tiers of an H200), they are equal.
   pensieve simulate TRACE --hardware instant --device-tokens 1M,3M --host-tokens 0 --plot figures
-      the same on a trace of your own, for two sizes, drawn as one sheet.
+      Compare them on a trace of your own, for two cache sizes, and draw one sheet.
   pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2
-      what llama3-8b on an H200 delivers under three loads; medians over three seeds."""
+      Simulate llama3-8b on an H200 under three loads; the figures are medians over three seeds."""
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
 Value = TypeVar("Value")
 
 COMPARED = ("lru", "value", "return")
-AUTO = -1  # tokens: as many as fit
+AUTO = -1  # as many tokens as fit
 PROMPT_SECONDS = 0.05  # a daemon's default, see config/settings.py
 
 
 class _Help(argparse.HelpFormatter):
-    """Breaks no line of the examples."""
+    """Keep the line breaks of the examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text == EXAMPLES else super()._fill_text(text, width, indent)
@@ -53,13 +53,13 @@ class _Help(argparse.HelpFormatter):
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
-        help="play a trace to the scheduler and the cache on a virtual clock",
-        description="Compares retention policies, or tells what a model on a machine would deliver. A "
-        "trace is a file of JSON lines, Mooncake's (timestamp, input_length, output_length, hash_ids) or "
-        "plain (conversation, at or after, input_tokens, output_tokens). Lines that cannot be read are "
-        "counted and named. Iterations and copies take what the model's shape and the machine's data "
-        "sheet say; with --hardware instant they take no time, and only the policy is seen. Options that "
-        "take several values (N,…) are swept: every combination is a row.",
+        help="run the scheduler and the cache on a trace, with a virtual clock",
+        description="Compare retention policies, or predict how a model performs on a machine. A trace is a "
+        "file of JSON lines, in Mooncake's form (timestamp, input_length, output_length, hash_ids) or in a "
+        "plain one (conversation, at or after, input_tokens, output_tokens). Unreadable lines are counted "
+        "and reported. The times of iterations and copies follow from the model's shape and the machine's "
+        "data sheet. With --hardware instant they are 0, and only the policy matters. Options with several "
+        "values (N,…) are swept: each combination is a row.",
         epilog=EXAMPLES,
         formatter_class=_Help,
     )
@@ -72,7 +72,7 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.journal is not None:
         return simulate_journal.run(arguments)
     if arguments.fit is not None:
-        raise InvalidArgument("fit", "what is fitted is a --journal")
+        raise InvalidArgument("--fit", "needs --journal, to which the costs are fitted")
     check(arguments)
     return _sweep(arguments, _points(arguments))
 
@@ -86,7 +86,7 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
     from pensieve.sim.trace import Problems
 
     if arguments.plot is not None:
-        plots.matplotlib()  # before hours are spent
+        plots.matplotlib()  # fails before hours are spent
     cost = _cost(arguments)
     timeless = arguments.cost is None and arguments.hardware == INSTANT
     recompute = instant(CHUNK_TOKENS)[1] if timeless else cost.recompute(CHUNK_TOKENS)
@@ -128,7 +128,9 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
     _report(problems)
     refused = max(row["refused"] for row in rows)
     if refused:
-        print(f"{refused} turns were larger than the device tier", file=sys.stderr)
+        print(
+            f"{refused} turns were refused: they are larger than the device tier", file=sys.stderr
+        )
     if idle := report.why_equal(rows):
         print(idle, file=sys.stderr)
     if arguments.plot is not None:
@@ -145,7 +147,7 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
 def _simulated(
     setting: SweepSettings, point: SweepPoint, problems: Problems, name: str, record: Path | None
 ) -> dict[str, Any]:
-    """The row of one point; with `record` its journal is written, too."""
+    """Simulate one point and return its row; with `record`, also write its journal."""
     from pensieve.sim.sweep import recorded
 
     simulator = setting.simulator(point)
@@ -157,7 +159,7 @@ def _simulated(
 
 
 def _facts(arguments: argparse.Namespace, cost: CostModel) -> list[str]:
-    """What a figure says of all that is in it: model and machine, load, seeds."""
+    """Return the facts that a figure needs: model and machine, load, seeds."""
     facts = [f"simulated: {cost.source}"]
     if arguments.workload is not None:
         reaction = f", reactions {arguments.reaction:g} s" if arguments.reaction else ""
@@ -185,7 +187,7 @@ def _source(arguments: argparse.Namespace) -> Source:
 
 
 def _cost(arguments: argparse.Namespace) -> CostModel:
-    """Of a file, of a machine on which nothing takes time, or of a data sheet."""
+    """Return the costs from a file, from a data sheet, or zero costs for `instant`."""
     from pensieve.sim import cost_file
     from pensieve.sim.cost import CostModel, instant
 
@@ -201,7 +203,7 @@ def _hardware(arguments: argparse.Namespace) -> HardwarePreset:
 
 
 def _points(arguments: argparse.Namespace) -> list[SweepPoint]:
-    """Every combination of options with several values."""
+    """Return each combination of the options with several values."""
     from pensieve.sim.sweep import points
 
     devices, hosts = _tiers(arguments)
@@ -209,7 +211,7 @@ def _points(arguments: argparse.Namespace) -> list[SweepPoint]:
 
 
 def _tiers(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
-    """Tokens of the device tier, and of the host tier: each of what may be several."""
+    """Return the sizes of the device tier and of the host tier, in tokens."""
     from pensieve.sim.sweep import Room
 
     room = Room()
@@ -222,7 +224,7 @@ def _tiers(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
 
 
 def _check_read(arguments: argparse.Namespace, problems: Problems) -> None:
-    """A trace of which nothing can be read is no trace."""
+    """Raise ConfigError if no line of a trace could be read."""
     if arguments.workload is not None or problems.num_read:
         return
     names = ", ".join(map(str, arguments.traces))
@@ -253,23 +255,27 @@ def _progress(name: str) -> Callable[[float, SimulationFigures], None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="files of JSON lines")
     parser.add_argument(
-        "--workload", choices=sorted(HABITS), help="conversations drawn like these, and no file"
+        "traces", nargs="*", type=Path, metavar="TRACE", help="trace files of JSON lines"
+    )
+    parser.add_argument(
+        "--workload",
+        choices=sorted(HABITS),
+        help="draw conversations of this kind instead of reading a trace",
     )
     parser.add_argument(
         "--rate",
         type=_several(float),
         default=[1.0],
         metavar="N,…",
-        help="conversations drawn per second (default: 1)",
+        help="conversations per second of --workload (default: 1)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=600.0,
         metavar="N",
-        help="draw arrivals for so long (default: 600)",
+        help="duration of the arrivals of --workload (default: 600)",
     )
     parser.add_argument(
         "--until",
@@ -353,7 +359,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2048,
         metavar="N",
-        help="most tokens of an iteration (default: 2048)",
+        help="maximum tokens of an iteration (default: 2048)",
     )
     parser.add_argument(
         "--prompt-seconds",
@@ -383,7 +389,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="most turns that run at once (default: 256)",
+        help="maximum turns that run at once (default: 256)",
     )
     parser.add_argument(
         "--count-from",
@@ -404,35 +410,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def policies_of(arguments: argparse.Namespace) -> list[str]:
-    """The names of --policy, or the default ones."""
+    """Return the names of --policy, or the default ones."""
     if arguments.policy is not None:
         return list(arguments.policy.split(","))
     return list(COMPARED[:1] if arguments.stateless else COMPARED)
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuses what cannot be simulated, with the reason."""
+    """Refuse options that cannot be simulated together."""
     from pensieve.sim.sweep import CLAIRVOYANT
 
     known = (*POLICIES, CLAIRVOYANT)
     if unknown := [name for name in policies_of(arguments) if name not in known]:
         raise InvalidArgument("policy", f"{unknown[0]!r} is none of {', '.join(known)}")
     if CLAIRVOYANT in policies_of(arguments) and arguments.record is not None:
-        raise InvalidArgument("policy", "clairvoyant knows a trace: it cannot serve or record")
+        raise InvalidArgument(
+            "policy", "clairvoyant knows the future of the trace: it cannot be recorded"
+        )
     if bool(arguments.traces) == (arguments.workload is not None):
-        raise InvalidArgument("TRACE", "name files, or draw a --workload; not both")
+        raise InvalidArgument("TRACE", "give trace files or --workload, not both")
     if arguments.workload is None and len(arguments.rate) > 1:
-        raise InvalidArgument("rate", "a recorded trace has its own; several are for a --workload")
+        raise InvalidArgument("rate", "several rates need --workload: a trace has its own rate")
     if arguments.workload is None and len(arguments.seed) > 1:
-        raise InvalidArgument("seed", "nothing of a recorded trace is drawn; for a --workload")
+        raise InvalidArgument("seed", "several seeds need --workload: a trace is not random")
     if min(*arguments.rate, arguments.seconds) <= 0 or (arguments.reaction or 1) <= 0:
-        raise InvalidArgument("rate, seconds, reaction", "are above 0")
+        raise InvalidArgument("rate, seconds, reaction", "must be above 0")
     if arguments.until is not None and arguments.until <= arguments.count_from:
-        raise InvalidArgument("until", "is after --count-from, or nothing is counted")
+        raise InvalidArgument("until", "must be after --count-from, or nothing is counted")
     if arguments.workload is not None and arguments.seconds <= arguments.count_from:
-        raise InvalidArgument("count_from", "is before --seconds, or nothing is counted")
+        raise InvalidArgument("count_from", "must be before --seconds, or nothing is counted")
     if min(arguments.token_budget, arguments.turns_max, arguments.devices) < 1:
-        raise InvalidArgument("token_budget, turns_max, devices", "are 1 or more")
+        raise InvalidArgument("token_budget, turns_max, devices", "must be 1 or more")
     if arguments.token_budget < arguments.turns_max:
         raise InvalidArgument(
             "token_budget",
@@ -441,28 +449,28 @@ def check(arguments: argparse.Namespace) -> None:
         )
     for name in ("prompt_seconds", "tbt", "share"):
         if not getattr(arguments, name) >= 0:
-            raise InvalidArgument(name, "is at least 0")
+            raise InvalidArgument(name, "must be at least 0")
     timeless = arguments.hardware == INSTANT and arguments.cost is None
     if timeless and arguments.phases != "unified":
-        raise InvalidArgument("phases", "differ in time, and with --hardware instant there is none")
+        raise InvalidArgument("phases", "differ only in time, and --hardware instant takes none")
 
 
 def _several(one: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """For argparse: values between commas."""
+    """Return a parser of values with commas between them."""
 
     def several(text: str) -> list[Value]:
         try:
             return [one(each) for each in text.split(",")]
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no number, nor several with commas between"
+                f"must be a number, or several with commas between them, not {text!r}"
             ) from None
 
     return several
 
 
 def tokens(text: str) -> int:
-    """`500k`, `3M` or a plain number; `auto`."""
+    """Parse `500k`, `3M`, a plain number or `auto`."""
     if text == "auto":
         return AUTO
     factors = {"k": 1_000, "m": 1_000_000}
@@ -473,5 +481,7 @@ def tokens(text: str) -> int:
     except (ValueError, OverflowError):
         count = -1
     if count < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens (500000, 500k, 3M)")
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens such as 500000, 500k or 3M, not {text!r}"
+        )
     return count

@@ -1,4 +1,4 @@
-"""The options and the output of `pensieve simulate --journal`: a replay, and costs fitted to it."""
+"""`pensieve simulate --journal`: replay a journal, and fit costs to it."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
     from pensieve.sim.observed import Observations
 
 REPORT_EVERY = 200_000  # iterations
-ERRORS_KEPT = 100_000  # of predictions, the latest
+ERRORS_KEPT = 100_000  # newest prediction errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "journals",
-        "`pensieve serve --journal FILE` records what decided its iterations: lengths and times, no text.",
+        "`pensieve serve --journal FILE` records the inputs of its schedule: lengths and times, no text.",
     )
     group.add_argument(
         "--journal",
         type=Path,
         metavar="FILE",
-        help="no trace: plan again what this journal recorded, and compare; exit status 1 where an "
-        "iteration differs",
+        help="instead of a trace: plan the iterations of this journal again, and compare; exit code 1 if one "
+        "differs",
     )
     group.add_argument(
         "--fit",
         type=Path,
         metavar="FILE",
-        help="with --journal: fit costs to the times of its iterations, print the error, and write them here",
+        help="with --journal: fit costs to its iteration times, print the error, and write the costs here",
     )
     group.add_argument(
         "--cost",
         type=Path,
         metavar="FILE",
-        help="take the costs that --fit wrote, not those of --model on --hardware",
+        help="use the costs in this file, written by --fit, not those of --model on --hardware",
     )
     group.add_argument(
         "--record",
         type=Path,
         metavar="FILE",
-        help="append a journal of what is simulated to this file, as `serve --journal` does",
+        help="append a journal of the simulation to this file, as `serve --journal` does",
     )
 
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.journal
     if arguments.traces or arguments.workload is not None:
         raise InvalidArgument(
-            "journal", "a journal holds its own turns; name no trace or --workload"
+            "journal", "a journal has its own turns; leave out trace files and --workload"
         )
     replay, seen, errors = Replay(_lines(path)), Observations(), PredictionErrors(ERRORS_KEPT)
     problem = None
@@ -125,10 +125,10 @@ def _outcome(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
     else:
         yield f"{path}: {problem}; {agreed} before it agreed"
         if replay.written_by != __version__:
-            by = replay.written_by or "of old"
-            yield f"  pensieve {by} wrote it; {__version__} may well plan otherwise"
+            by = replay.written_by or "(an old version)"
+            yield f"  pensieve {by} wrote it; {__version__} may plan differently"
     for line in replay.cut_off[:3]:
-        yield f"  line {line} was cut off when its engine was killed, and is left out"
+        yield f"  line {line} is incomplete, because its engine was killed, and was left out"
     if len(replay.cut_off) > 3:
         yield f"  so were {len(replay.cut_off) - 3} more"
 
@@ -142,7 +142,7 @@ def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -
     if str(replay.model.get("device", "")).startswith("cpu"):
         hardware = "cpu"
     if hardware == INSTANT:
-        raise InvalidArgument("hardware", "a fit stands on a machine's data sheet: name one")
+        raise InvalidArgument("hardware", "a fit needs a machine's data sheet: choose one")
     assumed = assumed_costs(replay.model, MODELS[arguments.model], HARDWARE[hardware])
     name = replay.model.get("name") or arguments.model
     source = f"fitted to {replay.num_agreed:,} iterations of {name} in {arguments.journal.name}"
@@ -155,7 +155,7 @@ def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -
 
 
 def _fit_table(path: Path, fit: Fit) -> Iterator[str]:
-    yield "error of the fit, |predicted - measured| / measured, over iterations that were not fitted:"
+    yield "error of the fit, |predicted - measured| / measured, over iterations that were held out:"
     yield f"{'':>14}{'iterations':>12}{'held out':>10}{'median':>9}{'P90':>9}"
     for each in fit.errors:
         median, p90 = ("-" if v is None else f"{v:.1%}" for v in (each.median, each.p90))

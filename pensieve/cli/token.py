@@ -1,9 +1,7 @@
-"""`pensieve token` makes a token for a client, and its entry for the daemon's token file.
+"""`pensieve token`: make a token for a client, and its entry in the daemon's token file.
 
-The secret is for a person and the entry for the file, so they go different ways: the entry to standard
-output, the secret to standard error.  With --file the entry is appended there, and the secret alone is the
-output.
-"""
+Without --file, standard output has the entry and standard error has the token, so that `>> tokens.toml`
+works. With --file, the entry is appended to the file and standard output has only the token."""
 
 from __future__ import annotations
 
@@ -27,22 +25,34 @@ def _bytes(text: str) -> int:
 
 
 LIMIT_FLAGS: dict[str, tuple[Callable[[str], float], str, str]] = {
-    "--turns-max": (whole(1, 1 << 31), "N", "most turns that the tenant may run at once"),
-    "--tokens-per-second": (number(0.001, 1e12), "X", "most new and output tokens, on average"),
-    "--requests-per-second": (number(0.001, 1e12), "X", "most requests of any kind, on average"),
-    "--calls-max": (whole(1, 1 << 31), "N", "most calls at once, streams included"),
-    "--storage-bytes": (_bytes, "SIZE", "most that its conversations may take (10GiB)"),
-    "--unread-bytes": (_bytes, "SIZE", "most of answers that its clients do not take (64MiB)"),
-    "--prefixes-max": (whole(1, 1 << 31), "N", "most prefixes that it may declare (default: 256)"),
+    "--turns-max": (whole(1, 1 << 31), "N", "maximum turns of the tenant in flight"),
+    "--tokens-per-second": (
+        number(0.001, 1e12),
+        "X",
+        "maximum new and output tokens per second, on average",
+    ),
+    "--requests-per-second": (number(0.001, 1e12), "X", "maximum requests per second, on average"),
+    "--calls-max": (whole(1, 1 << 31), "N", "maximum concurrent calls, including streams"),
+    "--storage-bytes": (_bytes, "SIZE", "maximum size of its conversations, such as 10GiB"),
+    "--unread-bytes": (
+        _bytes,
+        "SIZE",
+        "maximum size of answers that clients have not read, such as 64MiB",
+    ),
+    "--prefixes-max": (
+        whole(1, 1 << 31),
+        "N",
+        "maximum number of declared prefixes (default: 256)",
+    ),
     "--weight": (
         number(0.001, 1e6),
         "X",
-        "its share where turns wait, beside others' (default: 1)",
+        "its share of the engine when turns wait, relative to other tenants (default: 1)",
     ),
     "--priority-max": (
         whole(PRIORITY_MIN, PRIORITY_MAX),
         "N",
-        "highest priority of this token's turns; a higher one is lowered to it",
+        "maximum priority of turns with this token; a higher one is lowered to it",
     ),
 }
 
@@ -51,24 +61,25 @@ def add_parser(commands: Any) -> None:
     tokens = commands.add_parser(
         "token",
         help="make a token for a client",
-        description="Make a token. Its entry, which has only the token's sha256, is for the file of "
-        "`pensieve serve --token-file`; it goes to --file, or to standard output (>> tokens.toml). The token "
-        "itself is for the client and shown once: on standard output with --file, else on standard error.",
+        description="Make a token for a client, and an entry for the file of `pensieve serve --token-file`. "
+        "The entry has only the token's SHA-256. With --file, the entry is appended to the file and the "
+        "token is printed. Without --file, the entry is printed and the token goes to standard error. "
+        "The token is shown only once.",
     )
     tokens.add_argument(
         "--file",
         type=Path,
         metavar="FILE",
-        help="append the entry to this token file, which is made for its owner alone if it is missing",
+        help="append the entry to this token file; a new file is readable only by its owner",
     )
     tokens.add_argument(
         "--tenant",
         default="",
         metavar="NAME",
-        help="the tenant whose conversations the client may use",
+        help="tenant whose conversations the client may use",
     )
     tokens.add_argument(
-        "--name", default="", metavar="NAME", help="what the audit log calls the token"
+        "--name", default="", metavar="NAME", help="name of the token in the audit log"
     )
     tokens.add_argument("--admin", action="store_true", help="let the client use `pensieve admin`")
     for flag, (parse, metavar, text) in LIMIT_FLAGS.items():
@@ -83,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("tenant", "name"):
         word = getattr(arguments, name)
         if word and not ID_PATTERN.fullmatch(word):
-            raise InvalidArgument(f"--{name}", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+            raise InvalidArgument(
+                f"--{name}", "must have 1 to 128 characters of A-Z a-z 0-9 . _ ~ -"
+            )
     names = [flag.removeprefix("--").replace("-", "_") for flag in LIMIT_FLAGS]
     limits = {name: getattr(arguments, name) for name in names}
     token, entry = new_token(arguments.tenant, arguments.admin, arguments.name, **limits)
@@ -98,7 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _append(path: Path, entry: str) -> None:
-    """In one write, since a daemon may read at any time; nothing if it would refuse the file then."""
+    """Append an entry in one write, as a daemon may read at any time; refuse an entry that it would
+    refuse."""
     from pensieve.guard.callers import check_mode, limits_of, tokens_of
 
     try:

@@ -1,4 +1,4 @@
-"""The Python SDK: `Client` and, for asyncio, `AsyncClient`.
+"""The Python SDK: `Client` for threads and `AsyncClient` for asyncio.
 
     with Client("127.0.0.1:50051") as client:
         trip = client.conversation("trip-42")
@@ -12,28 +12,27 @@
             print(delta, end="", flush=True)
         print(await trip.ask("Why there?"))
 
-Importing it loads neither torch nor the server.  Threads may share a `Client`; the tasks of one event loop
-may share an `AsyncClient`, whose connection belongs to the loop of its first call.
+The SDK imports neither torch nor the server. Threads may share a `Client`. An `AsyncClient` belongs to the
+event loop of its first call; the tasks of that loop may share it.
 
-**Lost connections.**  Each message carries a request_id.  After a broken connection, or a restart of the
-daemon or its engine, the client sends the same request again, and the server adds the message only once:
-the turn continues where it was, or a `Restarted` says that its reply begins again.  `Retry` says how often
-and how long: by default a daemon that cannot be reached is tried for 11 to 23 seconds, and one that is
-loading its model is waited for, up to ten minutes.  A `timeout` ends both.
+**Retries.** Each message carries a request_id, so the server adds a repeated message only once. After a
+broken connection or a restart, the client sends the request again. The turn then continues where it was, or
+a `Restarted` event says that the reply begins again. By default, the client retries an unreachable daemon
+for 11 to 23 seconds. It waits up to ten minutes for a daemon that is loading its model. A `timeout` limits
+both; `Retry` changes them.
 
-    Client("127.0.0.1:50051", timeout=120, retry=Retry(retries=12))  # out of reach: tried for 31 to 63 s
+    Client("127.0.0.1:50051", timeout=120, retry=Retry(retries=12))  # retries for 31 to 63 s
 
-**Several daemons** that have one history may be named together.  Each conversation goes to the address that
-its id hashes to, and to the next one while that is away; `client.addresses` shows what is known of them.
+**Several daemons** that share one history can be given together. The hash of a conversation's id chooses
+its address. While that address is down, the client uses the next one. `client.addresses` shows the state of
+each.
 
     Client("gpu1:50051,gpu2:50051,gpu3:50051")  # or a list
 
-**Ending a turn early.**  Who leaves a turn on purpose ends it, at once: by a `timeout`, `close`, the end of
-its `with`, a `break`, an exception in the loop, a cancelled task, Ctrl-C, or the end of the client or of the
-program.  The next message may follow directly.  The history then is what the caller has seen: of `send`, the
-pieces that were given out; of `ask`, nothing, so that the same may be asked again.  `keep_partial` says
-otherwise.  An `AsyncClient` must be closed (`async with`) before its event loop ends, for nobody could tell
-the server afterwards; what was left without that ends by the server's grace.
+**Stopping a turn early.** A timeout, `close`, the end of a `with` block, a `break`, an exception, a
+cancelled task, Ctrl-C, and the end of the client or of the program all stop the turn at once. You can then
+send the next message. If you stop a `send`, the text already delivered stays in the history. If you stop an
+`ask`, nothing stays and you can retry it. `keep_partial` overrides both.
 
     try:
         reply = trip.ask("Tell me everything.", timeout=10)
@@ -42,18 +41,20 @@ the server afterwards; what was left without that ends by the server's grace.
 
     for delta in trip.send("Tell me everything."):
         if enough(delta):
-            break  # the pieces so far are in the history, as a reply that was "cancelled"
+            break  # the history keeps the delivered pieces, with the finish reason "cancelled"
 
-Only a turn whose connection broke goes on without a reader, for the server's grace of a few seconds.
-`cancel` ends a turn too, keeps all that was generated, and lets the loop read that to its end.
+Close an `AsyncClient` (`async with`) before its event loop ends; afterwards it cannot tell the server to
+stop a turn. The server stops such a turn a few seconds later, as it does for a broken connection.
 
-**One turn at a time.**  A message that comes while a turn of its conversation runs raises TurnRunning at
-once, naming the turn; it is not retried, since nobody knows how long that turn will take.  What this same
-client is about to end is waited for instead, two seconds at most.
+`cancel` also stops a turn, but keeps all generated text. The loop then reads that text to its end.
 
-**Ctrl-C.**  A KeyboardInterrupt may strike while gRPC holds one of its own locks, which then stays locked:
-good enough to end a program, but not to go on with the connection.  To survive it, let the handler of SIGINT
-start a thread that calls `turn.cancel()`.
+**One turn at a time.** A message to a conversation with a running turn raises TurnRunning, which names that
+turn. The client does not retry it, because that turn may take any time. If this client is just stopping
+that turn, it waits up to two seconds instead.
+
+**Ctrl-C.** A KeyboardInterrupt may strike while gRPC holds an internal lock, which then stays locked. The
+program can still end, but it cannot use the connection again. To keep the connection, have the SIGINT
+handler start a thread that calls `turn.cancel()`.
 """
 
 from pensieve.client.addresses import AddressState

@@ -1,32 +1,32 @@
-"""The addresses of a client: which are out of reach, where each conversation is at home; no socket in here.
+"""Choose an address for each request of a client with one or several addresses. No sockets.
 
-**Where a request goes.**  A request about a conversation (or a job) goes to the address that its id has the
-highest `score` with (rendezvous hashing), unless a daemon has named another one of these addresses as its
-home.  The further scores say which address is next.  So all clients that name the addresses alike agree, in
-any language; when an address leaves, only its own keys move, and when one is added, it takes its share from
-all others alike.  Other requests go to the first address of the list that works, and stay there.
+**Home.** A request about a conversation or a job goes to the address with the highest `score` for its id
+(rendezvous hashing), unless a daemon has named another of these addresses as the home. Lower scores order
+the fallbacks. So all clients with the same list agree, in any language. If an address leaves, only its own
+keys move; if one is added, it takes an equal share from all others. Other requests go to the first address
+of the list that works, and stay there.
 
-**An address that fails** is avoided for a pause that doubles with each failure in a row, with jitter and a
-bound (those of `Retry`).  After it, one request looks whether the daemon serves (its health), and the address
-counts as failed until that is known; so no more than one request waits for a host that swallows packets.
-Meanwhile the next address in each conversation's own order stands in.  A stream that broke, or a timeout
-that passed without an answer, proves nothing: the address is in *doubt*, and is looked at before it is used.
+**Failures.** A failed address is avoided for a pause. The pause doubles with each failure in a row, with
+jitter and a limit (those of `Retry`). Afterwards, one request checks the daemon's health, and the address
+counts as failed until the check succeeds. So at most one request waits for a host that swallows packets.
+Meanwhile each conversation uses the next address in its own order. A broken stream or a timeout without an
+answer proves nothing: such an address is in *doubt*, and is checked before its next use.
 
-    works --failed--> avoided --pause is over, one looks--> works, or avoided for longer
-    works --doubt--> looked at by whoever comes --> works, or avoided
+    works --failed--> avoided --pause over, one request checks--> works, or avoided for longer
+    works --doubt---> in doubt --next request checks------------> works, or avoided
 
-**A request's way** is a `Route`.  It goes to each address once, at once, in its order; when all have failed,
-the request waits as with one address (`Retry`) and begins a new round.  A turn stays where its stream has
-begun, so a home that is back is used from the next turn on.  The same request, with its request_id, goes
-everywhere, so daemons with one history hold the message once.
+**One request.** A `Route` tries each address once, without pauses, in order. If all fail, the request waits
+as with one address (`Retry`) and starts a new round. A turn stays at the address where its stream began; a
+recovered home is used from the next turn on. The same request_id goes to every address, so daemons with one
+history store the message once.
 
-**Why not gRPC's own `ring_hash`** (requestHashHeader).  Python's gRPC 1.85 takes the header only if the
-variable GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY was set before the first import of grpc in the
-process, which a library cannot promise; without it each call fails ("hash attribute not present").  Nor can
-it learn a home, hold a turn at its address, send CancelTurn after it, or look at a health service.
+**Why not gRPC's `ring_hash`** (requestHashHeader). Python's gRPC 1.85 reads the header only if
+GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY was set before the process first imported grpc. A library
+cannot promise that, and without it each call fails ("hash attribute not present"). It also cannot learn a
+home, keep a turn at its address, send CancelTurn there, or use a health service.
 
-Any thread may call.  A lock guards the state; nothing that a finalizer runs takes it.  What is learned of
-homes is bounded: HOMES_MAX, the one that was used longest ago is forgotten.
+Thread-safe. A lock guards the state; finalizers never take it. At most HOMES_MAX learned homes are kept
+(LRU).
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from pensieve.errors import (
 )
 
 HOMES_MAX = 10_000
-IDS_DRAWN_MAX = 1_000  # for a new conversation beside another one; N addresses take N on average
+IDS_DRAWN_MAX = 1_000  # bound for `id_beside`; N addresses need N draws on average
 
 
 @dataclass(frozen=True, repr=False)
 class AddressState:
-    """What a client knows of one of its addresses; from `client.addresses`.
+    """What a client knows about one of its addresses. From `client.addresses`.
 
     Args:
-        address: as the client was given it.
-        state: "not used yet", "works", "in doubt" (looked at before it is used again) or "avoided".
-        num_failures: in a row; 0 if it works.
-        seconds_left: until it is looked at again, where it is avoided.
-        error: why it is in doubt or avoided.
+        address: the address as the client was given it.
+        state: "not used yet", "works", "in doubt" (its health is checked before its next use) or "avoided".
+        num_failures: failures in a row; 0 if the address works.
+        seconds_left: seconds until an avoided address is checked again.
+        error: why the address is in doubt or avoided.
     """
 
     address: str
@@ -78,24 +78,24 @@ class AddressState:
 
 @dataclass
 class _Standing:
-    """What is known of one address."""
+    """The failures of one address."""
 
     num_failures: int = 0  # in a row
     avoided_until: float = 0.0
     is_doubtful: bool = False
     has_answered: bool = False
-    error: str = ""  # the last one
+    error: str = ""  # the latest error
 
 
 class Choice(NamedTuple):
-    """An address for a request; with `look_first`, if its health service says that it serves."""
+    """An address for a request. `look_first`: use it only if its health service says that it serves."""
 
     name: str
     look_first: bool
 
 
 class Addresses:
-    """The addresses of one client, and what is known of them."""
+    """The addresses of one client and their failures."""
 
     def __init__(
         self, names: Sequence[str], retry: Retry, clock: Callable[[], float] = time.monotonic
@@ -104,29 +104,30 @@ class Addresses:
         self._retry = retry
         self._clock = clock
         self._standings = {name: _Standing() for name in self.names}
-        self._homes: OrderedDict[str, str] = OrderedDict()  # learned; what the hash says is not
-        self._for_others = self.names[0]  # where what is about no conversation goes
+        # learned from daemons, only where the hash differs
+        self._homes: OrderedDict[str, str] = OrderedDict()
+        self._default = self.names[0]  # address for requests without a key
         self._lock = threading.Lock()
 
     @property
     def are_several(self) -> bool:
-        """Whether there is anything to choose."""
+        """Whether there is more than one address."""
         return len(self.names) > 1
 
     def order(self, key: str) -> list[str]:
-        """The addresses for a key, the first first; an empty key is about no conversation."""
+        """Return the addresses for a key, best first. An empty key: the request is about no conversation."""
         if not self.are_several:
             return list(self.names)
         with self._lock:
             names = ranked(key, self.names) if key else list(self.names)
-            home = self._homes.get(key, names[0]) if key else self._for_others
+            home = self._homes.get(key, names[0]) if key else self._default
             if key in self._homes:
                 self._homes.move_to_end(key)
         names.remove(home)
         return [home, *names]
 
     def id_beside(self, key: str) -> str:
-        """A random id that is at home where this key is: for a fork, whose history lies there."""
+        """Return a random id with the same home as `key`, for a fork whose history is stored there."""
         home = self.order(key)[0]
         drawn = new_id()
         for _ in range(IDS_DRAWN_MAX):
@@ -136,7 +137,7 @@ class Addresses:
         return drawn
 
     def learn(self, key: str, name: str) -> bool:
-        """A daemon says where a key is at home; False if that is none of these addresses."""
+        """Remember the home of a key, as a daemon has named it. Return False for an unknown address."""
         if name not in self._standings or not key:
             return False
         with self._lock:
@@ -148,7 +149,7 @@ class Addresses:
         return True
 
     def choose(self, order: Sequence[str], tried: Sequence[str]) -> Choice | None:
-        """The first of these that may be used and was not tried yet; None if all were."""
+        """Return the first usable address of `order` that is not in `tried`; None if all were tried."""
         if not self.are_several:
             return Choice(order[0], False)
         left = [name for name in order if name not in tried]
@@ -161,38 +162,38 @@ class Addresses:
                 if now >= standing.avoided_until:
                     self._avoid(standing, now)
                     return Choice(name, True)
-        return Choice(left[0], True) if left else None  # rather than none
+        return Choice(left[0], True) if left else None  # all are avoided: use the best of them
 
-    def works(self, name: str, *, is_for_others: bool = False) -> None:
-        """It has answered."""
+    def works(self, name: str, *, is_default: bool = False) -> None:
+        """Note that an address has answered."""
         with self._lock:
             standing = self._standings[name]
             standing.num_failures, standing.is_doubtful = 0, False
             standing.has_answered = True
-            if is_for_others:
-                self._for_others = name
+            if is_default:
+                self._default = name
 
     def failed(self, name: str, error: str) -> None:
-        """It cannot be reached, or does not serve; what was learned of its conversations is void."""
+        """Note that an address is unreachable or does not serve."""
         with self._lock:
             standing, now = self._standings[name], self._clock()
             standing.error, standing.is_doubtful = error, False
             if not standing.num_failures or now >= standing.avoided_until:
-                self._avoid(standing, now)  # else others have seen this failure already
+                self._avoid(standing, now)  # otherwise another request has counted this failure
 
     def doubt(self, name: str, error: str) -> None:
-        """Something of it was lost; whether it works is to be found out before it is used again."""
+        """Note that a call was lost. The address is checked before its next use."""
         with self._lock:
             self._standings[name].error, self._standings[name].is_doubtful = error, True
 
     def forget_home(self, key: str, name: str) -> None:
-        """The address that a daemon has named is out of reach: the hash decides again."""
+        """Forget a learned home that is unreachable, so that the hash decides again."""
         with self._lock:
             if self._homes.get(key) == name:
                 del self._homes[key]
 
     def states(self) -> tuple[AddressState, ...]:
-        """For people."""
+        """Return the state of each address, for people."""
         with self._lock:
             now = self._clock()
             return tuple(
@@ -212,25 +213,20 @@ class Addresses:
 
 
 class Route:
-    """Where one request goes, try after try."""
+    """The addresses that one request tries."""
 
-    def __init__(
-        self, addresses: Addresses, key: str, at: str = "", *, is_of_one: bool = False
-    ) -> None:
-        """`at`: where a turn of the same conversation is being read, which then comes first.
-
-        `is_of_one`: what it is about lies with one of the daemons alone, as a job does.
-        """
+    def __init__(self, addresses: Addresses, key: str, at: str = "") -> None:
+        """Begin with `at`, if given: the address where a turn of the same conversation is being read."""
         self.key = key
-        self._is_of_one = is_of_one
         self._stays = False
         self.at = at  # the address of the last try
         self._addresses = addresses
         self._first = at
-        self._has_answered = False  # in this try
-        self._tried: dict[str, PensieveError] = {}  # in this round: why each of them failed
-        self._reached: list[str] = []  # of these, those with a daemon that does not serve
-        self._last: PensieveError | None = None  # what the last try failed with
+        self._has_answered = False  # whether this try got an answer
+        self._tried: dict[str, PensieveError] = {}  # this round's failures
+        # Of these, the addresses whose daemon answered that it does not serve.
+        self._reached: list[str] = []
+        self._last: PensieveError | None = None  # error of the last try
 
     @property
     def are_several(self) -> bool:
@@ -238,7 +234,7 @@ class Route:
         return self._addresses.are_several
 
     def choose(self) -> Choice:
-        """The address for the next try; raises the error of the last one if there is none left to try."""
+        """Return the address for the next try. Raise the last error if no address is left."""
         if self._stays:
             self._has_answered = False
             return Choice(self.at, False)
@@ -246,10 +242,10 @@ class Route:
         if self._first:
             order = [self._first, *(name for name in order if name != self._first)]
         choice = self._addresses.choose(order, [*self._tried])
-        if choice is None:  # the rest was only looked at
+        if choice is None:  # the others were only checked for health
             if not self._reached and self._last is not None:
                 raise self._last
-            # The one that is there but does not serve says best what is to be waited for.
+            # A daemon that answers but does not serve gives the best reason for waiting.
             choice = Choice(
                 next((name for name in order if name in self._reached), order[0]), False
             )
@@ -257,31 +253,31 @@ class Route:
         return choice
 
     def answered(self, home: str = "") -> None:
-        """The daemon has answered; `home` is where it says that the conversation is."""
+        """Note that the daemon has answered. `home` is where it says that the conversation is."""
         if not self._has_answered:
             self._has_answered = True
             self.begin_round()
             self._first = self.at
-            self._addresses.works(self.at, is_for_others=not self.key)
-        if home or (self._is_of_one and self.are_several):
-            self._addresses.learn(self.key, home or self.at)
+            self._addresses.works(self.at, is_default=not self.key)
+        if home:
+            self._addresses.learn(self.key, home)
 
     def serves(self) -> None:
-        """What was found when its health was looked at."""
+        """Note that the health check of the current address succeeded."""
         self._addresses.works(self.at)
 
     def does_not_serve(self, error: PensieveError, *, is_reached: bool) -> None:
-        """Likewise; `is_reached`: a daemon is there."""
+        """Note that the health check failed. `is_reached`: a daemon answered it."""
         self._fail(error)
         if is_reached:
             self._reached.append(self.at)
 
     def goes_on(self, error: PensieveError, repeat: bool = True) -> bool:
-        """Note why a try failed; whether the same request goes to another address at once.
+        """Note why a try failed. Return whether to send the same request to another address at once.
 
-        Without `repeat` it goes on only if this one has certainly done nothing.
+        Without `repeat`, it goes on only if this address has certainly not acted on the request.
         """
-        if not self.at or error is self._last:  # the client is closed, or nothing is left to try
+        if not self.at or error is self._last:  # the client is closed, or no address is left
             return False
         self._last = error
         if isinstance(error, OwnedElsewhere):
@@ -289,14 +285,11 @@ class Route:
             self._tried[self.at], self._first = error, ""
             if self._addresses.learn(self.key, error.address) and error.address not in self._tried:
                 self._first = error.address
-            return self._is_one_left and not self._has_answered  # else two could toss it forever
+            # bounded: two daemons might name each other forever
+            return self._is_one_left and not self._has_answered
         if isinstance(error, DeadlineExceeded) and not self._has_answered:
             self._addresses.doubt(self.at, str(error))
             return False
-        if isinstance(error, NotFound) and self._is_of_one and not self._has_answered:
-            self._addresses.works(self.at)
-            self._tried[self.at], self._first = error, ""
-            return self._is_one_left
         if not isinstance(error, Unavailable):
             self.answered()
             return False
@@ -309,31 +302,28 @@ class Route:
         return self._is_one_left and (repeat or is_waited_for(error) or not error.may_have_arrived)
 
     def stay(self) -> None:
-        """This address may have done what was requested: no other one is to do it, too."""
+        """Use only this address from now on: it may have acted on the request, so no other address may."""
         self._stays = True
 
     def doubt(self, error: PensieveError) -> None:
-        """The time was over, and the daemon did not say what had become of the turn."""
+        """Note a timeout after which the daemon did not say what became of the turn."""
         if self.at:
             self._addresses.doubt(self.at, str(error))
 
     def begin_round(self) -> None:
-        """After a pause: all may be tried again."""
+        """Allow all addresses again, after a pause."""
         self._tried.clear()
         self._reached.clear()
         self._last = None
 
     def explained(self, error: PensieveError) -> PensieveError:
-        """The error for whoever made the request: which addresses were tried, and why each one failed."""
+        """Return the error for the caller, with each address that was tried and why it failed."""
         if not self.are_several:
             return error
         if isinstance(error, OwnedElsewhere):
             error = Unavailable(str(error))
         if isinstance(error, NotFound):
-            away = [each for each in self._tried.values() if isinstance(each, Unavailable)]
-            if not (self._is_of_one and away):
-                return error if self._is_of_one else self._not_found(error)
-            error = away[0]  # which may have it
+            return self._not_found(error)
         if not isinstance(error, Unavailable):
             return error
         worth_waiting = [each for each in self._tried.values() if isinstance(each, Loading)]
@@ -341,9 +331,9 @@ class Route:
         whys = {name: str(each) for name, each in self._tried.items()}
         whys.setdefault(self.at, str(error))
         texts = [f"{name}: {whys.get(name, 'not tried')}" for name in self._addresses.names]
-        whole = kind(f"no address of {len(texts)} could do it ({'; '.join(texts)})")
-        of = worth_waiting[0] if worth_waiting else error
-        whole.retry_after_seconds = of.retry_after_seconds
+        whole = kind(f"all {len(texts)} addresses failed ({'; '.join(texts)})")
+        cause = worth_waiting[0] if worth_waiting else error
+        whole.retry_after_seconds = cause.retry_after_seconds
         return whole
 
     def _not_found(self, error: NotFound) -> NotFound:
@@ -351,8 +341,8 @@ class Route:
         if home == self.at:
             return error
         return NotFound(
-            f"{error} (at {self.at}, which stands in for {home}: that helps only where the daemons "
-            "have one history)"
+            f"{error} (asked {self.at}, because {home} is unreachable; "
+            "this works only if the daemons share one history)"
         )
 
     @property
@@ -366,22 +356,22 @@ class Route:
 
 
 def score(key: str, name: str) -> int:
-    """How much an address attracts a key: a whole number below 2 ** 64.
+    """Return how strongly a key belongs to an address: an integer below 2 ** 64.
 
-    It is the first 8 bytes, big-endian, of SHA-256(name + "\\n" + key), in UTF-8.  No name holds a newline,
-    so two pairs never hash the same bytes.
+    It is the first 8 bytes, big-endian, of SHA-256(name + "\\n" + key), in UTF-8. Names contain no newline,
+    so no two pairs hash the same bytes.
     """
     digest = hashlib.sha256(f"{name}\n{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def ranked(key: str, names: Iterable[str]) -> list[str]:
-    """The addresses for a key, its home first; the order in which they are given does not matter."""
+    """Return the addresses for a key, its home first. The order of `names` does not matter."""
     return sorted(names, key=lambda name: (score(key, name), name), reverse=True)
 
 
 def is_waited_for(error: PensieveError) -> bool:
-    """Whether a daemon has refused a request, of which it has done nothing, for a time."""
+    """Return whether a daemon has temporarily refused a request without acting on it."""
     return isinstance(error, Loading | OwnedElsewhere)
 
 

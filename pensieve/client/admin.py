@@ -1,7 +1,7 @@
-"""The SDK's client for operators: what `pensieve admin` reads and does, as methods of AdminService.
+"""The SDK's client for operators: the methods of AdminService, as `pensieve admin` uses them.
 
-It connects like `Client`, most often to the daemon's admin socket (unix:PATH).  The answers are messages
-of admin.proto.
+It connects like `Client`, usually to the daemon's admin socket (unix:PATH). The answers are messages of
+admin.proto.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pensieve.client.retry import Deadline
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
-LOOK_SECONDS = 30.0  # the timeout of calls that walk the cache
+LOOK_SECONDS = 30.0  # timeout of calls that scan the cache
 
 
 class Admin(Client):
-    """A connection to a daemon for its operator; takes the arguments of `Client`, with one address.
+    """A connection to one daemon for its operator. Takes the arguments of `Client`, with one address.
 
-    A `conversation_id` that several tenants have needs a `tenant`, too.
+    If several tenants have the same `conversation_id`, pass the `tenant`, too.
     """
 
     _is_for_one_daemon = True
 
     def stats(self) -> pb.Stats:
-        """The daemon's figures now."""
+        """Return the daemon's current figures."""
         return self.call(lambda at: _stub(at).GetStats, pb.GetStatsRequest()).stats
 
     def watch(self, interval_seconds: float = 1.0) -> Iterator[pb.Stats]:
-        """The daemon's figures every `interval_seconds`, until the daemon ends or the caller stops."""
+        """Iterate over the daemon's figures, one every `interval_seconds`, until the daemon ends."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
         stream = self._connection.stream(
             lambda at: _stub(at).WatchStats, request, Deadline(None), self._connection.route("")
@@ -43,13 +43,13 @@ class Admin(Client):
             stream.cancel()
 
     def metrics(self) -> str:
-        """The daemon's metrics now, in Prometheus' exposition format."""
+        """Return the daemon's current metrics in Prometheus' exposition format."""
         return self.call(lambda at: _stub(at).GetMetrics, pb.GetMetricsRequest()).text
 
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
-        """The conversations with KV in the cache, `limit` of them at most.
+        """Return at most `limit` conversations with KV in the cache.
 
-        The largest come first, or with `least_valuable` those that would be evicted first.
+        The largest come first, or, with `least_valuable`, those that would be evicted first.
         """
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
@@ -58,7 +58,7 @@ class Admin(Client):
         return list(answer.conversations)
 
     def explain(self, conversation_id: str, tenant: str = "") -> pb.ExplainConversationResponse:
-        """Where the KV of one conversation lies, and why."""
+        """Return where the KV of a conversation is, and why."""
         request = pb.ExplainConversationRequest(
             conversation_id=check_text("conversation_id", conversation_id),
             tenant=check_text("tenant", tenant),
@@ -66,9 +66,9 @@ class Admin(Client):
         return self.call(lambda at: _stub(at).ExplainConversation, request, LOOK_SECONDS)
 
     def evict(self, conversation_id: str, tenant: str = "", to_host: bool = False) -> int:
-        """Evict the KV of one conversation; returns the number of chunks that lost their pages.
+        """Evict the KV of a conversation, and return the number of chunks that lost their pages.
 
-        With `to_host` they are swapped out from the device to the host instead; returns how many.
+        With `to_host`, the chunks are swapped out from the device to the host instead, and counted.
         """
         destination = pb.EvictConversationRequest.Destination
         request = pb.EvictConversationRequest(
@@ -82,29 +82,29 @@ class Admin(Client):
         return answer.chunks_moved if to_host else answer.chunks_dropped
 
     def check(self) -> list[str]:
-        """Check the daemon's bookkeeping; returns the problems found, as a rule none."""
+        """Check the daemon's bookkeeping and return the problems found, normally none."""
         return list(
             self.call(lambda at: _stub(at).CheckIntegrity, pb.CheckIntegrityRequest()).problems
         )
 
     def tenants(self) -> list[pb.Tenant]:
-        """What each tenant has taken, and what it may take."""
+        """Return the usage and the limits of each tenant."""
         return list(self.call(lambda at: _stub(at).ListTenants, pb.ListTenantsRequest()).tenants)
 
     def tenant_prefixes(self) -> list[pb.TenantPrefix]:
-        """The declared prefixes of all tenants, the oldest first."""
+        """Return the declared prefixes of all tenants, oldest first."""
         answer = self.call(lambda at: _stub(at).ListTenantPrefixes, pb.ListTenantPrefixesRequest())
         return list(answer.prefixes)
 
     def delete_tenant_prefix(self, prefix_id: str, tenant: str = "") -> None:
-        """Delete the declared prefix `prefix_id` of a tenant; conversations under it stay whole."""
+        """Delete a tenant's prefix `prefix_id`. Conversations created from it keep their whole history."""
         request = pb.DeleteTenantPrefixRequest(
             prefix_id=check_id(prefix_id, "prefix_id"), tenant=check_text("tenant", tenant)
         )
         self.call(lambda at: _stub(at).DeleteTenantPrefix, request)
 
     def drain(self) -> int:
-        """Let the daemon refuse new turns and finish those that run; returns how many run."""
+        """Refuse new turns and let the running turns finish. Return how many are running."""
         return self.call(lambda at: _stub(at).Drain, pb.DrainRequest()).turns_running
 
 

@@ -1,10 +1,9 @@
 """The SDK for asyncio: `AsyncClient`, `AsyncConversation`, `AsyncTurn` and `AsyncPrefix`.
 
-This file, aio_base_client.py and aio_jobs.py are the source of both clients.  The script generate_sync_client
-leaves out `async` and `await`, takes `Async` off the names and writes client.py, base_client.py and jobs.py.
-So these files hold only code that reads the same for tasks and for threads.  The calls themselves differ;
-they are in aio_connection.py and connection.py.  turn_progress.py decides what a turn does when its stream
-ends.
+scripts/generate_sync_client generates client.py, base_client.py and jobs.py from this file,
+aio_base_client.py and aio_jobs.py. It removes `async`, `await` and the prefix `Async`. So these three files
+hold only code that reads the same for tasks and threads. The gRPC calls differ; they are in
+aio_connection.py and connection.py. turn_progress.py decides what a turn does when its stream ends.
 """
 
 from __future__ import annotations
@@ -51,37 +50,36 @@ from pensieve.v1 import conversation_pb2 as pb
 
 
 class AsyncClient(AsyncBaseClient):
-    """A connection to a Pensieve daemon, or to several that have one history.
+    """A connection to a Pensieve daemon, or to several daemons that share one history.
 
-    Several tasks may share one client.  Nothing is sent before the first call.  Use the client by
-    `async with`, or `close` it: that leaves the turns that are being read, and frees the connection.
-    Whatever fails raises a subclass of `pensieve.errors.PensieveError`.
+    Several tasks may share one client. Nothing is sent before the first call. Use `async with`, or call
+    `close`: both stop the turns that are being read and free the connection. Every failure raises a
+    subclass of `pensieve.errors.PensieveError`.
 
     Args:
-        address: HOST:PORT or unix:PATH, with or without grpc:// before it; several of them as a list, or
-            with commas between.  By default $PENSIEVE_DAEMON, else 127.0.0.1:50051.
-        token: the access token, if the daemon asks for one.
-        tls: False for none; True trusts the system's certificate authorities; a path names the
-            certificate of the one authority to trust; or gRPC channel credentials.
-        timeout: seconds for each call or turn that names no timeout of its own, retries included;
-            None waits without limit.
-        retry: how often and when a request that met an unavailable server is sent again, and how long a
-            server that loads its model is waited for.
+        address: HOST:PORT or unix:PATH, optionally with grpc:// before it. Pass several as a list or
+            separated by commas. Default: $PENSIEVE_DAEMON, else 127.0.0.1:50051.
+        token: the access token, if the daemon requires one.
+        tls: False turns TLS off. True trusts the system's certificate authorities. A path names a CA
+            certificate to trust instead. gRPC channel credentials are used as they are.
+        timeout: default seconds for each call or turn, retries included. None waits without limit.
+        retry: how often and when a request is retried while the server is unavailable, and how long the
+            client waits for a server that is loading its model.
         sleep: waits between tries; for tests.
     """
 
     def conversation(self, conversation_id: str | None = None) -> AsyncConversation:
-        """The conversation of this name, whether it exists on the server yet or not; sends nothing.
+        """Return a handle for a conversation, which may not exist on the server yet. Sends nothing.
 
-        Without a `conversation_id`, a new random one is chosen.
+        Without a `conversation_id`, a random id is chosen.
         """
         chosen = new_id() if conversation_id is None else check_id(conversation_id)
         return AsyncConversation(self, chosen)
 
     async def conversations(self, timeout: float | None = None) -> AsyncIterator[ConversationState]:
-        """Iterate over all conversations of this client's tenant, the newest first.
+        """Iterate over all conversations of this client's tenant, newest first.
 
-        `timeout` is for each page that is fetched.
+        `timeout` applies to each page that is fetched.
         """
         request = pb.ListConversationsRequest()
         async for page in self.pages(lambda at: at.stub.ListConversations, request, timeout):
@@ -89,13 +87,14 @@ class AsyncClient(AsyncBaseClient):
                 yield state_of(each)
 
     def prefix(self, prefix_id: str) -> AsyncPrefix:
-        """The prefix with this `prefix_id`, whether it is declared yet or not; sends nothing."""
+        """Return a handle for the prefix `prefix_id`, which may not be declared yet. Sends nothing."""
         return AsyncPrefix(self, check_id(prefix_id, "prefix_id"))
 
     async def prefixes(self, timeout: float | None = None) -> AsyncIterator[PrefixState]:
-        """Iterate over the declared prefixes of this client's tenant, the oldest first.
+        """Iterate over the declared prefixes of this client's tenant, oldest first.
 
-        They are without their messages, tools and options.  `timeout` is for each page that is fetched.
+        The listed prefixes lack messages, tools and options; `get` of a prefix returns them. `timeout`
+        applies to each page that is fetched.
         """
         request = pb.ListPrefixesRequest()
         async for page in self.pages(lambda at: at.stub.ListPrefixes, request, timeout):
@@ -108,7 +107,7 @@ class AsyncClient(AsyncBaseClient):
         return AsyncJobs(self)
 
     async def healthy(self, timeout: float | None = 5.0) -> bool:
-        """Whether a daemon can be reached and accepts new turns: one of them, where there are several."""
+        """Return whether at least one daemon is reachable and accepts new turns."""
         deadline, names = Deadline(timeout), self._connection.addresses.names
         for name in names:
             left = deadline.left()
@@ -121,20 +120,21 @@ class AsyncClient(AsyncBaseClient):
         return False
 
     async def server_info(self, timeout: float | None = None) -> ServerInfo:
-        """Which model the daemon serves, and how; it answers also while the model is loading."""
+        """Return which model the daemon serves, and how. Works while the model is loading."""
         request = pb.GetServerInfoRequest()
         answer = await self.call(lambda at: at.stub.GetServerInfo, request, timeout, repeat=True)
         return info_of(answer.server)
 
 
 class AsyncConversation:
-    """A conversation on the server, named by its id; made by `AsyncClient.conversation`.
+    """A conversation on the server, identified by its id. Create it with `AsyncClient.conversation`.
 
-    It holds no state of its own: two objects with one id are the same conversation.  Each method that
-    talks to the server takes a `timeout` in seconds, retries included; None is the client's.  `get`,
-    `messages`, `warm` and `cancel`, which may safely be repeated, are retried when the server is
-    unavailable, and so is a turn.  `create`, `delete`, `fork` and `rewind` are not, because the second try
-    of one that had succeeded would fail.
+    The object holds no state: two objects with the same id are the same conversation. Each method that
+    calls the server takes a `timeout` in seconds, retries included; None uses the client's default.
+
+    The client retries `get`, `messages`, `warm`, `cancel` and turns while the server is unavailable. It
+    does not retry `create`, `delete`, `fork` and `rewind`: if the first try had succeeded, the second would
+    fail.
     """
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:
@@ -155,20 +155,20 @@ class AsyncConversation:
         messages: Sequence[Mapping[str, Any]] = (),
         timeout: float | None = None,
     ) -> ConversationState:
-        """Create the conversation with settings that last for its life.
+        """Create the conversation with settings that never change.
 
-        Only needed for such settings: by default the first `send` creates a conversation without any.
+        Only needed for such settings: by default, the first `send` creates a conversation without any.
 
         Args:
             system_prompt: the first message, with the role "system".
-            tools: tools that the model may call, each as the JSON schema its chat template expects.
+            tools: tools that the model may call, each as the JSON schema that its chat template expects.
             template_options: variables for the model's chat template.
-            metadata: any JSON object; the server keeps it and returns it with the state.
-            prefix_id: of a declared prefix, which brings its own system prompt, tools and options; else a
-                name that conversations with the same system prompt and tools share, so that their common
-                beginning is computed once.
-            messages: a history to begin with, behind the system prompt, as `send` takes messages, in a form
-                that a user's message may follow.  It may be as long as the model's context.  No rewind
+            metadata: any JSON object. The server keeps it and returns it with the state.
+            prefix_id: the id of a declared prefix, which brings its own system prompt, tools and options.
+                Any other name groups conversations with the same system prompt and tools, so that the
+                server computes their common beginning once.
+            messages: a history to begin with, after the system prompt, in the form that `send` takes. A
+                user's message must be able to follow it. It may fill the model's context. `rewind` never
                 removes it.
 
         Raises:
@@ -195,7 +195,7 @@ class AsyncConversation:
         return state_of(imported.conversation)
 
     async def get(self, timeout: float | None = None) -> ConversationState:
-        """The conversation's state: revision, sizes, metadata and times.
+        """Return the conversation's state: revision, sizes, metadata and times.
 
         Raises:
             NotFound: there is no such conversation.
@@ -207,7 +207,7 @@ class AsyncConversation:
         return state_of(answer.conversation)
 
     async def delete(self, timeout: float | None = None) -> None:
-        """Delete the conversation with its messages and cached state, for good.
+        """Delete the conversation permanently, with its messages and cached state.
 
         Raises:
             NotFound: there is no such conversation.
@@ -217,33 +217,33 @@ class AsyncConversation:
 
     @explains_sampling
     def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> AsyncTurn:
-        """Send a message; iterate over the turn that this returns for the reply as it is generated.
+        """Send a message and return a turn. Iterate over the turn to read the reply as it is generated.
 
-        Nothing is sent before the iteration begins.  The message is a text of the user, or a list of
-        messages in the form of OpenAI's API: {"role": …, "content": …, "tool_call_id": …}, for example the
-        results of tools; one of the assistant may have `tool_calls` and `reasoning_content`.
+        Nothing is sent before the iteration begins. `message` is the user's text, or a list of messages in
+        the form of OpenAI's API: {"role": …, "content": …, "tool_call_id": …}. Use a list for tool results,
+        for example. An assistant message may have `tool_calls` and `reasoning_content`.
 
         Args:
-            request_id: names this message; sent again with the same id, it is answered with the same
-                turn and added only once.  Random by default.
+            request_id: identifies this message. A message sent again with the same id is added only once,
+                and gets the same turn as its answer. Random by default.
             expected_revision: refuse the message unless the conversation is at this revision.
             create_if_missing: create the conversation if it does not exist (the default).
-            expected_return_seconds: when the next message is expected, as a hint for the cache.
-            last_turn: no further message is expected, as a hint for the cache.
-            priority: -8 to 8; a turn with a higher priority is next, and takes the place of a lower one.
-            metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
-            constraint: what the reply has to be: {"json_schema": schema}, {"json_object": True},
-                {"regex": "…"}, {"choice": ["yes", "no"]} or {"grammar": "…"}.
+            expected_return_seconds: cache hint: in how many seconds the next message is expected.
+            last_turn: cache hint: no further message is expected.
+            priority: -8 to 8. A turn with a higher priority runs first, and may suspend one with a lower
+                priority.
+            metadata: any JSON object of at most 16 KiB. `messages` returns it with this turn's messages.
+            constraint: the form of the reply: {"json_schema": schema}, {"json_object": True}, {"regex":
+                "…"}, {"choice": ["yes", "no"]} or {"grammar": "…"}.
             timeout: seconds for the whole turn, retries included.
-            keep_partial: what stays if the turn is left before its end, by a timeout or in another way (the
-                class of what this returns says which).  True keeps what was delivered of the reply, with
-                the message; False keeps nothing, as if the message had never been sent.  So that the
-                history is what the caller has seen, it is True here, and False for `ask`, whose
-                caller sees nothing before the end.
+            keep_partial: which part of the reply stays if the turn is stopped early (see the class of the
+                returned turn). True keeps the message and the delivered text. False keeps nothing, as if the
+                message had never been sent. Default: True for `send`; False for `ask`, whose caller sees no
+                partial text.
             (and the sampling parameters)
 
         Raises:
-            InvalidArgument: an argument cannot be right; nothing was sent.
+            InvalidArgument: an argument is invalid; nothing was sent.
         """
         timeout = options.get("timeout")
         request = send_request(self.conversation_id, message, options)
@@ -257,11 +257,11 @@ class AsyncConversation:
         return AsyncTurn(self, course)
 
     async def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
-        """Send a message and wait for the whole reply; takes the arguments of `send`.
+        """Send a message and wait for the whole reply. Takes the arguments of `send`.
 
-        If the reply does not come to its end, because the timeout has passed or the caller is interrupted,
-        the server ends the turn and nothing of it stays, unless `keep_partial` is given.  A reply that was
-        complete when the timeout passed is returned all the same, a moment late.
+        If the timeout passes or the caller is interrupted, the server stops the turn and keeps nothing of
+        it, unless `keep_partial` is True. A reply that was complete when the timeout passed is still
+        returned, a moment late.
         """
         options.setdefault("keep_partial", False)
         return await self.send(message, **options).reply()
@@ -274,11 +274,11 @@ class AsyncConversation:
         cut_replies: bool = False,
         page_size: int = PAGE_SIZE,
     ) -> AsyncIterator[Message]:
-        """Iterate over the messages of the conversation, the oldest first.
+        """Iterate over the messages of the conversation, oldest first.
 
-        With `include_token_ids` each message carries its exact tokens; with `cut_replies` what the model
-        thought and the calls that it wrote are not in a reply's text but beside it.  `timeout` is for each
-        page of `page_size` messages; a page is fetched when the iteration comes to it.
+        With `include_token_ids`, each message carries its exact tokens. With `cut_replies`, the model's
+        thinking and tool calls are in `thinking` and `tool_calls`, not in the text of the reply. Pages of
+        `page_size` messages are fetched as the iteration reaches them; `timeout` applies to each.
         """
         request = pb.ListMessagesRequest(
             conversation_id=self.conversation_id,
@@ -299,10 +299,10 @@ class AsyncConversation:
         metadata: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> AsyncConversation:
-        """Create a second conversation with this one's history, and return it.
+        """Create a new conversation with this conversation's history, and return it.
 
         Args:
-            at_revision: take the history up to this revision; by default, all of it.
+            at_revision: copy the history up to this revision. Default: all of it.
             conversation_id: the id of the new conversation; random by default.
             metadata: any JSON object, for the new conversation.
         """
@@ -321,7 +321,7 @@ class AsyncConversation:
         *,
         expected_revision: int | None = None,
     ) -> ConversationState:
-        """Remove all messages after `to_revision`; 0 is the beginning.  Returns the new state.
+        """Remove all messages after `to_revision` and return the new state. Revision 0 is the beginning.
 
         With an `expected_revision`, nothing is removed unless the conversation is at this revision.
 
@@ -337,14 +337,14 @@ class AsyncConversation:
         return state_of(answer.conversation)
 
     async def warm(self, timeout: float | None = None) -> None:
-        """Ask the server to bring the conversation's KV to the device, ahead of its next message."""
+        """Ask the server to bring the conversation's KV to the device before its next message."""
         request = pb.WarmConversationRequest(conversation_id=self.conversation_id)
         await self.client.call(lambda at: at.stub.WarmConversation, request, timeout, repeat=True)
 
     async def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:
-        """End the running turn and keep what it has generated; returns whether one was running.
+        """Stop the running turn and keep its generated text. Return whether a turn was running.
 
-        With a `turn_id` only that turn is ended.
+        With a `turn_id`, only that turn is stopped.
         """
         request = pb.CancelTurnRequest(
             conversation_id=self.conversation_id, turn_id=check_text("turn_id", turn_id)
@@ -356,27 +356,29 @@ class AsyncConversation:
 
 
 class AsyncTurn:
-    """A message that is sent and its reply; made by `AsyncConversation.send`.
+    """A message and its reply. Create it with `AsyncConversation.send`.
 
-    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
-    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
-    again, and nothing is given out twice.  One task at a time may iterate.
+    Iterate over it once to read the pieces of the reply. Each piece is a `Delta`, or a `Restarted` if the
+    server had to begin the reply again. A broken connection does not end the iteration: the client
+    reconnects to the turn and delivers no piece twice. Only one task at a time may iterate.
 
-    A turn is left if it is closed, or its `async with` ends, or it is dropped as by a `break` in the loop
-    over `send(...)`, or its timeout passes, or an exception such as CancelledError or KeyboardInterrupt
-    interrupts the wait for its next piece.  The server ends it at once: what was delivered stays in the
-    history, or nothing does (`keep_partial`), and the next message may be sent.  Where nothing was delivered
-    nothing stays.  Leaving waits for the server, two seconds at most; one that does not answer ends the turn
-    when it notices that nobody reads, and keeps nothing of it.  A turn whose reply was complete before the
-    server heard of it stays whole.
+    These stop a turn early: `close`, the end of its `async with`, a `break` out of the loop over
+    `send(...)`, a timeout, and an exception such as CancelledError or KeyboardInterrupt while it waits for
+    a piece. The server stops the turn at once. The text already delivered stays in the history, or nothing
+    does (`keep_partial`). If nothing was delivered, nothing stays. You can then send the next message.
 
-    `cancel` ends a turn too, and keeps all that was generated; the iteration goes on to the end of that.
+    Stopping waits up to two seconds for the server. A server that does not answer in that time stops the
+    turn when it notices that nobody reads, and keeps nothing of it. A reply that was already complete stays
+    whole.
+
+    `cancel` also stops a turn, but keeps all generated text. The iteration goes on to the end of that text.
     """
 
     def __init__(self, conversation: AsyncConversation, course: TurnCourse) -> None:
         self.conversation_id = course.request.conversation_id
         self.request_id = course.request.request_id
-        self._stream: AsyncStream[pb.SendMessageResponse] | None = None  # while it is attached
+        # While connected to the turn.
+        self._stream: AsyncStream[pb.SendMessageResponse] | None = None
         self._connection = conversation.client._connection
         self._sleep = conversation.client._sleep
         self._cancel = conversation.cancel
@@ -394,7 +396,7 @@ class AsyncTurn:
             event = await self._next()
         except (PensieveError, GeneratorExit):
             raise
-        except BaseException:  # its reader was interrupted, and leaves
+        except BaseException:  # the reader was interrupted
             await self.close()
             raise
         if event is None:
@@ -402,7 +404,7 @@ class AsyncTurn:
         return event
 
     async def _next(self) -> Delta | Restarted | None:
-        """The next event; None at the end."""
+        """Return the next event; None at the end."""
         course = self._course
         while course.under_way:
             error: PensieveError | None = None
@@ -426,14 +428,14 @@ class AsyncTurn:
 
     @property
     def turn_id(self) -> str:
-        """The server's id of this turn; empty until the server has accepted it."""
+        """The server's id of this turn. Empty until the server has accepted the turn."""
         return self._course.progress.turn_id
 
     async def reply(self) -> Reply:
-        """The whole reply; iterates to the end of the turn if necessary.
+        """Return the whole reply, reading the turn to its end if necessary.
 
         Raises:
-            TurnInterrupted: the turn was left before its end; the message says what stays of it.
+            TurnInterrupted: the turn was stopped early. The message says how much of it the history keeps.
         """
         async for _ in self:
             pass
@@ -442,15 +444,15 @@ class AsyncTurn:
         return self._course.reply
 
     async def cancel(self) -> bool:
-        """End the turn and keep what it has generated; returns whether there was something to end.
+        """Stop the turn and keep its generated text. Return whether there was a turn to stop.
 
-        Any task may call it.  A turn that has not started yet is ended as soon as it does.
+        Any task may call it. A turn that has not started yet is stopped as soon as it does.
         """
         self._course.cancelling = True
         return await self._cancel(self.turn_id) if self.turn_id else True
 
     async def close(self) -> None:
-        """Leave the turn: if it has not ended, the server ends it, and keeps what `keep_partial` says."""
+        """Stop reading. If the turn has not ended, the server stops it; `keep_partial` decides what stays."""
         self._detach()
         if (request := self._course.leave()) is not None:
             self._course.was_ended(await self._connection.end_turn(request, self._course.route))
@@ -467,18 +469,18 @@ class AsyncTurn:
         await self.close()
 
     def __del__(self) -> None:
-        """It was dropped; nobody can wait for its end but the next call in this conversation."""
+        """Stop a turn that was dropped. Only the next call of this conversation can wait for its end."""
         self._connection.end_reading(self._course)
         if (request := self._course.leave()) is not None:
             self._connection.begin_ending(request, self._course.route)
 
     async def _attached(self) -> AsyncStream[pb.SendMessageResponse] | None:
-        """None if another task has closed the turn, which may have been before the request was sent."""
+        """Return the open stream, connecting if needed. None if another task has closed the turn."""
         if self._stream is None:
             course, connection = self._course, self._connection
             request, deadline = course.request, course.deadline
             await connection.wait_for_endings(request.conversation_id, deadline)
-            course.was_sent = True  # before it is: an interrupt may come in between
+            course.was_sent = True  # set before sending: an interrupt may come in between
             self._stream = await connection.stream(
                 lambda at: at.stub.SendMessage, request, deadline, course.route
             )
@@ -506,17 +508,17 @@ class AsyncTurn:
 
 
 class AsyncPrefix:
-    """A prefix on the server, named by its id: what conversations may begin with.
+    """A prefix on the server, identified by its id: the messages, tools and options that begin conversations.
 
-    Made by `AsyncClient.prefix`.  It is tokenized once and its KV is computed once, for all conversations
-    that are created with its id as their `prefix_id`:
+    Create it with `AsyncClient.prefix`. The server tokenizes the prefix once and computes its KV once, for
+    all conversations that are created with its id as `prefix_id`:
 
         rules = client.prefix("rules")
         await rules.create(system_prompt="Answer in one sentence.", keep_warm=True)
         await client.conversation("trip-42").create(prefix_id="rules")
 
-    It holds no state of its own.  `get`, which may safely be repeated, is retried when the server is
-    unavailable; `create` and `delete` are not.
+    The object holds no state. The client retries `get` while the server is unavailable, but not `create`
+    and `delete`.
     """
 
     def __init__(self, client: AsyncClient, prefix_id: str) -> None:
@@ -536,19 +538,19 @@ class AsyncPrefix:
         keep_warm: bool = False,
         timeout: float | None = None,
     ) -> PrefixState:
-        """Declare the prefix: a system prompt, tools or messages at least.
+        """Declare the prefix. It needs a system prompt, tools or messages.
 
         Args:
             system_prompt: the first message, with the role "system".
-            tools: tools that the model may call, each as the JSON schema its chat template expects.
+            tools: tools that the model may call, each as the JSON schema that its chat template expects.
             template_options: variables for the model's chat template.
-            messages: few-shot turns, in the form of OpenAI's API (see `send` of a conversation), that a
-                user's message may follow.
-            keep_warm: have the daemon compute its KV now, and again when it was lost.
-            timeout: seconds for the call; None is the client's.
+            messages: few-shot turns, in the form of OpenAI's API (see `send` of a conversation). A user's
+                message must be able to follow them.
+            keep_warm: compute the KV now, and again whenever it is lost.
+            timeout: seconds for the call; None uses the client's default.
 
         Raises:
-            AlreadyExists: there is a prefix with this id.
+            AlreadyExists: a prefix with this id exists.
         """
         request = prefix_request(
             self.prefix_id, system_prompt, tools, template_options, messages, keep_warm
@@ -557,9 +559,9 @@ class AsyncPrefix:
         return prefix_of(answer.prefix)
 
     async def get(self, timeout: float | None = None) -> PrefixState:
-        """The prefix as it is now, with its messages, tools and options.
+        """Return the current state of the prefix, with its messages, tools and options.
 
-        `timeout` is in seconds, retries included; None is the client's.
+        `timeout` is in seconds, retries included; None uses the client's default.
 
         Raises:
             NotFound: there is no such prefix.
@@ -571,9 +573,9 @@ class AsyncPrefix:
         return whole_prefix_of(answer)
 
     async def delete(self, timeout: float | None = None) -> None:
-        """Delete the prefix.  Conversations that began under it stay whole.
+        """Delete the prefix. Conversations that were created from it keep their whole history.
 
-        `timeout` is in seconds; None is the client's.
+        `timeout` is in seconds; None uses the client's default.
 
         Raises:
             NotFound: there is no such prefix.

@@ -1,4 +1,4 @@
-"""What an `AsyncClient` calls a daemon with: a connection, timeouts, and when to try again."""
+"""Base of `AsyncClient`: its connection, timeouts and retries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pensieve.client.requests import PagedRequest, PagedResponse
 from pensieve.client.retry import Deadline, Retry, Tries
 from pensieve.errors import InvalidArgument, PensieveError
 
-PAGE_SIZE = 500  # items of a list that one call brings
+PAGE_SIZE = 500  # items per page of a list
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 PageRequest = TypeVar("PageRequest", bound=PagedRequest)
@@ -24,7 +24,7 @@ Page = TypeVar("Page", bound=PagedResponse)
 
 
 class AsyncBaseClient:
-    """The calls of a client."""
+    """Sends calls with a client's token, timeout and retries."""
 
     _is_for_one_daemon: ClassVar[bool] = False
 
@@ -42,7 +42,7 @@ class AsyncBaseClient:
         if self._is_for_one_daemon and len(names) > 1:
             raise InvalidArgument(
                 "address",
-                f"{type(self).__name__} speaks to one daemon; name one of {', '.join(names)}",
+                f"{type(self).__name__} connects to one daemon; pass one of {', '.join(names)}",
             )
         self.address = address if isinstance(address, str) else ",".join(names)
         self.timeout = timeout
@@ -66,17 +66,17 @@ class AsyncBaseClient:
 
     @property
     def addresses(self) -> tuple[AddressState, ...]:
-        """Its addresses, and what is known of each; sends nothing."""
+        """The client's addresses and the state of each. Sends nothing."""
         return self._connection.addresses.states()
 
     def address_of(self, conversation_id: str) -> str:
-        """At which of its addresses `conversation_id` is at home, as far as this client knows."""
+        """Return the address where requests about `conversation_id` go first, as far as this client knows."""
         return self._connection.addresses.order(conversation_id)[0]
 
     async def close(self) -> None:
-        """Close the connection: calls under way end, and later ones raise InvalidArgument.
+        """Close the connection. Running calls end, and later calls raise InvalidArgument.
 
-        Turns that are being read are left, as by their own `close`.
+        Turns that are being read are stopped, as if by their own `close`.
         """
         await self._connection.close()
 
@@ -88,19 +88,17 @@ class AsyncBaseClient:
         *,
         repeat: bool = False,
     ) -> Response:
-        """Call one method of a gRPC stub, with this client's token, timeout and errors.
+        """Call a method of a gRPC stub with this client's token, timeout and errors.
 
-        `method` takes the stub's method from a link, the channel to one address.  The request goes to the
-        address at which the conversation or job that it names is at home, and to the next one if that is
-        out of reach.
+        `method` takes the stub's method from a link, the channel to one address. The request goes to the
+        home of the conversation or job that it names, or to the next address while the home is unreachable.
 
-        With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
-        whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
-        with any method.
+        With `repeat`, the request may be sent more than once, as `retry` allows. Pass it only for methods
+        that are safe to call twice. A server that is loading its model has not acted on the request, so the
+        client waits for it with any method.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
-        is_of_job = bool(getattr(request, "job_id", ""))
-        route = self._connection.route(key_of(request), is_of_one=is_of_job)
+        route = self._connection.route(key_of(request))
         await self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
         return await self._answered(
             lambda: self._connection.unary(method, request, deadline, route),
@@ -116,9 +114,9 @@ class AsyncBaseClient:
         key: str,
         timeout: float | None = None,
     ) -> Response:
-        """As `call`, of a method that takes many requests; `key` names the conversation that they are about.
+        """Call a method that takes a stream of requests about the conversation `key`, otherwise like `call`.
 
-        `requests` makes them anew for each try.
+        `requests` creates the stream again for each try.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         route = self._connection.route(key)
@@ -157,7 +155,7 @@ class AsyncBaseClient:
         timeout: float | None,
         page_size: int = PAGE_SIZE,
     ) -> AsyncIterator[Page]:
-        """The pages of a list, each fetched by a call with this `timeout` when the iteration comes to it."""
+        """Iterate over the pages of a list. Each page is one call with this `timeout`, made when needed."""
         request.page_size = page_size
         while True:
             page = await self.call(method, request, timeout, repeat=True)

@@ -1,11 +1,13 @@
-"""One gRPC channel to each address, used by the tasks of one event loop: `connection.py` for asyncio.
+"""The gRPC channels of an `AsyncClient`, one to each address. All of it runs on one event loop.
 
-It differs in five ways.  A channel is opened by its first call, because gRPC binds it to the running
-loop.  When the client is closed, gRPC ends a call by raising CancelledError in a task that was not
-cancelled; the task gets a PensieveError instead.  A stream that is dropped must be cancelled by hand,
-because gRPC's own task keeps it alive.  A turn that was left is ended in a task, which the loop is asked for:
-a finalizer may do that, in whichever thread it runs.  Once the loop has ended nothing can be sent, so only
-`close` leaves the turns of a program that ends.
+It differs from connection.py, which serves threads, in five ways:
+
+* The first call opens the channel, because gRPC binds a channel to the running loop.
+* When the client is closed, gRPC raises CancelledError in tasks that were not cancelled. Those tasks get a
+  PensieveError instead.
+* A dropped stream must be cancelled explicitly, because gRPC's own task keeps it alive.
+* A finalizer, which may run in any thread, asks the loop for a task that stops the turn.
+* After the loop has ended nothing can be sent. So only `close` stops the turns of a program that ends.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class AsyncEnding:
-    """A turn that was left and is being ended."""
+    """A turn that the server is being asked to stop."""
 
     def __init__(self, conversation_id: str) -> None:
         self.conversation_id = conversation_id
         self.over = asyncio.Event()
-        self.answer: pb.CancelTurnResponse | None = None  # None: the server has not said
+        self.answer: pb.CancelTurnResponse | None = None  # None: no answer yet
         self.task: asyncio.Task[None] | None = None
 
 
@@ -71,15 +73,15 @@ class AsyncLink:
 
 
 class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", AsyncEnding]):
-    """The channels to a client's addresses, and its token.  The tasks of one event loop may use it."""
+    """The channels to a client's addresses. The tasks of one event loop may share it."""
 
     def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
         super().__init__(addresses, token, tls)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._links: dict[str, AsyncLink] = {}  # of the addresses that were used
+        self._links: dict[str, AsyncLink] = {}  # by address, opened on first use
 
     def link(self, name: str) -> AsyncLink:
-        """The channel to an address, opened on first use."""
+        """Return the channel to an address, opening it on first use."""
         if name not in self._links:
             self._check_open()
             self._loop = asyncio.get_running_loop()
@@ -91,7 +93,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         return self._links[name]
 
     async def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Why this address takes no turns now, as its health service says it; None if it does."""
+        """Return the reason why this address takes no turns, from its health service. None if it does."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = await check(
@@ -107,7 +109,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         return Unavailable(NOT_SERVING)
 
     async def _chosen(self, route: Route, deadline: Deadline) -> AsyncLink:
-        """Where the next try of a request goes."""
+        """Return the channel for the next try of a request, checking health where the route asks for it."""
         while True:
             choice = route.choose()
             if not choice.look_first:
@@ -115,7 +117,8 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
             error = await self.serves(choice.name, seconds)
-            if not isinstance(error, Unavailable | DeadlineExceeded):  # or has no health service
+            # a daemon without a health service counts as serving
+            if not isinstance(error, Unavailable | DeadlineExceeded):
                 route.serves()
                 return self.link(choice.name)
             route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
@@ -151,7 +154,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         deadline: Deadline,
         route: Route,
     ) -> Response:
-        """Send all requests and wait for the one response to them."""
+        """Send all requests and wait for their single response."""
         link, metadata = await self._begin(route, deadline)
         try:
             response = await method(link)(requests, timeout=deadline.left(), metadata=metadata)
@@ -170,23 +173,23 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         deadline: Deadline,
         route: Route,
     ) -> AsyncStream[Response]:
-        """Send one request whose responses are read from the stream that this returns."""
+        """Send one request and return the stream of its responses."""
         link, metadata = await self._begin(route, deadline)
         responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
         return AsyncStream(responses, deadline, route, self._check_cancelled)
 
-    # -- turns that are left --
+    # -- stopping turns --
 
     async def end_turn(
         self, request: pb.CancelTurnRequest, route: Route
     ) -> pb.CancelTurnResponse | None:
-        """Have the server end the turn that went this way; None if it does not answer in END_SECONDS."""
+        """Have the server stop a turn. None if it does not answer within END_SECONDS."""
         ending = self.begin_ending(request, route)
         await self._wait([ending], Deadline(None))
         return ending.answer
 
     def begin_ending(self, request: pb.CancelTurnRequest, route: Route) -> AsyncEnding:
-        """The same without waiting.  A finalizer may call it, so nothing in here may wait for a lock."""
+        """Begin to stop a turn without waiting. A finalizer may call this, so it must take no lock."""
         ending = AsyncEnding(request.conversation_id)
         assert self._loop is not None, "something was sent before"
         self._endings.add(ending)
@@ -198,7 +201,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         return ending
 
     async def wait_for_endings(self, conversation_id: str, deadline: Deadline) -> None:
-        """Until the turns of this conversation that were left have ended; END_SECONDS at most."""
+        """Wait until the stopped turns of this conversation have ended, at most END_SECONDS."""
         endings = [e for e in self._endings.copy() if e.conversation_id == conversation_id]
         if endings:
             await self._wait(endings, deadline)
@@ -215,7 +218,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
                 if error is not None and not route.goes_on(error):
                     await asyncio.sleep(tries.pause(route.explained(error)))
                     route.begin_round()
-        except (PensieveError, grpc.aio.UsageError):  # in vain; UsageError: the channel is closed
+        except (PensieveError, grpc.aio.UsageError):  # gave up; UsageError: the channel is closed
             pass
         finally:
             self._endings.discard(ending)
@@ -234,7 +237,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             ), None
         except grpc.aio.AioRpcError as failure:
             error = error_of_call(failure, deadline)
-        if isinstance(error, NotFound):  # the conversation did not come to be, so nothing stays
+        if isinstance(error, NotFound):  # no conversation was created, so nothing stays
             return pb.CancelTurnResponse(), None
         return None, error
 
@@ -248,10 +251,10 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         except TimeoutError:
             pass
 
-    # -- the end --
+    # -- closing --
 
     async def close(self) -> None:
-        """Leave the turns that are being read, wait for their ends, and end every call that is under way."""
+        """Stop the turns that are being read, wait for their ends, and end all running calls."""
         self._closed = True
         for course, stream in self._reading.copy().items():
             stream.cancel()
@@ -262,14 +265,14 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             await link.channel.close()
 
     def _check_cancelled(self) -> None:
-        """After a CancelledError: raises InvalidArgument if it came from `close`, not from this task."""
+        """Raise InvalidArgument if a CancelledError comes from `close` and not from a cancel of this task."""
         task = asyncio.current_task()
         if self._closed and not (task is not None and task.cancelling()):
             raise InvalidArgument("client", "was closed") from None
 
 
 class AsyncStream(Generic[Response]):
-    """The responses to one request.  The stream is cancelled when this object is collected."""
+    """The responses to one request. Collecting this object cancels the stream."""
 
     def __init__(
         self,
@@ -286,7 +289,7 @@ class AsyncStream(Generic[Response]):
         self._cancelled = False
 
     async def read(self) -> Response | None:
-        """The next response; None at the end of the stream."""
+        """Return the next response; None at the end of the stream."""
         try:
             response = await self._responses.read()
             if not self._has_begun and response is not grpc.aio.EOF:
@@ -300,12 +303,12 @@ class AsyncStream(Generic[Response]):
             self._check_cancelled()
             task = asyncio.current_task()
             if self._cancelled and not (task is not None and task.cancelling()):
-                return None  # another task has left the turn; this one was not cancelled
+                return None  # another task has stopped the turn; this one was not cancelled
             raise
         return None if response is grpc.aio.EOF else cast("Response", response)
 
     def cancel(self) -> None:
-        """Stop reading: the server sees that this reader has left."""
+        """Stop reading. The server notices that the reader is gone."""
         self._cancelled = True
         self._responses.cancel()
 

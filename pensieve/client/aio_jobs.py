@@ -1,4 +1,4 @@
-"""The batch jobs of a daemon, for asyncio: `AsyncJobs`, from which jobs.py is generated (see aio.py)."""
+"""Batch jobs for asyncio: `AsyncJobs`. jobs.py is generated from this file (see aio.py)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pensieve.v1 import jobs_pb2 as pb
 class AsyncJobs:
     """The batch jobs of a client's tenant: `client.jobs`.
 
-    A job is a file of requests in OpenAI's Batch format, one JSON object in each line, which the daemon
-    computes beside its conversations, these first.  It goes on without its client; each line has one
-    result, an answer or what is wrong with it, also after crashes.
+    A job is a file of requests in OpenAI's Batch format, one JSON object per line. The daemon computes it
+    in the background; conversations go first. The job continues when its client disconnects. Each line gets
+    exactly one result, an answer or an error, also after crashes.
 
         job = await client.jobs.create("requests.jsonl", job_id="nightly")
         async for job in client.jobs.watch("nightly"):
@@ -32,9 +32,9 @@ class AsyncJobs:
         async for line in client.jobs.results("nightly"):
             print(json.loads(line)["custom_id"])
 
-    Each method takes a `timeout` in seconds, retries included; None is the client's.  All but `delete` are
-    retried when the server is unavailable, and streams go on where they broke.  An operator's client may name
-    the `tenant` of a job; by default it is the client's own.
+    Each method takes a `timeout` in seconds, retries included; None uses the client's default. The client
+    retries all methods but `delete` while the server is unavailable. Broken streams continue where they
+    broke. An operator's client may pass the `tenant` of a job; by default it is the client's own.
     """
 
     def __init__(self, client: AsyncBaseClient) -> None:
@@ -50,25 +50,25 @@ class AsyncJobs:
         check_only: bool = False,
         timeout: float | None = None,
     ) -> Job:
-        """Send a file of requests; returns the job that the daemon has stored.
+        """Upload a file of requests and return the stored job.
 
         Args:
-            source: the path of the file, or its bytes, or an iterable of its pieces.  Pieces are sent once; a
-                file and bytes are sent again when the connection breaks, to the same daemon, which makes
-                one job.
+            source: the path of the file, its bytes, or an iterable of its pieces. If the connection breaks,
+                a file or bytes are sent again to the same daemon, which stores one job. The pieces of an
+                iterable are sent only once.
             job_id: the id of the job; random by default.
-            name: what people call it.
-            endpoint: the url that each line must have, such as "/v1/chat/completions"; by default each line
-                says its own.
-            check_only: only find out what is wrong with the lines; nothing is computed.
+            name: a name for people.
+            endpoint: the url that each line must have, such as "/v1/chat/completions". By default, each
+                line names its own.
+            check_only: only check the lines for errors; compute nothing.
 
         Raises:
-            AlreadyExists: there is a job of this id.
+            AlreadyExists: a job with this id exists.
         """
         upload = JobUpload(source, job_id, name, endpoint, check_only)
         connection, deadline = self._client._connection, self._deadline(timeout)
         tries, was_sent = Tries(self._client.retry, deadline), False
-        route = connection.route(upload.header.job_id, is_of_one=True)
+        route = connection.route(upload.header.job_id)
         while True:
             try:
                 created = await connection.send_all(
@@ -86,31 +86,31 @@ class AsyncJobs:
                     if found.sha256 == upload.header.sha256:
                         return found
                     raise failure
-                failure = Unavailable("the server still waits for what an earlier try has sent")
+                failure = Unavailable("the server is still receiving an earlier try of this upload")
             goes_on = route.goes_on(failure, repeat=False)
             if not upload.can_repeat:
                 raise route.explained(failure)
             if not isinstance(failure, Unavailable) or failure.may_have_arrived:
                 was_sent = True
-                route.stay()  # else two daemons compute it
+                route.stay()  # otherwise two daemons might compute the job
             if not goes_on:
                 await self._client._sleep(tries.pause(route.explained(failure)))
                 route.begin_round()
 
     async def _found(self, job_id: str) -> Job | None:
-        """None: the daemon has thrown away what an earlier try has sent."""
+        """Return the job; None if the daemon has discarded the incomplete upload of an earlier try."""
         try:
             return await self.get(job_id)
         except NotFound:
             return None
 
     async def get(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
-        """The job as it is now.
+        """Return the current state of the job.
 
         Raises:
             NotFound: there is no such job.
         """
-        request = pb.GetJobRequest(**_named(job_id, tenant))
+        request = pb.GetJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
             lambda at: at.jobs_stub.GetJob, request, timeout, repeat=True
         )
@@ -119,9 +119,9 @@ class AsyncJobs:
     async def list(
         self, *, all_tenants: bool = False, timeout: float | None = None
     ) -> AsyncIterator[Job]:
-        """Iterate over the jobs, the newest first; with `all_tenants`, which is for operators, over all.
+        """Iterate over the jobs, newest first. Operators may list those of `all_tenants`.
 
-        `timeout` is for each page that is fetched.
+        `timeout` applies to each page that is fetched.
         """
         request = pb.ListJobsRequest(all_tenants=all_tenants)
         async for page in self._client.pages(lambda at: at.jobs_stub.ListJobs, request, timeout):
@@ -129,36 +129,36 @@ class AsyncJobs:
                 yield job_of(each)
 
     async def pause(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
-        """Begin nothing more of the job until `resume`; what was answered stays."""
-        request = pb.PauseJobRequest(**_named(job_id, tenant))
+        """Start no more lines of the job until `resume`. Existing answers stay."""
+        request = pb.PauseJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
             lambda at: at.jobs_stub.PauseJob, request, timeout, repeat=True
         )
         return job_of(answer.job)
 
     async def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
-        """Let a paused job go on when its turn among the jobs comes."""
-        request = pb.ResumeJobRequest(**_named(job_id, tenant))
+        """Continue a paused job when its turn in the queue of jobs comes."""
+        request = pb.ResumeJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
             lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True
         )
         return job_of(answer.job)
 
     async def cancel(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
-        """End the job for good; what was answered stays."""
-        request = pb.CancelJobRequest(**_named(job_id, tenant))
+        """End the job permanently. Existing answers stay."""
+        request = pb.CancelJobRequest(**_job_fields(job_id, tenant))
         answer = await self._client.call(
             lambda at: at.jobs_stub.CancelJob, request, timeout, repeat=True
         )
         return job_of(answer.job)
 
     async def delete(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
-        """Delete the job with its lines and results, for good.
+        """Delete the job permanently, with its lines and results.
 
         Raises:
             NotFound: there is no such job.
         """
-        request = pb.DeleteJobRequest(**_named(job_id, tenant))
+        request = pb.DeleteJobRequest(**_job_fields(job_id, tenant))
         await self._client.call(lambda at: at.jobs_stub.DeleteJob, request, timeout)
 
     async def results(
@@ -170,24 +170,24 @@ class AsyncJobs:
         tenant: str = "",
         timeout: float | None = None,
     ) -> AsyncIterator[bytes]:
-        """Iterate over the results that there are, in the order of the lines: each is a line of JSON.
+        """Iterate over the results so far, in the order of the lines. Each result is one line of JSON.
 
         Args:
             kind: "all", "answers" or "errors".
-            after_line: only those of lines behind this one of the file.
+            after_line: skip the results of lines up to this line number of the file.
         """
         if kind not in RESULT_KINDS:
-            raise InvalidArgument("kind", f"is one of {', '.join(RESULT_KINDS)}")
+            raise InvalidArgument("kind", f"must be one of {', '.join(RESULT_KINDS)}")
         request = pb.GetResultsRequest(
-            **_named(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
+            **_job_fields(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
         )
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries, route = Tries(self._client.retry, deadline), connection.route(job_id, is_of_one=True)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
             stream = await connection.stream(
                 lambda at: at.jobs_stub.GetResults, request, deadline, route
             )
-            begun = b""  # a line whose end is still to come
+            begun = b""  # the beginning of an incomplete line
             try:
                 while (piece := await stream.read()) is not None:
                     *lines, begun = (begun + piece.chunk).split(b"\n")
@@ -207,14 +207,14 @@ class AsyncJobs:
     async def watch(
         self, job_id: str, *, tenant: str = "", timeout: float | None = None
     ) -> AsyncIterator[Job]:
-        """Iterate over the job as it changes, from now to its end; about once a second while it runs.
+        """Iterate over the job's state as it changes, until the job ends. Updates come about once a second.
 
         Raises:
             NotFound: there is no such job, or it was deleted.
         """
-        request = pb.WatchJobRequest(**_named(job_id, tenant))
+        request = pb.WatchJobRequest(**_job_fields(job_id, tenant))
         connection, deadline = self._client._connection, self._deadline(timeout)
-        tries, route = Tries(self._client.retry, deadline), connection.route(job_id, is_of_one=True)
+        tries, route = Tries(self._client.retry, deadline), connection.route(job_id)
         while True:
             stream = await connection.stream(
                 lambda at: at.jobs_stub.WatchJob, request, deadline, route
@@ -236,11 +236,11 @@ class AsyncJobs:
         return Deadline(self._client.timeout if timeout is None else timeout)
 
 
-class _Named(TypedDict):
+class _JobFields(TypedDict):
     job_id: str
     tenant: str
 
 
-def _named(job_id: str, tenant: str) -> _Named:
-    """The fields that say which job is meant."""
+def _job_fields(job_id: str, tenant: str) -> _JobFields:
+    """Return the request fields that identify a job."""
     return {"job_id": check_id(job_id, "job_id"), "tenant": check_text("tenant", tenant)}

@@ -1,17 +1,17 @@
-"""One gRPC channel to each address, used by threads; the SDK's only synchronous input and output.
+"""The gRPC channels of a `Client`, one to each address. All blocking I/O of the SDK is here.
 
-`aio_connection.py` is its counterpart for asyncio, with the same names.  Everything above these two files
-is written once, in `aio.py`, and generated for threads.  A call that fails raises a PensieveError, and
-nothing is sent once `close` was called, but for the ends of turns.
+aio_connection.py is the counterpart for asyncio, with the same names. Everything above these two files is
+written once, in aio.py, and generated for threads. A failed call raises a PensieveError. After `close`,
+only requests that stop turns are sent.
 
-**Turns that are left.**  Each is ended by a CancelTurn in a thread of its own.  Whoever leaves a turn by a
-call waits for that, END_SECONDS at most; so does the next call of this client in the same conversation, where
-a turn was dropped and nobody could wait.  A thread because Ctrl-C may have struck within gRPC and left one of
-its locks held: then only that thread waits for ever.
+**Stopped turns.** A thread per turn sends its CancelTurn. A caller that stops a turn waits for that thread,
+at most END_SECONDS. So does the next call of this client in the same conversation, for a turn that was
+dropped. It is a thread because Ctrl-C may have struck inside gRPC and left a gRPC lock held: then only that
+thread hangs.
 
-**The end of the program.**  A client that was not closed leaves its turns when the program ends, after all
-threads that the program waits for; the program then waits for their ends.  No thread may be started by then
-(Python 3.12), so one stands by for that.
+**End of the program.** A client that was not closed stops its turns when the program ends, after all
+non-daemon threads, and the program waits for that. Python 3.12 starts no thread at that time, so a standby
+thread does it.
 """
 
 from __future__ import annotations
@@ -58,30 +58,30 @@ Sleep = Callable[[float], None]
 
 
 class Ending:
-    """A turn that was left and is being ended."""
+    """A turn that the server is being asked to stop."""
 
     def __init__(self, conversation_id: str) -> None:
         self.conversation_id = conversation_id
         self.over = threading.Event()
-        self.answer: pb.CancelTurnResponse | None = None  # None: the server has not said
+        self.answer: pb.CancelTurnResponse | None = None  # None: no answer yet
 
 
 class Standby:
-    """A thread that acts at the end of the program, when no other one can be started."""
+    """A thread that acts at the end of the program, when no other thread can be started."""
 
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._process = 0  # that the thread runs in; a fork has none
+        self._process = 0  # the thread's process; a forked process has no such thread
 
     def start(self) -> None:
-        """Before it is needed."""
+        """Start the thread in advance."""
         if self._process != os.getpid():
             self._process = os.getpid()
-            with contextlib.suppress(RuntimeError):  # the program ends already
+            with contextlib.suppress(RuntimeError):  # the program is already ending
                 _thread.start_new_thread(self._run, ())
 
     def act(self, action: Callable[[], None]) -> None:
-        """Any thread may ask for it, and a finalizer: this waits for nothing."""
+        """Have the thread run `action`. Never blocks; any thread and any finalizer may call this."""
         self._actions.put(action)
 
     def _run(self) -> None:
@@ -108,17 +108,17 @@ class Link:
 
 
 class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
-    """The channels to a client's addresses and its token.  Any number of threads may use it."""
+    """The channels to a client's addresses. Thread-safe."""
 
     def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
         super().__init__(addresses, token, tls)
         self._opening = threading.Lock()
-        self._links: dict[str, Link] = {}  # of the addresses that were used
+        self._links: dict[str, Link] = {}  # by address, opened on first use
         _standby.start()
         _open.add(self)
 
     def link(self, name: str) -> Link:
-        """The channel to an address, opened on first use."""
+        """Return the channel to an address, opening it on first use."""
         if (link := self._links.get(name)) is not None:
             return link
         with self._opening:
@@ -132,7 +132,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             return self._links[name]
 
     def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Why this address takes no turns now, as its health service says it; None if it does."""
+        """Return the reason why this address takes no turns, from its health service. None if it does."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = check(
@@ -145,7 +145,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         return Unavailable(NOT_SERVING)
 
     def _chosen(self, route: Route, deadline: Deadline) -> Link:
-        """Where the next try of a request goes."""
+        """Return the channel for the next try of a request, checking health where the route asks for it."""
         while True:
             choice = route.choose()
             if not choice.look_first:
@@ -153,7 +153,8 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
             error = self.serves(choice.name, seconds)
-            if not isinstance(error, Unavailable | DeadlineExceeded):  # or has no health service
+            # a daemon without a health service counts as serving
+            if not isinstance(error, Unavailable | DeadlineExceeded):
                 route.serves()
                 return self.link(choice.name)
             route.does_not_serve(error, is_reached=str(error) == NOT_SERVING)
@@ -187,7 +188,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         deadline: Deadline,
         route: Route,
     ) -> Response:
-        """Send all requests and wait for the one response to them."""
+        """Send all requests and wait for their single response."""
         link, metadata = self._begin(route, deadline)
         try:
             response = method(link)(requests, timeout=deadline.left(), metadata=metadata)
@@ -203,33 +204,33 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         deadline: Deadline,
         route: Route,
     ) -> Stream[Response]:
-        """Send one request whose responses are read from the stream that this returns."""
+        """Send one request and return the stream of its responses."""
         link, metadata = self._begin(route, deadline)
         responses = method(link)(request, timeout=deadline.left(), metadata=metadata)
         return Stream(responses, deadline, route)
 
-    # -- turns that are left --
+    # -- stopping turns --
 
     def end_turn(self, request: pb.CancelTurnRequest, route: Route) -> pb.CancelTurnResponse | None:
-        """Have the server end the turn that went this way; None if it does not answer in END_SECONDS."""
+        """Have the server stop a turn. None if it does not answer within END_SECONDS."""
         ending = self.begin_ending(request, route)
         ending.over.wait(END_SECONDS)
         return ending.answer
 
     def begin_ending(self, request: pb.CancelTurnRequest, route: Route) -> Ending:
-        """The same without waiting.  A finalizer may call it, so nothing in here may wait for a lock."""
+        """Begin to stop a turn without waiting. A finalizer may call this, so it must take no lock."""
         ending = Ending(request.conversation_id)
         self._endings.add(ending)
-        _open.add(self)  # again: where it is collected with its turn, it was forgotten before
+        _open.add(self)  # again: a connection that is collected with its turn has left the weak set
         try:
-            # Not threading.Thread, which waits for locks until the thread runs.
+            # Not threading.Thread, which takes locks until the thread runs.
             _thread.start_new_thread(self._end, (ending, request, route.at))
-        except RuntimeError:  # the program ends
+        except RuntimeError:  # the program is ending
             _standby.act(partial(self._end, ending, request, route.at))
         return ending
 
     def wait_for_endings(self, conversation_id: str, deadline: Deadline) -> None:
-        """Until the turns of this conversation that were left have ended; END_SECONDS at most."""
+        """Wait until the stopped turns of this conversation have ended, at most END_SECONDS."""
         self._wait(
             [e for e in self._endings.copy() if e.conversation_id == conversation_id], deadline
         )
@@ -243,7 +244,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
                 if error is not None and not route.goes_on(error):
                     time.sleep(tries.pause(route.explained(error)))
                     route.begin_round()
-        except (PensieveError, ValueError):  # in vain; ValueError: the channel is closed
+        except (PensieveError, ValueError):  # gave up; ValueError: the channel is closed
             pass
         finally:
             self._endings.discard(ending)
@@ -262,7 +263,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             ), None
         except grpc.RpcError as failure:
             error = error_of_call(failure, deadline)
-        if isinstance(error, NotFound):  # the conversation did not come to be, so nothing stays
+        if isinstance(error, NotFound):  # no conversation was created, so nothing stays
             return pb.CancelTurnResponse(), None
         return None, error
 
@@ -274,19 +275,20 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             most = max(end - time.monotonic(), 0.0)
             ending.over.wait(most if left is None else min(most, left))
 
-    # -- the end --
+    # -- closing --
 
     def close(self) -> None:
-        """Leave the turns that are being read, wait for their ends, and end every call that is under way."""
+        """Stop the turns that are being read, wait for their ends, and end all running calls."""
         self._closed = True
         self._wait(self._leave(), Deadline(None))
         for link in [*self._links.values()]:
             link.channel.close()
 
     def _leave(self) -> list[Ending]:
-        """Begin to end the turns that are being read; these ends and those that are under way."""
+        """Begin to stop the turns that are being read. Return all turns that are being stopped."""
         for course, stream in self._reading.copy().items():
-            if (request := course.end_request()) is not None:  # before the reader asks for it
+            # First, so that the reader does not do it, too.
+            if (request := course.end_request()) is not None:
                 self.begin_ending(request, course.route)
             if self._closed:
                 stream.cancel()
@@ -294,7 +296,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
 
     @staticmethod
     def _leave_all() -> None:
-        """At the end of the program; gRPC is not touched by this thread, for its locks may be held."""
+        """Run at the end of the program. This thread does not touch gRPC, whose locks may be held."""
         endings = [ending for connection in list(_open) for ending in connection._leave()]
         Connection._wait(endings, Deadline(None))
 
@@ -303,7 +305,7 @@ atexit.register(Connection._leave_all)
 
 
 class Stream(Generic[Response]):
-    """The responses to one request.  gRPC cancels the stream when this object is collected."""
+    """The responses to one request. gRPC cancels the stream when this object is collected."""
 
     def __init__(
         self, responses: grpc._CallIterator[Response], deadline: Deadline, route: Route
@@ -314,7 +316,7 @@ class Stream(Generic[Response]):
         self._has_begun = False
 
     def read(self) -> Response | None:
-        """The next response; None at the end of the stream."""
+        """Return the next response; None at the end of the stream."""
         try:
             response = next(self._responses, None)
             if not self._has_begun and response is not None:
@@ -326,5 +328,5 @@ class Stream(Generic[Response]):
             raise error_of_call(failure, self._deadline) from None
 
     def cancel(self) -> None:
-        """Stop reading: the server sees that this reader has left."""
+        """Stop reading. The server notices that the reader is gone."""
         self._responses.cancel()

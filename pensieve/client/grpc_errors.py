@@ -1,12 +1,12 @@
-"""From a gRPC status back to the error of `pensieve.errors` that the server raised.
+"""Convert a gRPC status to the error of `pensieve.errors` that the server raised.
 
-The server sends with each error a reason, its causes, and perhaps when to come back.  A reason that
-`pensieve.errors` has becomes that class again, attributes included.  Everything else (a proxy's answer, a
-newer server's reason, details that cannot be parsed) becomes the class of its status code, so that every
-failure raises a PensieveError.
+The server sends with each error a reason, its details, and perhaps a retry delay. A reason that
+`pensieve.errors` has becomes that class again, with its attributes. Everything else (a proxy's answer, a
+newer server's reason, unreadable details) becomes the class for its status code. So every failure raises a
+PensieveError.
 
-A call that something between here and the server cut off (CANCELLED, which this client did not request; a
-reset stream) carries no reason.  It becomes UNAVAILABLE: the same request may succeed over a new connection.
+A call that was cut off on the way (CANCELLED without a cancel of this client, a reset stream) carries no
+reason. It becomes UNAVAILABLE: the same request may succeed over a new connection.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pensieve.v1 import status_pb2
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 DOMAIN = "pensieve"
-NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
+NO_CONNECTION = "failed to connect to all addresses"  # gRPC's message if it has sent nothing
 
 
 @dataclass
 class Details:
-    """The google.rpc messages that a status carries; the first is empty and the others None if missing."""
+    """The google.rpc messages of a status. A missing `info` is empty; the others are then None."""
 
     info: status_pb2.ErrorInfo = field(default_factory=status_pb2.ErrorInfo)
     bad_request: status_pb2.BadRequest | None = None
@@ -46,7 +46,7 @@ def _tree(root: type[errors.PensieveError]) -> Iterator[type[errors.PensieveErro
 
 BY_REASON = {
     each.reason: each
-    for each in _tree(errors.PensieveError)  # which other modules extend
+    for each in _tree(errors.PensieveError)  # other modules may add subclasses
     if each.reason != "INTERNAL" and each.__module__ == errors.__name__
 }
 BY_CODE: dict[grpc.StatusCode, type[errors.PensieveError]] = {
@@ -68,14 +68,14 @@ def error_of(
     trailing: Iterable[tuple[str, Any]] | None,
     timeout: float | None = None,
 ) -> errors.PensieveError:
-    """The error that a status stands for; `timeout` is the call's, in seconds."""
+    """Return the error for a status. `timeout` is the call's, in seconds."""
     text = text or code.name
     details = _details(trailing or ())
     info = details.info
     if info.domain == DOMAIN and info.reason:
-        error = _of_reason(code, text, details)
+        error = _error_of_reason(code, text, details)
     else:
-        error = _of_code(code, text, details.bad_request)
+        error = _error_of_code(code, text, details.bad_request)
     if isinstance(error, errors.DeadlineExceeded) and timeout is not None:
         reason = f"{text}; " if info.reason else ""
         error = errors.DeadlineExceeded(f"{reason}the timeout was {timeout:g} s")
@@ -84,8 +84,8 @@ def error_of(
     return error
 
 
-def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
-    """The error for a reason of this project, with its attributes."""
+def _error_of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
+    """Return the error for a reason of this project, with its attributes."""
     reason, causes = details.info.reason, dict(details.info.metadata)
     kind = BY_REASON.get(reason)
     if kind is errors.TurnRunning:
@@ -110,13 +110,13 @@ def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.Pen
         return kind(text)
     if code is grpc.StatusCode.INTERNAL and reason != "INTERNAL":
         return errors.TurnFailed(reason, text)
-    return _of_code(code, text, details.bad_request)
+    return _error_of_code(code, text, details.bad_request)
 
 
-def _of_code(
+def _error_of_code(
     code: grpc.StatusCode, text: str, bad: status_pb2.BadRequest | None
 ) -> errors.PensieveError:
-    """The error for a status without such a reason."""
+    """Return the error for a status without a known reason."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid(text, bad)
     if "larger than max" in text and code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -133,7 +133,9 @@ def _of_code(
 
 
 def _why_unreachable(text: str) -> str:
-    """What gRPC's words about a connection mean; they stay where nothing is known about them."""
+    """Explain gRPC's message about a failed connection; unknown messages are returned unchanged."""
+    if found := re.search(r"(?:errors resolving|lookup failed for) (\S+?)(?::\d+)?: ", text):
+        return f"no address is known for the host name {found[1]!r} (DNS)"
     found = re.search(r"(?:ipv4|ipv6|unix):(\S+): ", text)
     if found is None:
         return text
@@ -141,19 +143,19 @@ def _why_unreachable(text: str) -> str:
     if "Connection refused" in text or "No such file or directory" in text:
         return f"nothing listens at {peer}"
     if "WRONG_VERSION_NUMBER" in text:
-        return f"the daemon at {peer} does not speak TLS: connect without it"
+        return f"the daemon at {peer} does not speak TLS: connect without TLS"
     if "CERTIFICATE_VERIFY_FAILED" in text:
         why = text.partition("CERTIFICATE_VERIFY_FAILED")[2].strip(": ").partition(":")[0]
         return (
-            f"{peer} speaks TLS, and its certificate is not trusted ({why}); "
-            "name the authority that signed it"
+            f"the certificate of {peer} is not trusted ({why}): "
+            "pass its CA certificate (--tls-ca FILE, or tls=FILE in Python)"
         )
     if "Hostname Verification Check failed" in text:
-        return f"{peer} speaks TLS, and its certificate is for another host name"
+        return f"the certificate of {peer} is for another host name"
     if "failed to connect" in text and re.search("Socket closed|Connection reset", text):
         return (
-            f"{peer} closed the connection at once, as a daemon with TLS does to a client without it "
-            "or without the certificate it wants, and one that has all the connections it takes"
+            f"{peer} closed the connection at once. Perhaps the daemon requires TLS (--tls) or a client "
+            "certificate, or has reached its limit of connections"
         )
     return text
 
@@ -180,7 +182,7 @@ def _details(trailing: Iterable[tuple[str, Any]]) -> Details:
                     case "RetryInfo":
                         details.retry = status_pb2.RetryInfo.FromString(each.value)
         except DecodeError:
-            return details  # in another format; the status code remains
+            return details  # unknown format: use only the status code
     return details
 
 
@@ -192,15 +194,15 @@ def _whole(causes: dict[str, str], name: str) -> int:
 
 
 class FailedCall(Protocol):
-    """What a gRPC error of either client says about its call."""
+    """A gRPC error of either client."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
-    def trailing_metadata(self) -> Any: ...  # pairs of a key and a value, or None
+    def trailing_metadata(self) -> Any: ...  # key-value pairs, or None
 
 
 def error_of_call(failure: FailedCall, deadline: Deadline) -> errors.PensieveError:
-    """The error that a failed call stands for."""
+    """Return the error for a failed call."""
     return error_of(
         failure.code(), failure.details(), failure.trailing_metadata(), deadline.seconds
     )

@@ -1,7 +1,7 @@
-"""The requests that the SDK sends, checked before they are sent.
+"""Build and check the requests that the SDK sends.
 
-What could not be right (an unknown option, text that UTF-8 cannot express, an id that no conversation can
-have) raises InvalidArgument here and is never sent.
+An invalid argument (an unknown option, text that UTF-8 cannot express, an impossible id) raises
+InvalidArgument here, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ SAMPLING_LINE = "            (and the sampling parameters)\n"
 JobSource = str | Path | bytes | Iterable[bytes]
 MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-PIECE_MESSAGES = 127  # of a history that is imported
-PIECE_BYTES = 256 << 10  # as much as the arguments of a request's calls may have
-CHUNK_BYTES = 256 << 10  # of a job's file
+PIECE_MESSAGES = 127  # per piece of an imported history
+PIECE_BYTES = 256 << 10  # the server's limit for the tool calls of one request
+CHUNK_BYTES = 256 << 10  # per piece of a job's file
 MESSAGE_KEYS = ("role", "content", "tool_call_id", "tool_calls", "reasoning_content", "name")
 PRIORITY_MAX = 8
 
 
 class PagedRequest(Protocol):
-    """A request of a method that answers with one page of a list at a time."""
+    """A request for one page of a list."""
 
     page_size: int
     page_token: str
 
 
 class PagedResponse(Protocol):
-    """One page of a list; the token is empty on the last page."""
+    """One page of a list. The token is empty on the last page."""
 
     next_page_token: str
 
 
 class ConstraintInput(TypedDict, total=False):
-    """What a reply has to be: exactly one of these."""
+    """The required form of a reply: exactly one of these."""
 
-    json_schema: str | Mapping[str, Any]  # JSON that this schema accepts
-    json_object: bool  # True: a JSON object
-    regex: str  # a text that all of this matches
-    choice: Sequence[str]  # one of these texts
-    grammar: str  # a sentence of this grammar
+    json_schema: str | Mapping[str, Any]  # the reply is JSON that this schema accepts
+    json_object: bool  # True: the reply is a JSON object
+    regex: str  # the whole reply matches
+    choice: Sequence[str]  # the reply is one of these texts
+    grammar: str  # the reply follows this grammar
 
 
 class SendOptions(SamplingOptions, total=False):
-    """The arguments of `Conversation.send` beside the message; `send` and `SamplingOptions` explain them."""
+    """The options of `Conversation.send`. `send` and `SamplingOptions` explain them."""
 
     request_id: str | None
     expected_revision: int | None
@@ -77,8 +77,8 @@ NOT_SAMPLING = SendOptions.__annotations__.keys() - SamplingOptions.__annotation
 
 
 def explains_sampling(method: F) -> F:
-    """Name the sampling parameters in a method's docstring, in the place of SAMPLING_LINE."""
-    if method.__doc__ is not None:  # as with python -OO
+    """Insert the sampling parameters into a method's docstring, in place of SAMPLING_LINE."""
+    if method.__doc__ is not None:  # None under python -OO
         method.__doc__ = method.__doc__.replace(SAMPLING_LINE, indent(SAMPLING_HELP, " " * 12))
     return method
 
@@ -86,10 +86,12 @@ def explains_sampling(method: F) -> F:
 def send_request(
     conversation_id: str, message: MessageInput, options: SendOptions
 ) -> pb.SendMessageRequest:
-    """The request that begins a turn.  Its request_id makes it safe to send the same bytes again."""
+    """Build the request that begins a turn. Its request_id makes it safe to send again."""
     priority = options.get("priority", 0)
     if not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
-        raise InvalidArgument("priority", f"is a whole number in -{PRIORITY_MAX}..{PRIORITY_MAX}")
+        raise InvalidArgument(
+            "priority", f"must be a whole number in -{PRIORITY_MAX}..{PRIORITY_MAX}"
+        )
     request = pb.SendMessageRequest(
         conversation_id=check_id(conversation_id),
         request_id=check_text("request_id", options.get("request_id") or new_id()),
@@ -108,7 +110,7 @@ def send_request(
     if expected_revision is not None:
         request.expected_revision = expected_revision
     if isinstance(message, bytes | Mapping) or not isinstance(message, Sequence):
-        raise InvalidArgument("messages", "is a text, or a list of messages")
+        raise InvalidArgument("messages", "must be a text or a list of messages")
     for each in [{"content": message}] if isinstance(message, str) else message:
         _add_message(request, each)
     return request
@@ -118,15 +120,19 @@ def _add_message(
     request: pb.SendMessageRequest | pb.CreatePrefixRequest | pb.CreateConversationRequest,
     message: Mapping[str, Any],
 ) -> None:
-    """A message in the form of OpenAI's API; what is None in it is not given."""
+    """Add a message in the form of OpenAI's API. None values count as missing."""
     if not isinstance(message, Mapping) or not {"content", "tool_calls"} & message.keys():
-        raise InvalidArgument("messages", f"each is a mapping of {', '.join(MESSAGE_KEYS)}")
+        raise InvalidArgument(
+            "messages", f"each must be a mapping with keys of {', '.join(MESSAGE_KEYS)}"
+        )
     for key in message:
         if key not in MESSAGE_KEYS:
-            raise InvalidArgument("messages", f"{key!r} is none of {', '.join(MESSAGE_KEYS)}")
+            raise InvalidArgument(
+                "messages", f"unknown key {key!r}; known keys: {', '.join(MESSAGE_KEYS)}"
+            )
     role = message.get("role", "user")
     if role not in ROLE_NUMBERS:
-        raise InvalidArgument("role", f"is one of {', '.join(ROLE_NUMBERS)}, not {role!r}")
+        raise InvalidArgument("role", f"must be one of {', '.join(ROLE_NUMBERS)}, not {role!r}")
     texts = {name: message.get(name) for name in MESSAGE_KEYS if name not in ("role", "tool_calls")}
     checked = {name: check_text(name, text) for name, text in texts.items() if text is not None}
     if "reasoning_content" in checked:
@@ -136,11 +142,11 @@ def _add_message(
 
 
 def _tool_call(given: Mapping[str, Any]) -> pb.ToolCall:
-    """Of {"id", "type": "function", "function": {"name", "arguments"}}, the arguments a text of JSON."""
+    """Convert {"id", "type": "function", "function": {"name", "arguments"}}; the arguments are JSON text."""
     function = given.get("function") if isinstance(given, Mapping) else None
     if not isinstance(function, Mapping) or "name" not in function:
         raise InvalidArgument(
-            "tool_calls", "each has an id, and a function with name and arguments"
+            "tool_calls", "each needs an id, and a function with name and arguments"
         )
     return pb.ToolCall(
         id=check_text("tool_calls.id", given.get("id") or ""),
@@ -150,12 +156,12 @@ def _tool_call(given: Mapping[str, Any]) -> pb.ToolCall:
 
 
 def sampling_of(given: Mapping[str, Any]) -> pb.Sampling:
-    """The wire's Sampling, from its fields by name; None means not given."""
+    """Build the wire's Sampling from fields by name. None values count as missing."""
     sampling = pb.Sampling()
     known = {field.name for field in pb.Sampling.DESCRIPTOR.fields}
     for name, value in given.items():
         if name not in known:
-            raise InvalidArgument(name, "is not a field of sampling")
+            raise InvalidArgument(name, "is not a sampling parameter")
         if value is None:
             continue
         try:
@@ -171,16 +177,18 @@ def sampling_of(given: Mapping[str, Any]) -> pb.Sampling:
 
 
 def constraint_of(given: Mapping[str, Any]) -> pb.Constraint:
-    """The wire's Constraint; a schema may be given as JSON or as the value itself."""
+    """Build the wire's Constraint. A schema may be JSON text or the value itself."""
     kinds = [field.name for field in pb.Constraint.DESCRIPTOR.fields]
     if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= set(kinds):
-        raise InvalidArgument("constraint", f"is a mapping with exactly one of {', '.join(kinds)}")
+        raise InvalidArgument(
+            "constraint", f"must be a mapping with exactly one of {', '.join(kinds)}"
+        )
     ((name, value),) = given.items()
     field, constraint = f"constraint.{name}", pb.Constraint()
     try:
         if name == "choice":
             if isinstance(value, str):
-                raise TypeError("is a list of texts")
+                raise TypeError("must be a list of texts")
             constraint.choice.choices.extend(check_text(field, each) for each in value)
         elif name == "json_object":
             constraint.json_object = value
@@ -202,7 +210,7 @@ def create_request(
     prefix_id: str,
     messages: Sequence[Mapping[str, Any]],
 ) -> pb.CreateConversationRequest:
-    """The request that creates a conversation with settings of its own."""
+    """Build the request that creates a conversation with its own settings."""
     request = pb.CreateConversationRequest(
         conversation_id=conversation_id,
         metadata=struct("metadata", metadata or {}),
@@ -229,7 +237,7 @@ def _begin_with(
 def import_requests(
     request: pb.CreateConversationRequest,
 ) -> Callable[[], Iterator[pb.ImportConversationRequest]] | None:
-    """Makes the pieces that create the same conversation; None if it is no longer than one request may be."""
+    """Return a function that makes the pieces of an import, or None if one request is enough."""
     pieces = list(_pieces(request.messages))
     if len(pieces) <= 1:
         return None
@@ -247,7 +255,7 @@ def import_requests(
 
 
 def _pieces(messages: Iterable[pb.NewMessage]) -> Iterator[list[pb.NewMessage]]:
-    """As many messages in each as one request may have."""
+    """Yield groups of messages that each fit into one request."""
     piece: list[pb.NewMessage] = []
     num_bytes = 0
     for each in messages:
@@ -269,7 +277,7 @@ def prefix_request(
     messages: Sequence[Mapping[str, Any]],
     keep_warm: bool,
 ) -> pb.CreatePrefixRequest:
-    """The request that declares a prefix."""
+    """Build the request that declares a prefix."""
     request = pb.CreatePrefixRequest(prefix_id=prefix_id, keep_warm=keep_warm)
     _begin_with(request, system_prompt, tools, template_options, messages)
     return request
@@ -281,7 +289,7 @@ def fork_request(
     new_conversation_id: str | None,
     metadata: Mapping[str, Any] | None,
 ) -> pb.ForkConversationRequest:
-    """The request that creates a second conversation from this one's history."""
+    """Build the request that forks a conversation."""
     request = pb.ForkConversationRequest(
         conversation_id=conversation_id,
         new_conversation_id=new_id()
@@ -295,11 +303,11 @@ def fork_request(
 
 
 class JobUpload:
-    """A file on its way to a daemon, as the messages of a CreateJob; `messages` makes them anew for each try.
+    """The messages of a CreateJob call that uploads a file. `messages` makes them again for each try.
 
-    A file on the disk or bytes can be sent again, pieces from an iterable cannot.  A file that cannot be
-    read, or an iterable that fails, ends the messages without the last one, so that the daemon stores
-    nothing; the error is kept for the caller.
+    A file or bytes can be sent again; the pieces of an iterable cannot. If the file cannot be read or the
+    iterable fails, the messages end without the last one, so that the daemon stores nothing. The error is
+    kept in `error`.
     """
 
     def __init__(
@@ -310,7 +318,7 @@ class JobUpload:
         endpoint: str,
         check_only: bool,
     ) -> None:
-        self.error: Exception | None = None  # of the source
+        self.error: Exception | None = None  # raised by the source
         self.can_repeat = isinstance(source, str | Path | bytes)
         self._source = source
         self.header = jobs_pb2.JobHeader(
@@ -327,7 +335,7 @@ class JobUpload:
             self.header.sha256 = digest.hexdigest()
 
     def messages(self) -> Iterator[jobs_pb2.CreateJobRequest]:
-        """To be sent in this order."""
+        """Yield the messages in order."""
         yield jobs_pb2.CreateJobRequest(header=self.header)
         try:
             for chunk in self._chunks():
@@ -353,7 +361,7 @@ class JobUpload:
 
 
 def struct(name: str, value: Mapping[str, Any]) -> struct_pb2.Struct:
-    """A mapping as a JSON object of the wire; `name` is the argument that an error names."""
+    """Convert a mapping to a JSON object of the wire. `name` is the argument that an error names."""
     given = struct_pb2.Struct()
     try:
         json_format.ParseDict(dict(value), given)
@@ -363,9 +371,9 @@ def struct(name: str, value: Mapping[str, Any]) -> struct_pb2.Struct:
 
 
 def check_text(name: str, text: str) -> str:
-    """The text itself, if UTF-8 can express it; NUL is a character like any other."""
+    """Return the text, if UTF-8 can express it. NUL is allowed."""
     if not isinstance(text, str):
-        raise InvalidArgument(name, f"is a text, not {type(text).__name__}")
+        raise InvalidArgument(name, f"must be a text, not {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -374,12 +382,12 @@ def check_text(name: str, text: str) -> str:
 
 
 def check_id(given: str, name: str = "conversation_id") -> str:
-    """The id itself, if a conversation can have it, or whatever the name says."""
+    """Return the id, if it is valid for a conversation, prefix, request or job."""
     if not isinstance(given, str) or not ID_PATTERN.fullmatch(given):
-        raise InvalidArgument(name, "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+        raise InvalidArgument(name, "must be 1 to 128 characters of A-Z a-z 0-9 . _ ~ -")
     return given
 
 
 def new_id() -> str:
-    """A random id for a conversation, a request or a job."""
+    """Return a random id for a conversation, a request or a job."""
     return uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""Whether and when a failed request is sent again, and how much of its timeout is left."""
+"""Decide whether and when to retry a request, and track how much of its timeout is left."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass, field
 
 from pensieve.errors import InvalidArgument, Loading, PensieveError, QueueFull, Unavailable
 
-END_SECONDS = 2.0  # that a client which leaves a turn waits for the server to end it
-LOADING_PAUSE_SECONDS = 1.0  # where the server does not say
+END_SECONDS = 2.0  # limit for waiting until the server has stopped a turn
+LOADING_PAUSE_SECONDS = 1.0  # if the server names no delay
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How often a request is sent again, and how long the client waits before each try.
+    """How often a request is retried, and how long the client waits before each try.
 
         client = Client("127.0.0.1:50051", retry=Retry(retries=12))  # a restart may take a minute
         client = Client("127.0.0.1:50051", retry=Retry(retries=0))  # no error is retried
 
-    Only errors that may pass by themselves are retried: UNAVAILABLE, and a full queue when the server
-    names a time to come back.  The pause doubles from `first_seconds` up to `most_seconds`, is shortened
-    by random jitter to between half and all of that, and is never shorter than the server asks for.  By
-    default a server that is out of reach is tried for 11 to 23 seconds, 17 on average.
+    Only temporary errors are retried: UNAVAILABLE, and a full queue if the server names a retry delay. The
+    pause doubles from `first_seconds` up to `most_seconds`. Random jitter shortens it to between 50 and 100
+    %. It is never shorter than the server's delay. By default, an unreachable server is retried for 11 to
+    23 seconds, 17 on average.
 
-    A server that answers that it is loading its model is waited for: it is asked every one to two seconds,
-    for `loading_seconds` in all, and this does not count as retries.  So a turn outlives a restart of the
-    daemon if the daemon listens again within those seconds, however long its model takes to load.
+    A server that is loading its model is asked every one to two seconds, for `loading_seconds` in total.
+    This does not count as retries. So a turn survives a restart if the daemon listens again within the
+    retries, however long its model takes to load.
 
-    A client with several addresses sends a request to each of them before it counts a failure, and avoids
-    an address that has failed for pauses that grow in the same way.
+    A client with several addresses sends a request to each of them before it counts a failure. It avoids a
+    failed address for pauses that grow in the same way.
 
-    The timeout of a call or turn ends both: a pause that would outlast it is not begun, and the last error
-    is raised.
+    The timeout of a call or turn limits everything: if a pause would outlast it, the last error is raised
+    at once.
 
     Args:
-        retries: how often a request is sent again after its first failure; 0 never retries.
+        retries: how often a request is retried after its first failure; 0 never retries.
         first_seconds: the pause after the first failure.
-        most_seconds: the longest pause that this client chooses by itself.
-        loading_seconds: how long a server that loads its model is waited for.
+        most_seconds: the longest pause, unless the server asks for a longer one.
+        loading_seconds: how long to wait for a server that is loading its model.
         drawn: a source of random numbers in [0, 1) for the jitter.
     """
 
@@ -50,10 +50,10 @@ class Retry:
     drawn: Callable[[], float] = field(default=random.random)
 
     def pause(self, error: PensieveError, num_tries: int, left: float | None) -> float | None:
-        """Seconds to wait before another try, or None to give up.
+        """Return the seconds to wait before another try, or None to give up.
 
-        `num_tries` counts the failures so far, this one included; `left` is what remains of the timeout
-        in seconds.  A pause that would outlast the timeout is not begun.
+        `num_tries` counts the failures so far, this one included. `left` is the rest of the timeout in
+        seconds. A pause that would outlast the timeout is not begun.
         """
         worthwhile = isinstance(error, Unavailable) or (
             isinstance(error, QueueFull) and error.retry_after_seconds is not None
@@ -64,7 +64,7 @@ class Retry:
         return None if left is not None and pause >= left else pause
 
     def grown(self, num_failures: int) -> float:
-        """The pause after `num_failures` in a row, with its jitter."""
+        """Return the pause after `num_failures` in a row, with jitter."""
         doublings = min(num_failures - 1, 60)
         pause: float = min(self.first_seconds * 2**doublings, self.most_seconds)
         return pause * (0.5 + self.drawn() / 2)
@@ -72,7 +72,10 @@ class Retry:
     def loading_pause(
         self, error: PensieveError, waited: float, left: float | None
     ) -> float | None:
-        """The same for a server that loads its model and was `waited` for already; `left` is as above."""
+        """Like `pause`, for a server that is loading its model; None gives up.
+
+        `waited` counts the seconds of such pauses so far. `left` is the rest of the timeout in seconds.
+        """
         if not self.retries or waited >= self.loading_seconds:
             return None
         pause = (error.retry_after_seconds or LOADING_PAUSE_SECONDS) * (1 + self.drawn())
@@ -80,17 +83,17 @@ class Retry:
 
 
 class Deadline:
-    """The timeout of one call or turn, which starts with the first look at it; None has no end."""
+    """The timeout of one call or turn. It starts with the first call of `left`; None means no limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         if seconds is not None and not seconds > 0:
-            raise InvalidArgument("timeout", f"is a number of seconds above 0, not {seconds}")
+            raise InvalidArgument("timeout", f"must be a number of seconds above 0, not {seconds}")
         self.seconds = seconds
         self._clock = clock
         self._end: float | None = None
 
     def left(self) -> float | None:
-        """The seconds that remain, at least 0; the first call starts the clock."""
+        """Return the remaining seconds, at least 0, or None without a limit. The first call starts it."""
         if self.seconds is None:
             return None
         if self._end is None:
@@ -99,19 +102,19 @@ class Deadline:
 
 
 class Tries:
-    """Counts the failures of one request since it last made progress.
+    """Counts the failures of one request since its last progress.
 
-    A server that loads its model can be reached, so the failures to reach it begin anew after that.
+    A server that is loading its model is reachable, so its answer resets the count of failures.
     """
 
     def __init__(self, retry: Retry, deadline: Deadline) -> None:
         self._retry = retry
         self._deadline = deadline
         self._num_tries = 0
-        self._waited = 0.0  # while the server was loading its model
+        self._waited = 0.0  # seconds, while the server was loading its model
 
     def pause(self, error: PensieveError) -> float:
-        """Count a failure; the seconds to wait before the next try.  Raises the error to give up."""
+        """Count a failure and return the seconds to wait before the next try. Raise the error to give up."""
         left = self._deadline.left()
         if isinstance(error, Loading):
             self._num_tries = 0

@@ -1,22 +1,22 @@
-"""What a turn's reader has seen, and what happens next when its connection breaks; no socket in here.
+"""Decide what a turn's reader gets, and what happens when its connection breaks. No sockets.
 
-After a failure the same request is sent again, which its request_id makes safe.  The `started` event says
-which of three things follows:
+After a failure, the client sends the same request again; its request_id makes that safe. The `started`
+event then shows one of three cases:
 
-* the same attempt, from its first token: what the reader has seen already is cut from its front;
-* the turn has finished meanwhile and is replayed: likewise;
-* a later attempt: what the reader has seen is void, and a `Restarted` says so.
+* The same attempt, from its first token: the part that the reader has already seen is skipped.
+* The turn has finished meanwhile and is replayed: likewise.
+* A later attempt: the part that the reader has seen is void, and a `Restarted` says so.
 
-In the first two, the stream must repeat what the reader has seen, tokens and text, and must not end
-sooner.  Otherwise the reader would hold a reply that is not in the history, so this is a ServerFault.
+In the first two cases, the stream must repeat the reader's tokens and text exactly, and must not end
+sooner. Otherwise the reader would hold a reply that is not in the history: a ServerFault.
 
-Retries are counted since the reply last grew longer than ever before.  A new attempt that only repeats
-the beginning is no progress: it may be the turn itself that crashes the engine.
+Retries are counted since the reply was last longer than ever before. A new attempt that only repeats the
+beginning is no progress, because the turn itself may be what crashes the engine.
 
-A reader that leaves on purpose has the server end the turn, and says how much of the reply it has taken:
-that stays in the history, or nothing does.  Who runs out of time leaves too.  If the server answers that the
-reply was complete by then, it is read to its end after all, for whoever is told that the time was over
-would say it again.
+A reader that stops early tells the server how much of the reply it has received. That part stays in the
+history, or nothing does. A timeout works the same way. But if the server answers that the reply was
+complete by then, the client still reads it to its end: a caller that sees a timeout would send the message
+again.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from pensieve.errors import (
 from pensieve.v1 import conversation_pb2 as pb
 
 NOT_SENT = "it was not sent"
-NO_ANSWER = f"the server has not said within {END_SECONDS:g} s what stays of it"
+NO_ANSWER = f"the server did not confirm within {END_SECONDS:g} s which part is in the history"
 WHAT_STAYS = {
     pb.FINISH_REASON_UNSPECIFIED: "nothing of it is in the history",
-    pb.FINISH_REASON_CANCELLED: "what was delivered of it is in the history",
+    pb.FINISH_REASON_CANCELLED: "the delivered part of it is in the history",
 }
 ALL_STAYS = "its whole reply is in the history"
 
 
 class ReplyAccumulator:
-    """What the reader has seen of one turn, and what each event of the stream adds to it."""
+    """Collects the reply of one turn and removes repeated parts."""
 
     def __init__(self) -> None:
         self.reply: Reply | None = None
         self.turn_id = ""
-        self.furthest = 0  # tokens and characters of the longest attempt so far
+        self.furthest = 0  # tokens plus characters of the longest attempt so far
         self._started: pb.TurnStarted | None = None
         self._text = ""
         self._token_ids: list[int] = []
-        self._read_text = 0  # characters of the present stream so far
-        self._read_tokens = 0  # and its tokens
+        self._read_text = 0  # characters read from the current stream
+        self._read_tokens = 0  # tokens read from the current stream
 
     @property
     def num_tokens(self) -> int:
-        """That the reader was given."""
+        """Number of tokens that the reader has received."""
         return len(self._token_ids)
 
     @property
     def attempt(self) -> int:
-        """In which it was given them; 0 before the first."""
+        """The attempt that those tokens are from; 0 before the first."""
         return self._started.attempt if self._started is not None else 0
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
-        """Add an event of the stream; returns what is new to the reader, if anything."""
+        """Add an event of the stream. Return the part that is new to the reader, if any."""
         match response.WhichOneof("event"):
             case "started":
                 return self._start(response.started)
@@ -98,12 +98,12 @@ class ReplyAccumulator:
         return Restarted(started.attempt)
 
     def _add(self, delta: pb.TurnDelta) -> Delta | None:
-        """The part of a delta that the reader has not seen yet."""
+        """Return the part of a delta that the reader has not seen yet."""
         text, token_ids = delta.text, list(delta.token_ids)
         known_text = self._text[self._read_text :][: len(text)]
         known_tokens = self._token_ids[self._read_tokens :][: len(token_ids)]
         if not text.startswith(known_text) or token_ids[: len(known_tokens)] != known_tokens:
-            raise ServerFault("the server sent another reply under the same turn")
+            raise ServerFault("the server sent a different reply for the same turn")
         self._read_text += len(text)
         self._read_tokens += len(token_ids)
         text, token_ids = text[len(known_text) :], token_ids[len(known_tokens) :]
@@ -122,7 +122,7 @@ class ReplyAccumulator:
 
     def _complete(self, completed: pb.TurnCompleted) -> None:
         if (self._read_text, self._read_tokens) != (len(self._text), len(self._token_ids)):
-            raise ServerFault("the server sent a shorter reply under the same turn")
+            raise ServerFault("the server sent a shorter reply for the same turn")
         started = self._started or pb.TurnStarted()
         self.reply = Reply(
             self._text,
@@ -137,11 +137,11 @@ class ReplyAccumulator:
 
 
 class TurnCourse:
-    """What a turn does next; the two clients only carry it out.
+    """Decides what a turn does next; the two clients carry it out.
 
-    It is under way until it has a reply, has failed, or was left.  A turn that failed raises the same
-    error again each time.  A cancel is remembered over connections and attempts: whenever the turn starts,
-    it is cancelled.
+    A turn is under way until it has a reply, has failed, or was stopped by its reader. A failed turn raises
+    the same error each time. A cancel is remembered over connections and attempts: the turn is cancelled as
+    soon as it starts.
     """
 
     def __init__(
@@ -152,41 +152,40 @@ class TurnCourse:
         route: Route,
         keep_partial: bool = True,
     ) -> None:
-        """`route` is its way to a daemon.
+        """Begin a turn that was not sent yet.
 
-        `keep_partial`: what the reader was given stays in the history if it leaves before the end.
+        `keep_partial`: the delivered part of the reply stays in the history if the reader stops early.
         """
         self.request = request
         self.route = route
         self.deadline = Deadline(timeout)
         self.progress = ReplyAccumulator()
         self.cancelling = False
-        self.was_sent = (
-            False  # or is about to be; to end what the server does not know does no harm
-        )
+        # Set just before sending: stopping a turn that the server does not know does no harm.
+        self.was_sent = False
         self._keep_partial = keep_partial
         self._tries = Tries(retry, self.deadline)
         self._failure: PensieveError | None = None
         self._left = False
-        self._is_late = False  # its time is over, and its reply complete
-        self._fate = ""  # of a turn that was left, once the server has said it
+        self._is_late = False  # timed out, but the reply was complete
+        self._fate = ""  # what stays of a stopped turn, once the server has said so
 
     @property
     def under_way(self) -> bool:
-        """Whether more can be read; raises the error that the turn failed with."""
+        """Whether more can be read. Raises the error that the turn failed with."""
         if self._failure is not None:
             raise self._failure
         return not self._left
 
     @property
     def standing(self) -> str:
-        """How far it is, for people."""
+        """How far the turn is, for people."""
         if self.progress.reply is not None:
             return f"ended ({self.progress.reply.finish_reason})"
         if self._failure is not None:
             return f"failed ({type(self._failure).__name__})"
         if self._left:
-            return "left"
+            return "stopped"
         return f"{self.progress.num_tokens} tokens so far" if self.was_sent else "not sent yet"
 
     @property
@@ -194,11 +193,11 @@ class TurnCourse:
         """The reply, once the turn has ended."""
         if self.progress.reply is None:
             fate = self._what_stays if self.was_sent else NOT_SENT
-            raise TurnInterrupted(f"the turn was left before its end; {fate}")
+            raise TurnInterrupted(f"the turn was stopped before its end; {fate}")
         return self.progress.reply
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
-        """Add an event of the stream; returns what is new to the reader, if anything."""
+        """Add an event of the stream. Return the part that is new to the reader, if any."""
         before = self.progress.furthest
         try:
             event = self.progress.take(response)
@@ -210,16 +209,17 @@ class TurnCourse:
         return event
 
     def must_cancel(self, response: pb.SendMessageResponse) -> bool:
-        """Whether this event starts a turn that was cancelled before."""
+        """Return whether this event starts a turn that was already cancelled."""
         return self.cancelling and response.HasField("started")
 
     def stream_ended(self, error: PensieveError | None) -> float:
-        """After the stream ended, by itself or with an error: the seconds to wait before the next one."""
+        """Return the seconds to wait before reconnecting, after the stream ended, perhaps with `error`."""
         if self.progress.reply is not None:
-            self._left = True  # it is complete, so an error of the connection no longer matters
+            # The reply is complete, so an error of the connection does not matter.
+            self._left = True
         if self._left:
             return 0.0
-        error = error or Unavailable("the server ended the stream within the turn")
+        error = error or Unavailable("the server ended the stream before the end of the turn")
         if self.route.goes_on(error):
             return 0.0
         error = self.route.explained(error)
@@ -231,52 +231,53 @@ class TurnCourse:
         self.route.begin_round()
         return pause
 
-    # -- leaving --
+    # -- stopping early --
 
     @property
     def was_left(self) -> bool:
-        """Whether nobody reads it any further; another thread may have closed it."""
+        """Whether nobody reads the turn any more; another thread may have closed it."""
         return self._left
 
     def leave(self) -> pb.CancelTurnRequest | None:
-        """Read no further; the request that ends the turn at the server, unless there is nothing to end."""
+        """Stop reading. Return the request that stops the turn, or None if there is nothing to stop."""
         if self._left or self._failure is not None:
             return None
         self._left = True
         return self.end_request()
 
     def end_request(self) -> pb.CancelTurnRequest | None:
-        """What ends the turn at the server, unless it has not begun or its reply is complete."""
+        """Return the request that stops the turn, or None if it was not sent or its reply is complete."""
         if not self.was_sent or self.progress.reply is not None:
             return None
         request = pb.CancelTurnRequest(
             conversation_id=self.request.conversation_id, request_id=self.request.request_id
         )
-        if not self.cancelling:  # else all that was generated stays
+        if not self.cancelling:  # a cancel keeps all generated text
             request.keep_tokens = self.progress.num_tokens if self._keep_partial else 0
             request.attempt = self.progress.attempt
         return request
 
     def question(self) -> pb.CancelTurnRequest | None:
-        """The same again for a turn that was left, unless the server has said what stays of it.
+        """Return the request that stops the turn again, if the server has not said yet what stays of it.
 
-        Another thread may be about to leave it; whoever wants the reply meanwhile hears of its end, too.
+        Another thread may be stopping the turn while this one waits for the reply. Both must learn the
+        outcome.
         """
         return self.end_request() if self._left and not self._fate else None
 
     def was_ended(self, answer: pb.CancelTurnResponse | None) -> None:
-        """The server has ended the turn that was left; None if it has not answered."""
+        """Note the server's answer to the request that stops the turn; None if it did not answer."""
         if answer is not None:
             self._fate = WHAT_STAYS.get(answer.finish_reason, ALL_STAYS)
 
     def is_over_time(self, error: PensieveError | None) -> bool:
-        """Whether the stream ended with this error because the time is over, and not with the reply."""
+        """Return whether the stream ended with a timeout before the reply was complete."""
         return (
             isinstance(error, DeadlineExceeded) and self.progress.reply is None and not self._left
         )
 
     def time_is_over(self, error: PensieveError, answer: pb.CancelTurnResponse | None) -> None:
-        """The server has ended the turn, too; raises the error that says so, or reads a complete reply."""
+        """Raise the timeout error, or go on reading if the server says that the reply is complete."""
         self.was_ended(answer)
         if answer is None:
             self.route.doubt(error)

@@ -14,13 +14,13 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import jobs_pb2
 
 T = TypeVar("T")
-WHOLE_MAX = 2.0**53  # a whole number from here on may have lost digits
+WHOLE_MAX = 2.0**53  # above this, a double may have lost digits of a whole number
 TEXT_CHARACTERS_MAX = 60
 ITEMS_MAX = 6
 
 
 def _names(enum: Any, prefix: str) -> dict[Any, str]:
-    """The names of an enum's values as the SDK says them, without what is unspecified."""
+    """Return the names of an enum's values in lower case, without the unspecified value."""
     return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
 
 
@@ -40,7 +40,7 @@ RESULT_KINDS: dict[str, jobs_pb2.ResultKind.ValueType] = {
 
 
 def shown(value: Any) -> str:
-    """The `__repr__` of a dataclass: its class, and the fields that are neither empty nor as by default."""
+    """Format a dataclass for `__repr__`: its class, and the fields that are not empty or at their default."""
     named = {each.name: (getattr(value, each.name), each.default) for each in fields(value)}
     parts = [
         f"{name}={_short(given)}"
@@ -70,11 +70,11 @@ def _short(given: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log probability of one token of a reply, and the most probable tokens in its position.
+    """The log probability of one token of a reply, and the most probable tokens at its position.
 
     Attributes:
-        logprob: of the token that was sampled.
-        alternatives: (token id, log probability) of the most probable ones, as many as were asked for.
+        logprob: log probability of the sampled token.
+        alternatives: (token id, log probability) of the most probable tokens, as many as were requested.
     """
 
     logprob: float
@@ -84,13 +84,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a reply; `str(delta)` is its text.
+    """A piece of a reply. `str(delta)` is its text.
 
     Attributes:
-        text: what is new.
-        token_ids: the tokens that the text was made from.
-        kind: "text", "thinking" or "tool_call", or "unknown" for a kind that only a newer server has.
-        logprobs: one for each token, if `logprobs` was given.
+        text: the new text.
+        token_ids: the tokens of this text.
+        kind: "text", "thinking" or "tool_call"; "unknown" for a kind that only a newer server has.
+        logprobs: one for each token, if `logprobs` was requested.
     """
 
     text: str
@@ -105,10 +105,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The server begins the reply again: forget the deltas before.  `str(restarted)` is empty.
+    """The server begins the reply again: discard all earlier deltas. `str(restarted)` is empty.
 
     Attributes:
-        attempt: 2 for the first restart.
+        attempt: the number of the attempt; 2 for the first restart.
     """
 
     attempt: int
@@ -116,7 +116,7 @@ class Restarted:
 
     @property
     def text(self) -> str:
-        """Empty, as a restart adds nothing to the text."""
+        """Empty, because a restart adds nothing to the text."""
         return ""
 
     def __str__(self) -> str:
@@ -128,21 +128,23 @@ class Usage:
     """How many tokens a turn read and wrote, where they came from, and how long it took.
 
     Attributes:
-        prompt_tokens: all that the reply could see: new, device, host and recomputed tokens together.
-        new_tokens: of this turn's messages.
-        device_tokens: earlier ones, whose KV was on the device.
-        host_tokens: earlier ones, whose KV was swapped in from the host.
-        recomputed_tokens: earlier ones, whose KV had to be computed again.
-        recompute_reason: "dropped", "engine_restarted" or "fingerprint_changed"; empty if none was.
-        output_tokens: of the reply.
-        queue_seconds: that the turn waited before the first of its tokens was computed.
+        prompt_tokens: all tokens that the reply could see: new, device, host and recomputed tokens
+            together.
+        new_tokens: tokens of this turn's messages.
+        device_tokens: earlier tokens whose KV was on the device.
+        host_tokens: earlier tokens whose KV was swapped in from the host.
+        recomputed_tokens: earlier tokens whose KV had to be computed again.
+        recompute_reason: "dropped", "engine_restarted" or "fingerprint_changed"; empty if nothing was
+            recomputed.
+        output_tokens: tokens of the reply.
+        queue_seconds: wait before the turn's first token was computed.
         first_token_seconds: from the request's arrival to the first token of the reply.
         total_seconds: from the request's arrival to the end of the reply.
-        suspensions: how often the turn had to give way to others that needed its memory.
-        shared_tokens: of the device and host tokens, those that were computed for another conversation
-            and that this one begins with; later turns count them as their own.
-        shared_from: whose they are: "prefix:" and the id of a declared prefix, or the id of a conversation
-            under the same prefix_id.
+        suspensions: how often the turn was suspended because other turns needed its memory.
+        shared_tokens: the part of the device and host tokens that was computed for another conversation
+            with the same beginning. Later turns count them as their own.
+        shared_from: the source of the shared tokens: "prefix:" and the id of a declared prefix, or the id
+            of a conversation with the same prefix_id.
     """
 
     prompt_tokens: int = 0
@@ -163,17 +165,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The whole reply of a turn that is in the history; `str(reply)` is its text.
+    """The whole reply of a turn that is in the history. `str(reply)` is its text.
 
     Attributes:
-        text: all of it.
-        token_ids: the tokens that the text was made from.
-        finish_reason: "stop" (the model or a stop string ended it), "length" or "cancelled".
+        text: the whole text.
+        token_ids: the tokens of this text.
+        finish_reason: "stop" (the model or a stop string ended it), "length", "repetition" (it
+            only repeated itself) or "cancelled".
         usage: how many tokens were read and written, and how long it took.
-        revision: of the conversation, now that this turn is in it.
+        revision: the conversation's revision after this turn.
         turn_id: the server's id of the turn.
         request_id: the client's id of the message.
-        replayed: the turn had finished before this request; nothing was computed for it.
+        replayed: True if the turn had already finished before this request; nothing was computed for it.
     """
 
     text: str
@@ -192,23 +195,23 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of the history.  Its tokens are `num_tokens` of the conversation's, from `first_token`.
+    """A message of the history. Its tokens are `num_tokens` of the conversation, from `first_token` on.
 
     Attributes:
         index: position in the history, from 0.
         role: "system", "user", "assistant" or "tool".
-        text: what was said.
-        tool_call_id: of a tool's result: the call that it answers.
-        revision: of the conversation, once this message was added.
-        first_token: position of its first token in the conversation.
-        num_tokens: how many tokens it has, those of the chat template included.
+        text: the content.
+        tool_call_id: for a tool's result: the call that it answers.
+        revision: the conversation's revision after this message was added.
+        first_token: position of the message's first token in the conversation.
+        num_tokens: number of tokens, including those of the chat template.
         token_ids: the tokens themselves; empty without `include_token_ids`.
-        finish_reason: of a reply: "stop", "length" or "cancelled".
-        metadata: what was sent with its turn; empty for replies.
-        tool_calls: that a client gave with it, in the form of OpenAI's API; those that the model wrote are
-            in the text of its reply, unless `cut_replies` puts them here.
-        thinking: that a client gave with it, or the model's own with `cut_replies`.
-        name: of who speaks, if a client gave it.
+        finish_reason: for a reply: "stop", "length", "repetition" or "cancelled".
+        metadata: the metadata that was sent with the turn; empty for replies.
+        tool_calls: tool calls in the form of OpenAI's API: those that a client sent, and with `cut_replies`
+            also those of the model. Without it, the model's calls are in the text of its reply.
+        thinking: reasoning text that a client sent, or the model's own with `cut_replies`.
+        name: the speaker's name, if a client sent one.
     """
 
     index: int
@@ -229,21 +232,23 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ConversationState:
-    """What the server knows of a conversation, without its messages.
+    """The state of a conversation, without its messages.
 
     Attributes:
-        conversation_id: its name.
-        revision: grows with every turn and rewind.
-        num_messages: in its history.
-        num_tokens: in its history.
-        context_max_tokens: the most that the model can be served with.
-        metadata: as it was given to `create` or `fork`.
-        tools: as they were given to `create`.
-        template_options: as they were given to `create`.
-        prefix_id: as it was given to `create`.
-        running_turn_id: empty while no turn runs.
-        created_at: when, in UTC.
-        updated_at: when its history changed last, in UTC.
+        conversation_id: its id.
+        revision: a number that grows with every turn and rewind.
+        num_messages: messages in the history.
+        num_tokens: tokens in the history.
+        context_max_tokens: the largest context that the model is served with.
+        metadata: as given to `create` or `fork`.
+        tools: as given to `create`.
+        template_options: as given to `create`.
+        prefix_id: as given to `create`.
+        running_turn_id: the turn that is running; empty if none.
+        created_at: time of creation, in UTC.
+        updated_at: time of the last change of the history, in UTC.
+        title: for lists: the `title` of the metadata, else the first words of the first user message. Empty
+            before the first message, and in the results of `create`, `fork` and `rewind`.
     """
 
     conversation_id: str
@@ -258,24 +263,26 @@ class ConversationState:
     running_turn_id: str
     created_at: datetime
     updated_at: datetime
+    title: str = ""
     __repr__ = shown
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixState:
-    """What the server knows of a declared prefix.
+    """The state of a declared prefix.
 
     Attributes:
-        prefix_id: its name.
-        num_messages: with which conversations under it begin.
-        num_tokens: with which they begin; 0 if the chat template writes nothing fixed before a message.
-        num_conversations: that began under it, or as a fork of one that did.
+        prefix_id: its id.
+        num_messages: number of messages in the prefix.
+        num_tokens: number of tokens in the prefix; 0 if the chat template writes nothing fixed before a
+            message.
+        num_conversations: conversations that were created from it, and their forks.
         keep_warm: whether the daemon keeps its KV.
         created_at: when it was declared, in UTC.
-        messages: what conversations under it begin with; empty in a list, as the next two.  One of the
-            system without a text stands for the tokens of tools.
-        tools: as they were given to `create`.
-        template_options: as they were given to `create`.
+        messages: its messages; empty in a list, like the next two fields. A system message without text
+            stands for the tokens of the tools.
+        tools: as given to `create`.
+        template_options: as given to `create`.
     """
 
     prefix_id: str
@@ -295,22 +302,25 @@ class ServerInfo:
     """Which model a daemon serves, and how.
 
     Attributes:
-        model: a hub's id, the name of a folder, or "built-in".
-        fingerprint: of model, tokenizer and chat template.
-        state: "loading", "serving", "restarting", "draining" or "read_only"; "unknown" if a newer server
-            says so.
-        dtype: in which it computes, such as "bfloat16"; empty until the model was loaded, as the next two.
+        model: a hub id, the name of a folder, or "built-in".
+        fingerprint: identifies model, tokenizer and chat template.
+        state: "loading", "serving", "restarting", "draining" or "read_only"; "unknown" for a state that
+            only a newer server has.
+        dtype: the data type of the computation, such as "bfloat16"; empty until the model is loaded, like
+            the next two fields.
         weights: "native" or "int8".
         device: "cpu", or "cuda:0".
-        context_max_tokens: the most that a conversation may have; 0 until the model was loaded.
-        version: of pensieve.
-        torch_version: of torch.
-        transformers_version: of transformers.
-        uptime_seconds: since the daemon started.
-        sampling: what the model's files recommend, by field, and what a message gets that does not say.
-            Empty: nothing, and such replies are greedy; None: a daemon of an earlier version.
-        layers: in which form the model's layers run; empty until it was loaded, or of an earlier version.
-        kv_dtype: in which its KV is kept, such as "bfloat16" or "int8"; empty likewise.
+        context_max_tokens: the largest context of a conversation; 0 until the model is loaded.
+        version: version of pensieve.
+        torch_version: version of torch.
+        transformers_version: version of transformers.
+        uptime_seconds: seconds since the daemon started.
+        sampling: the sampling parameters of a message that sets none, by field. None: the daemon is of an
+            earlier version.
+        sampling_from_model: whether the model's files name these values; otherwise they are Pensieve's.
+        layers: the form in which the model's layers run; empty until the model is loaded, or from an
+            earlier version.
+        kv_dtype: the data type of the KV cache, such as "bfloat16" or "int8"; empty likewise.
     """
 
     model: str
@@ -327,6 +337,7 @@ class ServerInfo:
     sampling: Mapping[str, float] | None = None
     layers: str = ""
     kv_dtype: str = ""
+    sampling_from_model: bool = False
     __repr__ = shown
 
 
@@ -335,30 +346,31 @@ class Job:
     """A batch job at one moment.
 
     Attributes:
-        job_id: its name.
-        tenant: whose it is.
-        name: as it was given to `create`.
-        sha256: of the file, in hexadecimal digits.
-        num_bytes: the length of the file.
-        endpoint: as it was given to `create`.
-        check_only: as it was given to `create`.
-        state: "receiving", "checking", "waiting" (for its turn among the jobs), "running", "paused" or
-            "ended"; "unknown" if a newer server says so, as the next one.
-        outcome: once it has ended: "completed", "cancelled", "failed" or "checked"; empty before.
-        problem: why it has failed, in one line; empty as a rule.
-        num_lines: that have a request.
-        num_answered: of these, those that have an answer,
-        num_refused: those with which something is wrong,
-        num_running: and those that are being computed.
-        prompt_tokens: of what was answered.
-        saved_tokens: of these, those that were not computed, because another request of the job begins with
-            them.
-        output_tokens: of the answers.
-        tokens_per_second: prompt and output tokens of the latest time; 0 while it does not run.
-        seconds_left: until it has ended, as it goes now; None while nobody can say.
-        created_at: when its file had begun to come, in UTC.
-        started_at: when it ran first; None before.
-        ended_at: when it ended; None before.
+        job_id: its id.
+        tenant: the tenant that owns it.
+        name: as given to `create`.
+        sha256: hash of the file, in hexadecimal digits.
+        num_bytes: length of the file.
+        endpoint: as given to `create`.
+        check_only: as given to `create`.
+        state: "receiving", "checking", "waiting" (for its turn in the queue of jobs), "running", "paused"
+            or "ended"; "unknown" for a state that only a newer server has.
+        outcome: after the end: "completed", "cancelled", "failed" or "checked"; empty before; "unknown"
+            likewise.
+        problem: why the job failed, in one line; normally empty.
+        num_lines: lines with a request.
+        num_answered: lines with an answer.
+        num_refused: lines with an error.
+        num_running: lines that are being computed.
+        prompt_tokens: prompt tokens of the answered lines.
+        saved_tokens: the part of the prompt tokens that was not computed, because another request of the
+            job has the same beginning.
+        output_tokens: tokens of the answers.
+        tokens_per_second: recent speed, prompt and output tokens; 0 while the job does not run.
+        seconds_left: estimated time to the end; None if unknown.
+        created_at: when the upload of the file began, in UTC.
+        started_at: when the job first ran; None before.
+        ended_at: when the job ended; None before.
     """
 
     job_id: str
@@ -387,26 +399,26 @@ class Job:
 
 
 def _value(kind: type[T], given: Any, **others: Any) -> T:
-    """A value with the fields that a message of the wire has under the same names, and with `others`."""
+    """Build a value from the wire's fields of the same names, and from `others`."""
     names = kind.__annotations__.keys() & given.DESCRIPTOR.fields_by_name.keys() - others.keys()
     return kind(**{name: getattr(given, name) for name in names}, **others)
 
 
 def plain(struct: Any) -> dict[str, Any]:
-    """A JSON object of the wire as a dict; 7 comes back as 7 and not as 7.0, and so does 7.0."""
+    """Convert a JSON object of the wire to a dict. Whole numbers become int: 7, not 7.0."""
     text = json_format.MessageToJson(struct)
     value: dict[str, Any] = json.loads(text, parse_float=_number)
     return value
 
 
 def _number(text: str) -> float | int:
-    """Numbers of the wire are doubles; one that was whole when it was sent is whole again."""
+    """Return a whole number as int. The wire has only doubles."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < WHOLE_MAX else number
 
 
 def state_of(given: pb.Conversation) -> ConversationState:
-    """From a conversation of the wire."""
+    """Convert a conversation of the wire."""
     return _value(
         ConversationState,
         given,
@@ -419,12 +431,12 @@ def state_of(given: pb.Conversation) -> ConversationState:
 
 
 def prefix_of(given: pb.Prefix) -> PrefixState:
-    """From a declared prefix of the wire."""
+    """Convert a declared prefix of the wire."""
     return _value(PrefixState, given, created_at=given.create_time.ToDatetime(UTC))
 
 
 def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
-    """The same with its messages, tools and options."""
+    """Convert a declared prefix of the wire with its messages, tools and options."""
     return replace(
         prefix_of(given.prefix),
         messages=tuple(message_of(each) for each in given.messages),
@@ -434,18 +446,19 @@ def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
 
 
 def info_of(given: pb.ServerInfo) -> ServerInfo:
-    """From a daemon's description of the wire.  Fields of `sampling` that are not set are left out."""
-    sampling = {each.name: value for each, value in given.recommended_sampling.ListFields()}
+    """Convert a server description of the wire. `sampling` has only the fields that are set."""
+    sampling = {each.name: value for each, value in given.default_sampling.ListFields()}
     return _value(
         ServerInfo,
         given,
         state=STATES.get(given.state, "unknown"),
-        sampling=sampling if given.HasField("recommended_sampling") else None,
+        sampling=sampling if given.HasField("default_sampling") else None,
+        sampling_from_model=given.defaults_from_model,
     )
 
 
 def message_of(given: pb.Message) -> Message:
-    """From a message of the wire; a role that only a newer server has is "unknown"."""
+    """Convert a message of the wire. A role that only a newer server has is "unknown"."""
     return _value(
         Message,
         given,
@@ -466,18 +479,18 @@ def message_of(given: pb.Message) -> Message:
 
 
 def finish_reason_of(number: int) -> str:
-    """The name of a reason; empty for messages that are no reply, "unknown" for a newer server's reason."""
+    """Return the name of a finish reason; empty for messages that are no reply."""
     return FINISH_REASONS.get(number, "unknown")
 
 
 def usage_of(given: pb.Usage) -> Usage:
-    """From a usage of the wire."""
+    """Convert a usage of the wire."""
     reason = RECOMPUTE_REASONS.get(given.recompute_reason, "unknown")
     return _value(Usage, given, recompute_reason=reason)
 
 
 def job_of(given: jobs_pb2.Job) -> Job:
-    """From a job of the wire."""
+    """Convert a job of the wire."""
     return _value(
         Job,
         given,

@@ -1,1 +1,1 @@
-"""Several hosts: replicas of the daemon on Ray Serve (extra `cluster`)."""
+"""Run replicas of the daemon on several hosts with Ray Serve (extra `cluster`)."""

@@ -1,17 +1,17 @@
-"""A program of Pensieve as the child of a Ray actor: started, awaited, watched and ended with it.
+"""Run a Pensieve program as the child of a Ray actor: start it, wait until it is ready, watch it and end it.
 
-    starting ──the line that says where it listens──> ready ──exits──> ended
-        └───────────exits, or takes too long──────────────────────────────┘
+    starting ──the log line with its addresses──> ready ──exits──> ended
+        └───────────exits, or takes too long─────────────────────────┘
 
-One thread belongs to each child: it starts the process, reads its log until the end of file, and waits for
-its exit, in this order.  It alone writes the state; the actor's loop reads `exit_code` (None until the end)
-and awaits `ready`.  The thread outlives the child because tied.py needs the thread that started it; so
-nothing may end it before, and whatever ends it is the child's end, too.
+Each child has a thread, which starts the process, reads its log to the end of file, and waits for its exit.
+Only this thread writes the state; the actor's loop reads `exit_code` (None until the end) and awaits
+`ready`. The thread must outlive the child, because tied.py kills the child when the thread that started it
+ends.
 
-What the child logs goes to the actor's own standard error, where Ray keeps its logs, as far as there is room
-for it; the last lines are kept for the error of a start that failed.
+The child's log goes to the actor's standard error, where Ray keeps its logs. The last lines are kept for
+the error of a failed start.
 
-A child knows no token of Ray's: with that anybody runs programs on all nodes.
+The child does not get Ray's token, because anybody with that token can run programs on all nodes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from pensieve.errors import Unavailable
 
 LINES_KEPT = 20
-NOT_STARTED = -1  # an exit code: the system could not start it
-OF_RAY = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+NOT_STARTED = -1  # exit code if the system could not start it
+RAY_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 READY = re.compile(r"ready grpc://")
 URL = re.compile(r"(?P<scheme>grpc|https?)://(?P<place>[^\s,\"]+)")
 
@@ -43,10 +43,10 @@ class ChildProcess:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """`pass_fds`: open files that it shares with the actor (slots.py)."""
+        """`pass_fds`: open files that the child shares with the actor (slots.py)."""
         self._command = list(command)
         self._environment = {**os.environ, **(environment or {})}
-        for name in OF_RAY:
+        for name in RAY_VARIABLES:
             self._environment.pop(name, None)
         self._pass_fds = tuple(pass_fds)
         self._loop = asyncio.get_running_loop()
@@ -58,18 +58,20 @@ class ChildProcess:
         self.exit_code: int | None = None
 
     async def start(self, seconds: float) -> dict[str, str]:
-        """Where it listens, by scheme: {"grpc": "127.0.0.1:41234", "http": …}."""
+        """Start the child and return its addresses by scheme: {"grpc": "127.0.0.1:41234", "http": …}."""
         threading.Thread(target=self._run, name="pensieve child", daemon=True).start()
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), seconds)
         except TimeoutError:
             await self.stop(0.0)
-            raise Unavailable(f"it was not ready after {seconds:g} s: {self._tail()}") from None
+            raise Unavailable(
+                f"the daemon was not ready after {seconds:g} s: {self._tail()}"
+            ) from None
 
     async def stop(self, seconds: float) -> None:
-        """Drain it; what has not ended after `seconds` is killed.
+        """Drain the child. If it has not ended after `seconds`, kill it.
 
-        It is told once, however many ask for its end: a daemon takes the second signal for haste.
+        It gets only one SIGTERM, however many callers stop it: a second signal would interrupt its turns.
         """
         if not self._is_stopping:
             self._is_stopping = True
@@ -80,40 +82,40 @@ class ChildProcess:
         await self._ended.wait()
 
     def kill(self) -> None:
-        """At once, and as if it had ended by itself: somebody may wait in `lost`."""
+        """Kill the child, as if it had ended by itself: `lost` reports it."""
         self._signal(signal.SIGKILL)
 
     async def lost(self) -> bool:
-        """Waits for the child's end; whether it came although nobody wanted it."""
+        """Wait for the child's end. Return whether it was unexpected."""
         await self._ended.wait()
         return not self._is_stopping
 
     def check(self) -> None:
-        """Raises Unavailable when the child has ended."""
+        """Raise Unavailable if the child has ended."""
         if self.exit_code is not None:
             raise Unavailable(self.end)
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
-        return f"it ended with exit code {self.exit_code}: {self._tail()}"
+        """How the child ended, for people."""
+        return f"the daemon ended with exit code {self.exit_code}: {self._tail()}"
 
     @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
 
-    # The child's thread.
+    # -- the child's thread --
 
     def _run(self) -> None:
         exit_code = NOT_STARTED
         try:
             exit_code = self._run_child()
-        except OSError as error:  # no process, no memory
+        except OSError as error:  # out of processes or memory
             self._lines.append(f"{self._command[0]}: {error}")
         finally:
             self.exit_code = exit_code
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
                 self._loop.call_soon_threadsafe(self._set_ended)
 
     def _run_child(self) -> int:
@@ -131,7 +133,7 @@ class ChildProcess:
         with self._process.stderr as lines:
             for line in lines:
                 self._lines.append(line.strip())
-                with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
+                with contextlib.suppress(OSError, ValueError):  # full disk, closed file
                     sys.stderr.write(line)
                 if READY.search(line):
                     found = {each["scheme"]: each["place"] for each in URL.finditer(line)}
@@ -145,7 +147,7 @@ class ChildProcess:
     def _set_ended(self) -> None:
         self._ended.set()
         if not self._ready.done():
-            self._ready.set_exception(Unavailable(f"it did not start: {self._tail()}"))
+            self._ready.set_exception(Unavailable(f"the daemon did not start: {self._tail()}"))
 
     def _signal(self, number: int) -> None:
         if self._process is not None and self.exit_code is None:

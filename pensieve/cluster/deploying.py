@@ -1,8 +1,7 @@
-"""Brings a configuration to a Ray cluster, and reads from it how it is.
+"""Deploy a configuration to a Ray cluster, and read the cluster's state.
 
-Ray's controller does the work, and goes on with it when this process ends.  What it reports is turned into
-lines for a person.  How to talk to a Ray (its token) is in the environment, and has to be there before Ray
-is imported.
+Ray's controller does the work, and continues when this process ends. Its reports become lines for people.
+The environment must hold Ray's credentials before Ray is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pensieve.cluster.settings import REPLICA
 from pensieve.errors import Unavailable
 
 POLL_SECONDS = 0.5
-SHUTDOWN_SECONDS = 30.0  # of Ray's own parts, behind the replicas
+SHUTDOWN_SECONDS = 30.0  # for Ray's own processes, after the replicas
 Report = Callable[[str], None]
 
 
@@ -41,9 +40,10 @@ class ReplicaState(NamedTuple):
 
 
 class ClusterState(NamedTuple):
-    status: str  # Ray's word: DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED, …; "" when nothing is deployed
+    # Ray's word: DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED, …; "" if nothing is deployed
+    status: str
     message: str
-    wanted: int  # replicas of all deployments
+    wanted: int  # number of replicas that should run
     replicas: tuple[ReplicaState, ...]
     proxies: tuple[tuple[str, str], ...]  # (node, status)
 
@@ -54,7 +54,7 @@ class ClusterState(NamedTuple):
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """This process as a client of the Ray at `address`."""
+    """Connect this process to the Ray at `address` for the length of the block."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -74,10 +74,10 @@ def connected(address: str) -> Iterator[None]:
 
 
 def deploy(config: ServeDeploySchema) -> None:
-    """Hands it to Ray's controller.  What runs already and is the same stays as it is.
+    """Pass the configuration to Ray's controller. Running parts that are unchanged stay.
 
-    How Ray's proxies listen is settled when Serve starts, and Ray says nothing of another wish.  Replicas
-    that a roll has made stay, too, although the file knows nothing of the roll.
+    Ray's proxies take their options only when Serve starts, and Ray ignores other values silently; so they
+    are checked here. Replicas that a roll has created stay, although the file does not mention the roll.
     """
     if (running := serve_api._get_global_client(raise_if_no_controller_running=False)) is not None:
         details = running.get_serve_details()
@@ -94,20 +94,18 @@ def deploy(config: ServeDeploySchema) -> None:
 
 
 def wait_until_running(seconds: float, report: Report) -> ClusterState:
-    """Reports each step; raises Unavailable when Ray gives up or it takes too long."""
+    """Report each step. Unavailable if Ray gives up or it takes too long."""
     return _wait(seconds, report, lambda state: _progress(state, set()))
 
 
 def roll(seconds: float, report: Report) -> ClusterState:
-    """Every replica anew, as Ray's rolling update does it: each ends when it has drained.
+    """Replace every replica with Ray's rolling update: each one ends when it has drained.
 
-    What changes is a variable in their environment.
+    The update changes a variable in their environment.
     """
     before = look()
     if before.status != "RUNNING":
-        raise Unavailable(
-            f"the cluster is {before.status.lower() or 'not there'}: nothing is rolled"
-        )
+        raise Unavailable(f"cannot roll: the cluster is {before.status.lower() or 'not deployed'}")
     client = serve_api._get_global_client()
     application = client.get_serve_details()["applications"][APPLICATION]
     config = with_next_generation(application["deployed_app_config"])
@@ -151,9 +149,9 @@ def look() -> ClusterState:
 
 
 def take_down() -> None:
-    """The replicas drain and end, then all the rest.
+    """Drain and end the replicas, then everything else.
 
-    Ray's own way ends the proxies first, and with them all calls.
+    Ray's own shutdown ends the proxies first, which would cut off all calls.
     """
     client = serve_api._get_global_client(raise_if_no_controller_running=False)
     if client is None:
@@ -193,9 +191,9 @@ def _wait(
 
 
 def _progress(state: ClusterState, old: set[str]) -> tuple[bool, str]:
-    """Whether everything runs that should, and nothing of `old`; and that in words."""
+    """Return whether all wanted processes and none of `old` are running, and a line for people."""
     status = state.status.lower() or "waiting"
-    line = f"{status}: {state.running} of {state.wanted} processes run"
+    line = f"{status}: {state.running} of {state.wanted} processes running"
     left = sum(each.name in old for each in state.replicas)
     if old:
         line += f", {left} of {len(old)} to be replaced"
@@ -207,7 +205,7 @@ def _word(value: Any) -> str:
 
 
 def _cause(message: str) -> str:
-    """The last line of a traceback says what happened."""
+    """Return the last line of a traceback, which has the reason."""
     lines = [each.strip() for each in message.splitlines() if each.strip()]
     ours = [each for each in lines if each.startswith("pensieve.errors.")]
     return (ours or lines or ["Ray gives no reason"])[-1].removeprefix("pensieve.errors.")

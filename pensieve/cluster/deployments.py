@@ -1,16 +1,16 @@
 """The Ray Serve application: `pensieve.cluster.deployments:build` is the import path in the YAML file.
 
-It is one deployment, `Replica`. Ray's proxies send calls with the same session id to the same replica, by
-Ray's consistent hashing, and other calls to any. The daemon there forwards the call to the conversation's
-owner, if that is another daemon. How many replicas, where and with which resources is Ray's: `args` gives the
-usual ones, and `deployments` in the YAML file outranks them, autoscaling included.
+It has one deployment, `Replica`. Ray's proxies send calls with the same session id to the same replica, by
+Ray's consistent hashing, and other calls to any replica. The daemon there forwards the call to the
+conversation's owner, if that is another daemon. Ray decides the number, place and resources of replicas:
+`args` gives the usual values, and `deployments` in the YAML file overrides them, including autoscaling.
 
-An actor ends when its daemon has ended by itself. Ray notices at its next health check, at most HEALTH_PERIOD
-later, and routers with their next call. A check that reported the dead daemon would have to fail three times
-first, and calls would go there meanwhile.
+If its daemon ends, an actor exits. Ray notices at its next health check, after at most HEALTH_PERIOD, and
+routers at their next call. A failing health check would have to fail three times first, and calls would go
+to the dead daemon meanwhile.
 
-A replica that Ray wants to end drains by itself (`is_wanted_to_end`): Ray waits for its calls, and would kill
-it while one runs. What Ray is told to wait is longer than that takes.
+A replica that Ray wants to end drains by itself (`is_wanted_to_end`), because Ray would wait for its calls
+and then kill it while a call is running. Ray's timeout is longer than the drain.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ from pensieve.cluster.settings import LOOPBACK, REPLICA, ClusterSettings, settin
 
 log = logging.getLogger("ray.serve")
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-ONGOING_MAX = (
-    100_000  # requests per replica: the daemon has its own limits, and says so in its errors
-)
+ONGOING_MAX = 100_000  # requests per replica, out of the way of the daemon's own limits
 LOOK_SECONDS = 0.25
 HEALTH_PERIOD = 2.0
 
@@ -59,10 +57,10 @@ def _host(settings: ClusterSettings) -> str:
 
 
 async def _end_with(child: ChildProcess) -> None:
-    """Ends this process, an actor of Ray's, when its child has ended by itself."""
+    """End this process, a Ray actor, when its child has ended unexpectedly."""
     if not await child.lost():
         return
-    log.error("%s; Ray replaces this actor", child.end)
+    log.error("%s; Ray will replace this replica", child.end)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)
@@ -91,12 +89,12 @@ add_methods(ReplicaOnRay)
 
 
 def shutdown_seconds(settings: ClusterSettings) -> float:
-    """After which Ray kills a replica that has not ended."""
+    """Return the time after which Ray kills a replica that has not ended."""
     return ROUTERS_SECONDS + settings.drain_seconds + 2 * EXIT_SECONDS
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """For `import_path`."""
+    """Build the application. Used as `import_path`."""
     settings = settings_of(args)
     ingress = serve.ingress(lambda: http_application)(ReplicaOnRay)
     replica = serve.deployment(
@@ -109,7 +107,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=30.0,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
-        # One after the other, and without room for one more: a replica has its GPU for itself.
+        # One at a time, without an extra replica, because each replica needs its own GPU.
         rolling_update_percentage=0.01,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )

@@ -1,16 +1,17 @@
-"""Pensieve's gRPC services inside Ray Serve's gRPC proxy: what comes in and what goes out, as raw bytes.
+"""Pensieve's gRPC services in Ray Serve's gRPC proxy, as raw bytes.
 
-`grpc_options.grpc_servicer_functions` names `add_services`. Ray replaces the behaviour of each method by its
-own, which routes the call to a replica. Around that we put what Ray does not do:
+`grpc_options.grpc_servicer_functions` names `add_services`. Ray replaces the behaviour of each method by
+its own, which routes the call to a replica. This module wraps that behaviour and adds the features that Ray
+lacks:
 
 * **Messages stay bytes** in both directions.
-* **The deadline** travels as metadata, so that the daemon knows it (Ray passes on a cancellation only).
-* **An error keeps its details.** Ray carries trailing metadata with a message, and drops them with an
+* **The deadline** travels as metadata, so that the daemon knows it (Ray passes on only cancellations).
+* **Errors keep their details.** Ray passes on trailing metadata with a message, but drops them with an
   exception. So a replica ends a failed call with an empty message whose context has the error
-  (grpc_forward.py). Here that message is taken out again.
-* **A replica that died** is UNAVAILABLE, which clients retry, and not Ray's INTERNAL. So is a cluster that
-  ends, which Ray does not know any more (NOT_FOUND). An error that a message brought came from a daemon and
-  stays as it is.
+  (grpc_forward.py). Here that message is removed again.
+* **A dead replica** is UNAVAILABLE, which clients retry, and not Ray's INTERNAL. So is a cluster that is
+  ending, for which Ray answers NOT_FOUND. An error that came with a message is from a daemon and stays
+  unchanged.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ import grpc
 from pensieve.cluster.grpc_methods import REPLICA, TIMEOUT, Method, methods
 
 ABSENT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND)
-RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})  # Ray writes either
-GONE = "the replica that had this call is gone or is about to end; another one takes its calls"
+RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})  # Ray sets either form
+GONE = "the replica of this call is gone or ending; retry, and another replica takes the call"
 Unary = Callable[[Any, Any], Awaitable[bytes]]
 Stream = Callable[[Any, Any], AsyncIterator[bytes]]
-Handler = Any  # grpc.RpcMethodHandler, which is generic for type checkers alone
+Handler = Any  # grpc.RpcMethodHandler, which is generic only for type checkers
 
 
 def add_services(_: Any, server: grpc.aio.Server) -> None:
-    """For `grpc_options.grpc_servicer_functions`."""
+    """Add the services. Used in `grpc_options.grpc_servicer_functions`."""
     server.add_generic_rpc_handlers((Services(),))
 
 
 class Services(grpc.GenericRpcHandler):
     def __init__(self) -> None:
-        # Ray reads this table, and puts one with its own behaviours in its place.
+        # Ray replaces this table by one with its own behaviours.
         self._method_handlers = {each.path: _handler(each) for each in methods()}
         self._methods = {each.path: each for each in methods()}
 
@@ -48,7 +49,7 @@ class Services(grpc.GenericRpcHandler):
 
 
 class Call:
-    """The context of a call as Ray sees it: the real one, with the deadline among its metadata."""
+    """The context that Ray gets for a call: the real one, plus the deadline in its metadata."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -64,34 +65,30 @@ class Call:
 
 
 def _handler(method: Method) -> Handler:
-    return getattr(grpc, f"{method.kind}_rpc_method_handler")(None)  # without serializers: bytes
+    return getattr(grpc, f"{method.kind}_rpc_method_handler")(None)  # no serializers: bytes
 
 
 def _around(method: Method, handler: Any) -> Handler:
-    """Ray's handler with ours around it."""
+    """Wrap Ray's handler."""
     around: Any = _stream if method.gives_stream else _unary
     return handler._replace(**{method.kind: around(getattr(handler, method.kind))})
 
 
-def _unary(
-    behaviour: Callable[[Any, Any], Awaitable[bytes]],
-) -> Callable[[Any, Any], Awaitable[bytes]]:
+def _unary(behaviour: Unary) -> Unary:
     async def call(request: Any, context: Any) -> bytes:
         response = await behaviour(request, Call(context))
         if not any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
-            _correct(context)  # there was no message, in whose context they are
+            _correct(context)  # no message brought a context, so the error is Ray's own
         return response
 
     return call
 
 
-def _stream(
-    behaviour: Callable[[Any, Any], AsyncIterator[bytes]],
-) -> Callable[[Any, Any], AsyncIterator[bytes]]:
+def _stream(behaviour: Stream) -> Stream:
     async def call(request: Any, context: Any) -> AsyncIterator[bytes]:
         has_failed = False
         async for response in behaviour(request, Call(context)):
-            has_failed = bool(context.code())  # this empty message has brought it, and is the last
+            has_failed = bool(context.code())  # this last, empty message has brought the error
             if not has_failed:
                 yield response
         if not has_failed:
@@ -101,7 +98,7 @@ def _stream(
 
 
 def _correct(context: Any) -> None:
-    """Make UNAVAILABLE of what Ray says itself: a replica is gone (INTERNAL), or all are (NOT_FOUND)."""
+    """Replace Ray's own INTERNAL (replica gone) or NOT_FOUND (cluster ending) by UNAVAILABLE."""
     if context.code() not in RAYS_OWN:
         return
     context.set_code(grpc.StatusCode.UNAVAILABLE)

@@ -1,13 +1,13 @@
-"""A replica's calls to its daemon: bytes in, bytes out, with everything that belongs to a call.
+"""Forward a replica's gRPC calls to its daemon, as bytes, with metadata, deadline and errors.
 
-Ray brings the request, and a context that has metadata and the client's address. What goes back are messages,
-and in the context the status, its details and trailing metadata. Ray forgets the context's trailing metadata
-when a method raises, so an error is a last, empty message with the error in its context (grpc_edge.py takes
-it out).
+Ray passes the request and a context with metadata and the client's address. The messages go back directly;
+status, details and trailing metadata go back through the context. Ray forgets the context's trailing
+metadata when a method raises. So an error is a last, empty message with the error in its context, which
+grpc_edge.py removes.
 
-Ray cancels the task of a call whose client left. The daemon's call is cancelled with it.
+Ray cancels the task of a call whose client disconnected. The daemon's call is cancelled with it.
 
-One channel per replica, to a daemon of the same machine, used by one event loop.
+Each replica has one channel to its daemon on the same machine, used by one event loop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", 1 << 20),
 )
-# Metadata between the client and Ray, or of this connection.
+# Metadata that is meant for Ray or for this connection only.
 NOT_FORWARDED = frozenset(
     {"user-agent", "application", "request_id", "multiplexed_model_id", KEY, TIMEOUT}
 )
 
 
 class Response(NamedTuple):
-    """Bytes that Ray takes for a message."""
+    """Bytes that look like a message to Ray."""
 
     data: bytes
 

@@ -1,4 +1,4 @@
-"""The methods of Pensieve's gRPC services that a cluster serves, and the metadata of its parts."""
+"""The gRPC methods that a cluster serves, and the metadata between its parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
 
-KEY = "session_id"  # Ray's name for it in the metadata
+KEY = "session_id"  # Ray's metadata key for the routing key
 TIMEOUT = "pensieve-timeout"
 REPLICA = "pensieve-replica"
 HEALTH = "grpc.health.v1.Health"
@@ -28,12 +28,12 @@ class Method(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As Ray calls it: the last part of the path."""
+        """Ray's name of the method: the last part of the path."""
         return self.path.rsplit("/", 1)[1]
 
     @property
     def kind(self) -> str:
-        """As gRPC calls it: unary_unary, unary_stream, …"""
+        """gRPC's name of the kind: unary_unary, unary_stream, …"""
         sides = (self.takes_stream, self.gives_stream)
         return "_".join("stream" if each else "unary" for each in sides)
 
@@ -46,7 +46,7 @@ def methods() -> Iterator[Method]:
 
 
 async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.HealthCheckResponse:
-    """Return what a daemon says of itself; AioRpcError if it does not."""
+    """Return the daemon's health. AioRpcError if it does not answer."""
     check: Any = channel.unary_unary(
         f"/{HEALTH}/Check",
         request_serializer=status_pb2.HealthCheckRequest.SerializeToString,

@@ -1,8 +1,8 @@
-"""503 for what Ray Serve's HTTP proxy answers itself.
+"""Answer 503 where Ray Serve's HTTP proxy would answer by itself.
 
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`. Ray answers 404 while the cluster starts or
 ends, and nothing (uvicorn makes that a 500) if a replica died before its answer began. Clients retry a 503.
-What a daemon has answered names its replica, and stays as it is.
+Answers of a daemon name its replica and stay unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pensieve.cluster.http_forward import GONE, REPLICA, answer
 
 
 def middlewares() -> list[Any]:
-    """For RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+    """Return the middlewares. Used in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     from starlette.middleware import Middleware
 
     return [Middleware(HttpEdge)]

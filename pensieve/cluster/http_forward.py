@@ -1,10 +1,10 @@
-"""A replica's HTTP requests to its daemon: bodies pass through as they come, in both directions.
+"""Forward a replica's HTTP requests to its daemon, streaming bodies in both directions.
 
-ASGI on one side, aiohttp on the other. Headers that belong to a connection stay with it. A client that
-leaves ends the task, and with it the daemon's request. If the daemon is gone, a response that has not begun
-is a 503, and one that has begun is cut off.
+The replica side is ASGI, the daemon side aiohttp. Hop-by-hop headers are not forwarded. If a client
+disconnects, its task ends, and with it the daemon's request. If the daemon is gone, the answer is 503; a
+response that has already begun is cut off.
 
-One per replica and event loop: connections to the daemon are kept for the next request.
+One per replica and event loop: connections to the daemon are reused.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     ]
 )
-OF_THE_SERVER = frozenset({"date", "server"})  # which Ray's proxy is
+SERVER_HEADERS = frozenset({"date", "server"})  # Ray's proxy sets these
 REPLICA = b"pensieve-replica"
 CONNECT_SECONDS = 10.0
 GONE = (
     b'{"error": {"message": "the replica is gone", "type": "server_error", "code": "unavailable"}}'
 )
 NO_PATH = (
-    b'{"error": {"message": "the path begins with no slash", "type": "invalid_request_error"}}'
+    b'{"error": {"message": "the path must begin with a slash", "type": "invalid_request_error"}}'
 )
 
 
 class HttpForward:
     def __init__(self, address: str, name: str) -> None:
-        """`name` is the replica's, whose daemon is at `address`."""
+        """`name` is that of the replica, whose daemon is at `address`."""
         self._address, self._name = address, name
         self._client: aiohttp.ClientSession | None = None
 
@@ -53,9 +53,9 @@ class HttpForward:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         has_begun = False
-        # The path as it was sent, with its escapes.
+        # The path as it was sent, still escaped.
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").split("?")[0]
-        if not path.startswith("/"):  # it would become a part of the address
+        if not path.startswith("/"):  # it would become part of the host name
             await answer(400, NO_PATH, self._name, send)
             return
         query = scope.get("query_string", b"").decode("latin-1")
@@ -75,7 +75,7 @@ class HttpForward:
                         "type": "http.response.start",
                         "status": response.status,
                         "headers": [
-                            *_kept(response.raw_headers, HOP_BY_HOP | OF_THE_SERVER),
+                            *_kept(response.raw_headers, HOP_BY_HOP | SERVER_HEADERS),
                             (REPLICA, self._name.encode()),
                         ],
                     }
@@ -84,9 +84,9 @@ class HttpForward:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except aiohttp.ClientError as error:
-            log.warning("a request to the daemon of replica %s ended: %s", self._name, error)
+            log.warning("a request to the daemon of replica %s failed: %s", self._name, error)
             if has_begun:
-                raise  # the client's connection is cut off
+                raise  # cuts off the client's connection
             await answer(503, GONE, self._name, send)
 
     def _session(self) -> aiohttp.ClientSession:
@@ -110,7 +110,7 @@ async def answer(status: int, body: bytes, name: str, send: Any) -> None:
 
 
 async def _received(receive: Any) -> AsyncIterator[bytes]:
-    """A body, as it comes."""
+    """Yield the parts of a body as they arrive."""
     while True:
         message = await receive()
         if message["type"] != "http.request":
@@ -129,7 +129,7 @@ def _request_headers(headers: Any) -> list[tuple[str, str]]:
 
 
 def _text_of(value: bytes) -> str:
-    """What becomes of it is UTF-8 again."""
+    """Decode a header so that encoding it as UTF-8 restores the bytes, if possible."""
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -1,14 +1,13 @@
-"""A Ray of our own on this machine: started by `pensieve cluster up`, ended by `pensieve cluster down`.
+"""A private Ray on this machine, started by `pensieve cluster up` and ended by `pensieve cluster down`.
 
-It wants a token (RAY_AUTH_MODE=token; a file that only its owner reads), has no dashboard and reports to
-nobody.  Ray listens on all interfaces of the machine even so.  Its nodes are `ray start --block` processes
-that live on without us; what is needed to find and end exactly these again is in a file of the cluster's
-folder: pid and start time of each, so that a number that the system has given to another process since is
-left alone.
+It requires a token (RAY_AUTH_MODE=token; a file that only its owner can read), has no dashboard and reports
+no usage statistics. But Ray listens on all interfaces of the machine. Its nodes are `ray start --block`
+processes that outlive this process. A file in the cluster's folder lists them by pid and start time, so
+that `stop` never kills a process that has reused a pid.
 
     FOLDER/ray.json     address and processes
-    FOLDER/ray.token    what whoever talks to this Ray has to have
-    FOLDER/ray-N.log    what the N-th node wrote when it started
+    FOLDER/ray.token    the token for clients of this Ray
+    FOLDER/ray-N.log    the output of node N
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from typing import Any, NamedTuple
 from pensieve.errors import ConfigError, Unavailable
 
 HOST = "127.0.0.1"
-OBJECT_STORE_BYTES = 80 << 20  # nothing large goes through it
+OBJECT_STORE_BYTES = 80 << 20  # no large objects pass through Ray
 START_SECONDS = 60.0
-STOP_SECONDS = 120.0  # Ray waits for the drain of its actors
-PROXY_SECONDS = 2.0  # between its checks of a proxy, which it replaces after three that failed
+STOP_SECONDS = 120.0  # Ray waits until its actors have drained
+PROXY_SECONDS = 2.0  # period of Ray's checks of a proxy, which it replaces after three failures
 EDGE = "pensieve.cluster.http_edge:middlewares"
 
 
 class Node(NamedTuple):
     pid: int
-    started: str  # as /proc has it; "" where there is none
+    started: str  # start time from /proc; "" if unknown
 
     @property
     def runs(self) -> bool:
@@ -46,7 +45,7 @@ class Node(NamedTuple):
 
 
 class LocalRay:
-    """The Ray whose state is in `folder`, which may run or not."""
+    """The Ray whose state is in `folder`. It may be running or not."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,14 +54,14 @@ class LocalRay:
 
     @property
     def address(self) -> str | None:
-        """Where it listens; None when it does not run."""
+        """The address of the running Ray; None if it is not running."""
         state = self._read()
         if state is None or not any(node.runs for node in self._nodes(state)):
             return None
         return str(state["address"])
 
     def environment(self) -> dict[str, str]:
-        """What a process needs to talk to it."""
+        """Return the environment variables that a client of this Ray needs."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
@@ -70,7 +69,7 @@ class LocalRay:
         }
 
     def start(self, num_nodes: int, cpus_per_node: int) -> str:
-        """Its address.  The cpus are those of Ray's bookkeeping."""
+        """Start the nodes and return the address. `cpus_per_node` is for Ray's bookkeeping only."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._make_token()
         address = f"{HOST}:{_free_port()}"
@@ -78,7 +77,8 @@ class LocalRay:
         for index in range(num_nodes):
             where = [
                 *("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"),
-                f"--ray-client-server-port={_free_port()}",  # unused; the usual one may be taken
+                # unused, but the default port may be taken
+                f"--ray-client-server-port={_free_port()}",
             ]
             if index:
                 where = [f"--address={address}"]
@@ -90,7 +90,7 @@ class LocalRay:
         return address
 
     def stop(self) -> bool:
-        """Whether there was one to end."""
+        """Stop the nodes. Return whether any was running."""
         state = self._read()
         if state is None:
             return False
@@ -125,7 +125,7 @@ class LocalRay:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C here is not for it
+                start_new_session=True,  # Ctrl-C must not reach it
             )
         return Node(process.pid, _started(process.pid))
 
@@ -135,7 +135,7 @@ class LocalRay:
             _reap()
             if not node.runs or time.monotonic() > deadline:
                 self.stop()
-                raise Unavailable(f"Ray did not start; {self._log(index)} says why")
+                raise Unavailable(f"Ray did not start; see {self._log(index)}")
             time.sleep(0.1)
 
     def _log(self, index: int) -> Path:
@@ -167,11 +167,11 @@ class LocalRay:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise Unavailable if another program listens there."""
+    """Raise Unavailable if another program listens at this address."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        reason = os.strerror(error.errno or 0)  # without the address once more
+        reason = os.strerror(error.errno or 0)  # without repeating the address
         raise Unavailable(f"cannot listen on {host}:{port}: {reason}") from error
 
 
@@ -182,7 +182,7 @@ def _free_port() -> int:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in the kernel's ticks; "gone" when it does not run."""
+    """Return when a process started, in the kernel's ticks; "gone" if it is not running."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -191,6 +191,6 @@ def _started(pid: int) -> str:
 
 
 def _reap() -> None:
-    """Our own children that have ended stay in the table until somebody waits for them."""
+    """Wait for ended child processes, so that they leave the process table."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)

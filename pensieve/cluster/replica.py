@@ -1,19 +1,20 @@
-"""A replica: an ordinary daemon as the child of a Ray Serve replica, and the way to it.
+"""A replica: an ordinary daemon as the child of a Ray Serve replica, with forwarding of calls.
 
-Ray starts, places, counts, checks and ends replicas. What a replica does is
+Ray starts, places, counts, checks and ends replicas. A replica does this:
 
-    start      run the daemon under Ray's name for this replica, in a folder that another one may have had
-               (slots.py), and wait until it serves
-    calls      pass on each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
-    health     the daemon's own: it runs, answers, and serves; to restart its engine it has RESTART_SECONDS;
-               everything else makes Ray replace the replica
-    end        Ray sends nothing more, and waits for what runs; the daemon drains, so that turns have its
-               drain_timeout, and its end is the end of all calls
+    start      run the daemon under Ray's name for this replica, in a data folder that an earlier replica
+        may
+               have used (slots.py), and wait until it serves
+    calls      forward each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
+    health     check that the daemon runs, answers and serves; it has RESTART_SECONDS to restart its engine;
+               after any other failure, Ray replaces the replica
+    end        Ray sends no new calls and waits for the running ones; the daemon drains within its
+               drain_timeout, which ends all calls
 
-A replica that is killed takes its daemon with it (tied.py), and one whose daemon dies ends itself
-(deployments.py). The calls in flight end as UNAVAILABLE.
+A killed replica takes its daemon with it (tied.py), and a replica whose daemon dies exits (deployments.py).
+Calls in progress end as UNAVAILABLE.
 
-This class knows Ray's conventions and imports nothing of it; deployments.py makes it a deployment.
+This class follows Ray's conventions without importing Ray; deployments.py makes it a deployment.
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ from pensieve.v1 import status_pb2
 
 log = logging.getLogger("ray.serve")
 
-START_SECONDS = 1800.0  # a large model from a slow disk
+START_SECONDS = 1800.0  # for a large model on a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
-ROUTERS_SECONDS = 2.0  # until none of them sends anything more to a replica that is to end
-FLAG = "_shutting_down"  # that Ray sets on an actor; no part of its public interface
-EXIT_SECONDS = 20.0  # of a daemon whose turns have ended
-STRANGER = "without tokens (serve.token_file) only the cluster's own machine may call it"
+ROUTERS_SECONDS = 2.0  # time until no router sends calls to an ending replica
+FLAG = "_shutting_down"  # set by Ray on an actor; not part of its public interface
+EXIT_SECONDS = 20.0  # time for a daemon to exit after its turns have ended
+NEEDS_TOKENS = (
+    "without tokens (serve.token_file), only programs on the cluster's own machine may call it"
+)
 
 
 class DaemonReplica:
-    """Has a method for each RPC, under the name that Ray looks for; `add_methods` makes them."""
+    """A daemon with a method for each RPC, named as Ray expects; `add_methods` creates them."""
 
     settings: ClusterSettings
     daemon: ChildProcess
@@ -64,7 +67,7 @@ class DaemonReplica:
     async def start_daemon(self, settings: ClusterSettings, name: str, host: str) -> None:
         self.settings = settings
         make_folders(settings)
-        self.slot = take_slot(settings.data_folder / "replicas")  # this process's until it ends
+        self.slot = take_slot(settings.data_folder / "replicas")  # held until this process ends
         command = replica_command(settings, name, host, self.slot)
         environment = {"PENSIEVE_LOG_FORMAT": "text", **store_environment(settings)}
         self.daemon = ChildProcess(command, environment, pass_fds=(self.slot.lock,))
@@ -76,16 +79,16 @@ class DaemonReplica:
         self._health = grpc.aio.insecure_channel(found["grpc"])
 
     async def check_daemon(self) -> None:
-        """Raises when the daemon does not serve."""
+        """Raise an error if the daemon does not serve."""
         self.daemon.check()
         answer = await health(self._health, HEALTH_SECONDS)
         if answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING:
             self._served = time.monotonic()
         elif time.monotonic() - self._served > RESTART_SECONDS:
-            raise Unavailable(f"its engine has not served for {RESTART_SECONDS:g} s")
+            raise Unavailable(f"the engine has not served for {RESTART_SECONDS:g} s")
 
     async def begin_end(self) -> None:
-        """It is to end, and calls may still run."""
+        """Drain the daemon after the routers have stopped sending calls."""
         await asyncio.sleep(ROUTERS_SECONDS)
         await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
 
@@ -99,17 +102,17 @@ class DaemonReplica:
             await self._health.close()
 
     def may_call(self, peer: str) -> bool:
-        """Whether a client at this address may call: with tokens the daemon decides."""
+        """Return whether a client at this address may call. With tokens, the daemon decides."""
         return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
 
 
 def is_wanted_to_end() -> bool:
-    """Whether Ray wants the replica of this process to end.
+    """Return whether Ray wants the replica of this process to end.
 
-    Ray sets FLAG at once, waits for the replica's calls, and tells it only then (`__del__`). When its
-    patience (graceful_shutdown_timeout_s) is over it kills the replica, told or not. So without the flag a
-    replica with one long call would never drain. Under a Ray that has no such flag, a replica drains when
-    its calls have ended.
+    Ray sets FLAG at once, waits for the replica's calls, and only then tells the replica (`__del__`). After
+    graceful_shutdown_timeout_s, it kills the replica in any case. So without the flag, a replica with one
+    long call would never drain. With a Ray that lacks the flag, a replica drains after its calls have
+    ended.
     """
     from ray._private import worker
 
@@ -121,7 +124,7 @@ def _is_ending(actor: Any) -> bool:
 
 
 def add_methods(kind: type[DaemonReplica]) -> None:
-    """A coroutine for each method with one response, an async generator for each with a stream of them."""
+    """Add a coroutine for each unary method, and an async generator for each streaming method."""
     for method in methods():
         make = _streaming if method.gives_stream else _single
         setattr(kind, method.name, make(method))
@@ -130,7 +133,7 @@ def add_methods(kind: type[DaemonReplica]) -> None:
 def _single(method: Method) -> Any:
     async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> Response:
         if not self.may_call(grpc_context.peer()):
-            return self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
+            return self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, NEEDS_TOKENS)
         return await self.grpc.unary(method, request, grpc_context)
 
     return call
@@ -139,7 +142,7 @@ def _single(method: Method) -> Any:
 def _streaming(method: Method) -> Any:
     async def call(self: DaemonReplica, request: Any, grpc_context: Any) -> AsyncIterator[Response]:
         if not self.may_call(grpc_context.peer()):
-            yield self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, STRANGER)
+            yield self.grpc.refused(grpc_context, grpc.StatusCode.PERMISSION_DENIED, NEEDS_TOKENS)
             return
         async for each in self.grpc.stream(method, request, grpc_context):
             yield each
@@ -156,13 +159,15 @@ async def forward_http(
     elif not replica.may_call(f"http:{client[0]}" if client else ""):
         headers = [(b"content-type", b"text/plain")]
         await send({"type": "http.response.start", "status": 403, "headers": headers})
-        await send({"type": "http.response.body", "body": STRANGER.encode(), "more_body": False})
+        await send(
+            {"type": "http.response.body", "body": NEEDS_TOKENS.encode(), "more_body": False}
+        )
     else:
         await replica.http(scope, receive, send)
 
 
 def _is_here(peer: str) -> bool:
-    """`peer` is as gRPC writes it: ipv4:127.0.0.1:41234, ipv6:%5B::1%5D:41234."""
+    """Return whether a peer is on this machine. gRPC's form: ipv4:127.0.0.1:41234, ipv6:%5B::1%5D:41234."""
     kind, _, place = peer.partition(":")
     if kind == "unix":
         return True

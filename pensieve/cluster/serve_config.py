@@ -1,5 +1,4 @@
-"""The YAML file of a cluster, in Ray Serve's own form; or one that is made here, for a first try on one
-machine.
+"""The YAML file of a cluster, in Ray Serve's format, or a generated one for a first try on one machine.
 
 The same file works with `serve deploy`, and as `serveConfigV2` of KubeRay's RayService.
 """
@@ -37,7 +36,7 @@ def read(path: Path) -> ServeDeploySchema:
 
 
 def checked(found: Any, where: str) -> ServeDeploySchema:
-    """The whole configuration, checked as far as it can be without starting anything."""
+    """Check the whole configuration, as far as possible without starting anything."""
     if not isinstance(found, dict):
         raise ConfigError(f"{where} is not a Ray Serve configuration")
     try:
@@ -56,7 +55,7 @@ def checked(found: Any, where: str) -> ServeDeploySchema:
 def local(
     num_replicas: int, folder: Path, grpc_port: int, http_port: int, args: dict[str, Any]
 ) -> Any:
-    """A cluster on this machine: replicas share its cores and its memory."""
+    """Return a configuration for this machine, whose replicas share its cores and memory."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -89,10 +88,10 @@ def local(
 
 
 def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None:
-    """ConfigError where Serve runs with other options of its proxies; `details` are what Ray says of it.
+    """Raise ConfigError if Serve is running with other proxy options. `details` is Ray's report.
 
-    What the file does not name has Ray's default, which Ray may have changed by its environment; where
-    proxies listen is compared all the same, since `up` says it.
+    Options that the file does not set keep Ray's values. The listening address is always compared, because
+    `up` reports it.
     """
     differs = []
     location = details.get("proxy_location")
@@ -107,20 +106,23 @@ def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None
         ]
     if differs:
         raise ConfigError(
-            f"{', '.join(differs)}: Ray Serve runs with other values, which cannot be changed while it "
-            "does: `pensieve cluster down` first"
+            f"{', '.join(differs)}: Ray Serve is running with other values and cannot change them while "
+            "it runs. Run `pensieve cluster down` first"
         )
 
 
 def with_next_generation(application: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of an application, changed where only new processes notice it."""
+    """Return the application's configuration with a change that only new processes see."""
     return _with_generation(application, int(_generation(application) or "0") + 1)
 
 
 def with_generation_of(
     running: Mapping[str, Any] | None, config: ServeDeploySchema
 ) -> ServeDeploySchema:
-    """The configuration, with the generation of the application that runs: without it all would be new."""
+    """Return the configuration with the running application's generation.
+
+    Without it, all replicas would restart.
+    """
     generation = _generation(running or {})
     if not generation:
         return config
@@ -132,7 +134,7 @@ def with_generation_of(
 
 
 def _generation(application: Mapping[str, Any]) -> str:
-    """ "" for the first one."""
+    """Return the generation; "" for the first one."""
     for each in application.get("deployments") or ():
         if each["name"] == REPLICA:
             options = each.get("ray_actor_options") or {}

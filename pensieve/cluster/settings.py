@@ -1,13 +1,13 @@
-"""The arguments of the Ray Serve application: what a cluster consists of, and the command lines that follow.
+"""The arguments of the Ray Serve application, and the command lines that follow from them.
 
 They are the `args` of the application in the YAML file, so `serve deploy`, KubeRay and `pensieve cluster
-up` read the same thing.  Whatever Ray decides (where, how many, with which resources) may also stand under
-`deployments`, in Ray's own words.
+up` read the same values. Options that Ray decides (where, how many, with which resources) may also be under
+`deployments`, in Ray's format.
 
-**Who may call.** Where the nodes are several machines, daemons listen on the network between them, without
-TLS (`--insecure`): that network is private, as it has to be for Ray itself. Ray's proxies, which others
-reach, ask DaemonReplica.may_call; a daemon's own port asks for tokens alone. So such a cluster has tokens, or
-says `insecure`.
+**Who may call.** If the nodes are several machines, daemons listen on the network between them, without TLS
+(`--insecure`). That network must be private, as Ray requires anyway. Ray's proxies, which others can reach,
+ask DaemonReplica.may_call; a daemon's own port checks only tokens. So such a cluster needs tokens, or
+`insecure`.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from pensieve.config import (
 )
 from pensieve.errors import ConfigError
 
-REPLICA = "Replica"  # the deployment of replicas
-OURS = frozenset({"model", "address", "http", "ready_file", "data", "replica", "insecure"})
+REPLICA = "Replica"  # name of the deployment
+RESERVED_SETTINGS = frozenset(
+    {"model", "address", "http", "ready_file", "data", "replica", "insecure"}
+)
 LOOPBACK = "127.0.0.1"
 SERVE_SETTINGS = settings_for(SERVE, ENGINE)
 (DRAIN,) = settings_named("drain_timeout")
 (STORE,) = settings_named("store")
-NO_TLS = (
-    "Ray's proxies speak no TLS, nor do its replicas to their daemons: put a balancer before them"
-)
+NO_TLS = "Ray's proxies and replicas do not use TLS: put a load balancer with TLS in front of them"
 PASSWORD = re.compile(r"//[^/?@]*:[^/?@]*@|[?&](?:ssl)?password=")
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    model: str = ""  # as in `pensieve serve`; empty for the one that ships
+    model: str = ""  # as for `pensieve serve`; empty: the built-in model
     replicas: int = 2
-    data: str = ""  # a folder of each node, for batch jobs
-    daemon_port: int = 0  # the first of those that daemons listen on; 0: any free ones
-    cpus: float = 1.0  # of each replica, in Ray's bookkeeping
+    data: str = ""  # a folder on each node, for batch jobs
+    daemon_port: int = 0  # first port of the daemons; 0: any free ports
+    cpus: float = 1.0  # per replica, in Ray's bookkeeping
     gpus: float = 0.0
     insecure: bool = False  # let other machines call without tokens
     local: bool = False  # all nodes are this machine: daemons listen on 127.0.0.1
@@ -62,7 +62,7 @@ class ClusterSettings:
 
     @property
     def drain_seconds(self) -> float:
-        """How long turns of a replica that is to end may go on."""
+        """How long turns of an ending replica may continue."""
         return float(self.serve.get("drain_timeout", DRAIN.default))
 
     @property
@@ -77,51 +77,53 @@ class ClusterSettings:
 
 
 def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
-    """The arguments, checked; an error names the one that is wrong."""
+    """Return the checked arguments. An error names the wrong one."""
     known = {each.name: each for each in fields(ClusterSettings)}
     for name in arguments:
         if name not in known:
-            raise ConfigError(f"args: there is no {name!r}; there are {', '.join(known)}")
+            raise ConfigError(
+                f"args: unknown argument {name!r}; known arguments: {', '.join(known)}"
+            )
     for name, value in arguments.items():
         default = ClusterSettings.__dataclass_fields__[name].default
         kind = dict if name == "serve" else type(default)
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise ConfigError(f"args: {name} is {value!r}, and has to be of type {kind.__name__}")
+            raise ConfigError(f"args: {name} must be of type {kind.__name__}, not {value!r}")
     settings = ClusterSettings(**arguments)
     if settings.replicas < 1:
-        raise ConfigError("args: replicas has to be at least 1")
+        raise ConfigError("args: replicas must be at least 1")
     if settings.data and not settings.data.startswith("/"):
-        raise ConfigError(f"args: data is {settings.data!r}, and has to be a whole path")
+        raise ConfigError(f"args: data must be an absolute path, not {settings.data!r}")
     for name in ("tls_cert", "tls_key", "tls_client_ca"):
         if name in settings.serve:
             raise ConfigError(f"args: serve.{name}: {NO_TLS}")
     _check(settings.serve)
     for name in ("token_file", "cluster_secret"):
         if (file := settings.serve.get(name)) and not Path(str(file)).is_absolute():
-            raise ConfigError(f"args: serve.{name} has to be a whole path")
+            raise ConfigError(f"args: serve.{name} must be an absolute path")
     try:
         DRAIN.parse(str(settings.serve.get("drain_timeout", DRAIN.default)))
     except ValueError as error:
         raise ConfigError(f"args: serve.drain_timeout {error}") from None
     if not settings.local and not settings.needs_tokens and not settings.insecure:
         raise ConfigError(
-            "args: whoever reaches a node can call its daemon: give serve.token_file, or say "
-            "`insecure: true` (`local: true` where all nodes are this machine)"
+            "args: anybody who reaches a node could call its daemon. Set serve.token_file, or "
+            "`insecure: true` (or `local: true` if all nodes are this machine)"
         )
     _check_store(settings)
     return settings
 
 
 def make_folders(settings: ClusterSettings) -> None:
-    """Make those that this node's daemons need and may lack."""
+    """Create the folders that this node's daemons need."""
     scheme, _, file = settings.store.partition("://")
     if scheme == "sqlite":
         Path(file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def replica_command(settings: ClusterSettings, name: str, host: str, slot: Slot) -> list[str]:
-    """Return `pensieve serve` of one replica. This is the only place that knows its flags."""
+    """Return the `pensieve serve` command of a replica. Only this function knows its flags."""
     first = settings.daemon_port and settings.daemon_port + 2 * slot.number
     command = [*(sys.executable, "-m", "pensieve", "serve"), "--address", f"{host}:{first}"]
     command += ["--http", f"{host}:{first and first + 1}", "--data", str(slot.folder)]
@@ -133,20 +135,20 @@ def replica_command(settings: ClusterSettings, name: str, host: str, slot: Slot)
 
 
 def store_environment(settings: ClusterSettings) -> dict[str, str]:
-    """Of the same process: the table of processes shows command lines to everybody."""
+    """Return the database as an environment variable, because anybody can see command lines."""
     return {STORE.variable: settings.store}
 
 
 def _check_store(settings: ClusterSettings) -> None:
     if PASSWORD.search(settings.store):
         raise ConfigError(
-            "args: serve.store has a password, and Ray shows args to whoever asks it: put that into a file "
-            "of each node (~/.pgpass, or PGPASSFILE in Ray's environment; docs/postgresql.md)"
+            "args: serve.store contains a password, but Ray shows args to everybody. Put the password in a "
+            "file on each node (~/.pgpass, or PGPASSFILE in Ray's environment; docs/postgresql.md)"
         )
     if not settings.local and not settings.store.startswith(("postgresql://", "postgres://")):
         raise ConfigError(
-            "args: serve.store: several hosts need a postgresql://USER@HOST/NAME (docs/postgresql.md); say "
-            "`local: true` where all nodes are this machine"
+            "args: serve.store: several hosts need a postgresql://USER@HOST/NAME (docs/postgresql.md). Set "
+            "`local: true` if all nodes are this machine"
         )
     try:
         STORE.parse(settings.store)
@@ -168,11 +170,11 @@ def _flags(given: Mapping[str, Any]) -> list[str]:
 def _check(given: Mapping[str, Any]) -> None:
     names = {each.name for each in SERVE_SETTINGS}
     for name, value in given.items():
-        if name in OURS:
-            raise ConfigError(f"args: serve.{name} is the cluster's to decide")
+        if name in RESERVED_SETTINGS:
+            raise ConfigError(f"args: serve.{name} cannot be set: the cluster decides it")
         if name in REMOVED_SETTINGS:
             raise removed(f"args: serve.{name}", name)
         if name not in names:
             raise ConfigError(f"args: `pensieve serve` has no setting {name!r}")
         if not isinstance(value, str | int | float | bool):
-            raise ConfigError(f"args: serve.{name} is {value!r}, and has to be one value")
+            raise ConfigError(f"args: serve.{name} must be a single value, not {value!r}")

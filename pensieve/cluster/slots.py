@@ -1,13 +1,12 @@
-"""The data folders of a node's replicas: a replica that follows another one goes on with what that had.
+"""The data folders of a node's replicas. A new replica continues with the folder of an earlier one.
 
-    REPLICAS/0/        a daemon's data folder: its batch jobs, and no conversation
-    REPLICAS/0.lock    locked by who has it
+    REPLICAS/0/        a daemon's data folder: its batch jobs, but no conversation
+    REPLICAS/0.lock    locked by the replica that uses the folder
     REPLICAS/1/ …
 
-A replica takes the first folder that nobody has.  The lock is on an open file, which the replica hands on to
-its daemon: it ends with the last of the two, however they end, so a folder is never given to a second daemon,
-and two replicas that start at once get two folders.  A folder that a daemon of somebody else's holds is
-passed over.
+A replica takes the first free folder. The lock is on an open file, which the replica passes on to its
+daemon, so it lasts until both have ended, however they end. So no folder is given to a second daemon, and
+two replicas that start at once get different folders. A folder that an independent daemon holds is skipped.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import NamedTuple
 
 from pensieve.errors import Unavailable
 
-LOCK_NAME = "lock"  # in a daemon's data folder (store/folder.py)
+LOCK_NAME = "lock"  # file in a daemon's data folder (store/folder.py)
 
 
 class Slot(NamedTuple):
     number: int
     folder: Path
-    lock: int  # an open file, to be kept open
+    lock: int  # an open file that must stay open
 
 
 def take_slot(replicas: Path) -> Slot:
@@ -40,9 +39,9 @@ def take_slot(replicas: Path) -> Slot:
                 os.close(lock)
     except OSError as error:
         raise Unavailable(
-            f"the folder {replicas} of this node cannot be used: {error.strerror}"
+            f"cannot use the folder {replicas} of this node: {error.strerror}"
         ) from error
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable: numbers are endless")
 
 
 def _locked(path: Path) -> int | None:
@@ -56,7 +55,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _is_held(folder: Path) -> bool:
-    """By a daemon that is no child of a replica."""
+    """Return whether a daemon that is no child of a replica holds the folder."""
     if not (folder / LOCK_NAME).exists():
         return False
     lock = _locked(folder / LOCK_NAME)

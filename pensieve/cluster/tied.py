@@ -1,11 +1,11 @@
-"""Runs a program that ends when the process which started it ends (Linux).
+"""Run a program that is killed when the process that started it ends (Linux).
 
     python -m pensieve.cluster.tied PARENT_PID PROGRAM [ARGUMENT ...]
 
-A replica of Ray may be killed with SIGKILL, or with its node.  Its daemon would live on then, hold the GPU
-and write to a history that others go on with.  So the kernel is told to kill the program with its parent.
-What the kernel watches is the *thread* that started this process: child_process.py keeps that thread until
-the child ends.
+A Ray replica may be killed with SIGKILL, or with its node. Its daemon would survive, hold the GPU and write
+to a history that other daemons continue. So the kernel is told to kill the program with its parent. The
+kernel watches the *thread* that started this process; child_process.py keeps that thread until the child
+ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(words: Sequence[str]) -> None:
     parent, program = int(words[0]), list(words[1:])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent ended before prctl
         sys.exit(1)
     os.execv(program[0], program)
 

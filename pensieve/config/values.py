@@ -1,4 +1,5 @@
-"""What the texts of settings mean: each function makes a value, or raises ValueError with what it wants."""
+"""Parse the texts of settings. Each function returns a value, or raises ValueError that says what is
+valid."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class TierSize(NamedTuple):
     """The size of a tier: bytes, tokens, or a share of the memory that is available."""
 
     amount: float
-    unit: str  # "bytes", "tokens", "share"; "auto": decided where the device is known
+    unit: str  # "bytes", "tokens", "share", or "auto", which is resolved when the device is known
 
     def pages(self, page_bytes: int, chunk_tokens: int, available_bytes: int) -> int:
         if self.unit == "tokens":
@@ -41,7 +42,7 @@ class TierSize(NamedTuple):
 
 
 def parse_tier_size(text: str) -> TierSize:
-    """`6GiB`, `512MiB`, `20000t` (tokens), `60%` (of the memory available) or `auto`."""
+    """Parse `6GiB`, `512MiB`, `20000t` (tokens), `60%` (of the available memory) or `auto`."""
     if text.strip() == "auto":
         return TierSize(0, "auto")
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z%]+)\s*", text)
@@ -53,18 +54,20 @@ def parse_tier_size(text: str) -> TierSize:
             return TierSize(amount / 100, "share")
         if unit.upper() in UNITS:
             return TierSize(amount * UNITS[unit.upper()], "bytes")
-    raise ValueError("is a size such as 6GiB, 512MiB, 20000t (tokens), 60% (at most 95%), or auto")
+    raise ValueError(
+        "must be a size such as 6GiB, 512MiB, 20000t (tokens), 60% (at most 95%), or auto"
+    )
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Separated by commas."""
+    """Parse names with commas between them."""
     return tuple(filter(None, (each.strip() for each in text.split(","))))
 
 
 def choice(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in allowed:
-            raise ValueError(f"is one of {', '.join(allowed)}")
+            raise ValueError(f"must be one of {', '.join(allowed)}")
         return text
 
     return parse
@@ -73,7 +76,7 @@ def choice(*allowed: str) -> Callable[[str], str]:
 def whole(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not re.fullmatch(r"-?[0-9]+", text) or not low <= int(text) <= high:
-            raise ValueError(f"is a whole number in {low}..{high}")
+            raise ValueError(f"must be a whole number in {low}..{high}")
         return int(text)
 
     return parse
@@ -86,32 +89,32 @@ def number(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             value = low - 1
         if not low <= value <= high:  # NaN fails both comparisons
-            raise ValueError(f"is a number in {low:g}..{high:g}")
+            raise ValueError(f"must be a number in {low:g}..{high:g}")
         return value
 
     return parse
 
 
 def automatic(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """A number, or `auto`, which is 0."""
+    """Parse a number, or `auto` as 0."""
     return lambda text: 0 if text == "auto" else parse(text)
 
 
 def device(text: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
-        raise ValueError("is one of auto, cpu, cuda, cuda:N")
+        raise ValueError("must be one of auto, cpu, cuda, cuda:N")
     return text
 
 
 def engine(text: str) -> str:
     if not re.fullmatch(r"model|separate|echo(:[0-9]+(\.[0-9]+)?)?", text):
-        raise ValueError("is one of model, echo, echo:SECONDS, separate")
+        raise ValueError("must be one of model, echo, echo:SECONDS, separate")
     return text
 
 
 def switch(text: str) -> bool:
     if (word := text.lower()) not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-        raise ValueError("is true or false")
+        raise ValueError("must be true or false")
     return word in ("true", "1", "yes", "on")
 
 
@@ -120,13 +123,13 @@ def file(text: str) -> Path:
 
 
 def replica_name(text: str) -> str:
-    """Of one daemon among several: it stands in labels, in flags and in front of an address."""
+    """Parse the name of a daemon, which is used in labels, in flags and before an address."""
     if not re.fullmatch(r"[A-Za-z0-9._~-]{1,128}", text):
-        raise ValueError("has 1 to 128 of the characters A-Z a-z 0-9 . _ ~ -")
+        raise ValueError("must have 1 to 128 characters of A-Z a-z 0-9 . _ ~ -")
     return text
 
 
-# Every part is what libpq takes it for, so no piece of a password can get into an error as a host's name.
+# Each part matches what libpq reads there, so that an error cannot show a piece of a password as a host name.
 _WORD = r"[^:@/?#\s,]*"
 _HOST = rf"(?:{_WORD}|\[[0-9a-fA-F:.%]*\])(?::[0-9]*)?"
 STORE_URL = re.compile(
@@ -134,30 +137,33 @@ STORE_URL = re.compile(
 )
 
 
-MOVED_HISTORY = (  # that of a service which daemons shared in earlier versions
-    "there is no `pensieve history` any more: daemons open its database themselves. Start each of them with "
-    "--store sqlite:///FOLDER/conversations.db, if all are on one host (FOLDER is the data folder that "
-    "`pensieve history` had), or with the postgresql://… that it had (docs/cluster.md)"
+MOVED_HISTORY = (  # for users of the history service of an earlier version
+    "`pensieve history` was removed: daemons now open the shared database themselves. Start each daemon with "
+    "--store sqlite:///FOLDER/conversations.db if all are on one host (FOLDER is the data folder of "
+    "`pensieve history`), or with the postgresql:// address that it used (docs/cluster.md)"
 )
 SQLITE_URL = re.compile(r"sqlite://(/[^/?#\s]+)+")
 
 
 def store_url(text: str) -> str:
-    """Of a database, with special letters of names and passwords percent-encoded."""
-    if text.startswith("sqlite:////"):  # as SQLAlchemy writes an absolute path
+    """Parse the address of a database."""
+    if text.startswith("sqlite:////"):  # SQLAlchemy's form of an absolute path
         text = text.replace("////", "///", 1)
     if text.startswith(("history://", "historys://")):
         raise ValueError(f"names a history service: {MOVED_HISTORY}")
     if not any(each.fullmatch(text) for each in (STORE_URL, SQLITE_URL)):
         raise ValueError(
-            "is an address such as postgresql://user@host/name, with special letters percent-encoded, or "
-            "sqlite:///path/of/a/file"
+            "must be an address such as postgresql://user@host/name, with special characters escaped (%40), "
+            "or sqlite:///path/of/a/file"
         )
     return text
 
 
 def shown_store(url: str) -> str:
-    """Where a history is, without user, password and options: the same for all that share it; "" for none."""
+    """Return the place of a history without user, password and options; "" for none.
+
+    All daemons that share a history get the same text.
+    """
     if SQLITE_URL.fullmatch(url):
         return url
     scheme, _, rest = url.partition("://")

@@ -33,6 +33,7 @@ from pensieve.conversations.housekeeping import (
     Eraser,
     FullDisk,
     Scrubber,
+    start_expiring,
     start_forgetting,
 )
 from pensieve.conversations.live_turn import LiveTurn
@@ -165,6 +166,10 @@ class Daemon:
             request_seconds=self.config.request_keep_seconds,
             chain_seconds=self.config.chain_keep_seconds,
         )
+        start_expiring(
+            *(self.reader, self.threads, lambda *named: self.writable.delete(*named)),
+            *(self._sources.wall_clock, self.config.conversation_keep_seconds),
+        )
         self.events.engine_up()
 
     @property
@@ -201,7 +206,7 @@ class Daemon:
 
     @property
     def defaults(self) -> Sampling:
-        """The sampling parameters that apply where a request gives none."""
+        """Return the sampling parameters for what a request does not set."""
         if self._conversations is None:
             raise Loading(LOADING)
         return self.texts.defaults

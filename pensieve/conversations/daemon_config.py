@@ -49,5 +49,7 @@ class DaemonConfig:
     keep_warm_seconds: float = KEEP_WARM_SECONDS  # between warms of a kept prefix; 0: no warms
     request_keep_seconds: float = 0.0  # how long a request_id is kept after its turn; 0: for ever
     chain_keep_seconds: float = 0.0  # how long digests of histories are kept; 0: for ever
+    conversation_keep_seconds: float = 0.0  # a conversation idle for longer is erased; 0: never
+    store_default: bool = True  # whether HTTP requests that do not say are stored
     replica: str = ""  # the daemon's name among several; "": it has none
     history: str = ""  # where the history is, without secrets; "": in the data folder

@@ -66,6 +66,7 @@ class TurnRequest:
     chain: ChainEnd | None = None  # with which the client's next request finds the conversation
     history_digest: bytes = b""  # digest of all messages that the client sent; keyed requests only
     shared_prompt: SharedPrompt | None = None  # shared with the other choices of the request
+    reply_begins: str = ""  # beginning of the reply, written by the client (prefill)
 
     @property
     def sampling_given(self) -> dict[str, Any]:
@@ -78,11 +79,13 @@ class TurnRequest:
                 del values["seed"]
         if (constraint := self.options.constraint) is not None:
             values["constraint"] = constraint.identity
+        if self.reply_begins:
+            values["reply_begins"] = self.reply_begins
         return values
 
     @property
     def num_characters(self) -> int:
-        return sum(each.num_characters for each in self.messages)
+        return sum(each.num_characters for each in self.messages) + len(self.reply_begins)
 
     def says_the_same_as(self, other: TurnRequest) -> bool:
         return (self.messages, self.sampling_given, self.metadata, self.history_digest) == (
@@ -124,7 +127,7 @@ class Draft:
         """Check the constraint and return the tokens of each new message."""
         if self.request.options.constraint is not None:
             self.constraints.check(self.request.options)
-        setting = setting_of(self.conversation)
+        setting = replace(setting_of(self.conversation), reply_begins=self.request.reply_begins)
         if self.head:
             head = head_of(self.heads, self.head, self.conversation)
             check_fits(head, self.conversation, self.log_end)

@@ -21,8 +21,10 @@ The child is a separate program with one inherited socket: no fork, no pickle.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
@@ -30,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pensieve.config import without_secrets
+from pensieve.conversations.engine_child import EngineChild, start_child
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.core.cost import IterationCost
 from pensieve.engine import pipe as channel
@@ -55,6 +57,8 @@ from pensieve.errors import (
 log = logging.getLogger("pensieve")
 R = TypeVar("R", Answer, KvExported)
 GONE = "the engine has stopped and is restarting; retry in a few seconds"
+ENDED = "the engine process ended"
+ENDED_SECONDS = 1.0  # between the end of its pipe and its own
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
@@ -105,6 +109,7 @@ class EngineProgram:
     settings: Mapping[str, str]
     model_folder: Path
     model_name: str = ""  # for people
+    take_early: Callable[[], EngineChild | None] = lambda: None  # a process that was started before
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,7 @@ class EngineClient:
         self._events = events
         self._report = report
         self._command = program.command
+        self._take_early = program.take_early
         self._patience = patience
         self._spare = SpareDescriptors(DESCRIPTORS_OF_A_START)
         self._loop = asyncio.get_running_loop()
@@ -280,7 +286,7 @@ class EngineClient:
                     self.ready = Ready(**rest[0])
                     self._reader, self._writer = reader, writer
                     return self.ready
-            raise DeviceError("the engine process ended while it was starting")
+            raise DeviceError(f"{await self._how_it_ended()} while it was starting")
         except BaseException:
             writer.transport.abort()
             raise
@@ -289,22 +295,12 @@ class EngineClient:
         """Start a process and return our end of its pipe. No await: a cancellation would leak descriptors."""
         self._spare.release()
         try:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    self._process = subprocess.Popen(
-                        [*self._command, str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        env={**without_secrets(os.environ), "PYTHONUNBUFFERED": "1"},
-                    )
-                except BaseException:
-                    ours.close()
-                    raise
+            child = self._take_early() or start_child(self._command)
         finally:
             self._spare.take()
-        self.pid = self._process.pid
-        return ours
+        self._process = child.process
+        self.pid = child.process.pid
+        return child.pipe
 
     async def _read_patiently(self, reader: asyncio.StreamReader) -> channel.Frame | None:
         """Read the next frame of a starting process; log while none comes."""
@@ -359,7 +355,7 @@ class EngineClient:
     async def _listen(self) -> str:
         """Publish events until the pipe ends; return why it ended."""
         assert self._reader is not None
-        reason, self._hung = "the engine process ended", ""
+        reason, self._hung = "", ""
         heartbeat = self.heartbeat = Heartbeat(self._patience)
         watching = self._loop.create_task(self._watch(heartbeat), name="heartbeat")
         watching.add_done_callback(self._supervisor_ended)
@@ -380,7 +376,24 @@ class EngineClient:
             reason = f"an event of the engine could not be handled: {error}"
         finally:
             watching.cancel()
-        return self._hung or reason
+        return self._hung or reason or await self._how_it_ended()
+
+    async def _how_it_ended(self) -> str:
+        """Name the signal or the exit code of a process whose pipe has ended."""
+        process = self._process
+        if process is None or self._stopping:
+            return ENDED
+        try:
+            code = await asyncio.to_thread(process.wait, ENDED_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the engine process closed its pipe"
+        if code >= 0:
+            return f"{ENDED} with exit code {code}"
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            perhaps = ", perhaps out of memory" if name == "SIGKILL" else ""
+            return f"the engine process was killed by {name}{perhaps}"
+        return f"the engine process was killed by signal {-code}"
 
     def _without_replies(self, events: list[EngineEvent]) -> list[EngineTurnEvent]:
         """Give the replies to their queries; return the other events."""

@@ -89,7 +89,7 @@ class Texts(Protocol):
     @property
     def defaults(self) -> Sampling: ...
     @property
-    def recommended(self) -> Mapping[str, float]: ...
+    def defaults_from_model(self) -> bool: ...
 
 
 class Deleted(NamedTuple):
@@ -417,11 +417,13 @@ class History:
         beginning = self._beginnings.pop(reply.turn_id, None)
         text = reply.text
         if reply.is_cut:
-            text = self._template.tokenizer.decode(list(reply.token_ids))
+            tokenizer, token_ids = self._template.tokenizer, list(reply.token_ids)
+            text = tokenizer.decode(token_ids, is_first=not reply.begins)
+        content = reply.begins + text
         message = records.NewMessage(
-            "assistant", text, reply.token_ids, "", reply.stream, reply.logprobs
+            "assistant", content, reply.token_ids, "", reply.stream, reply.logprobs
         )
-        state = reply.state if reply.chain is None else reply.chain.state(text, reply.stream)
+        state = reply.state if reply.chain is None else reply.chain.state(content, reply.stream)
         revision = self._store.finish_turn(
             *(reply.turn_id, message, reply.finish.value, reply.figures, state, reply.response),
             reply.attempt,

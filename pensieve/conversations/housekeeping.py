@@ -2,6 +2,7 @@
 
     Eraser             finish deletions whose text could not be erased from the files at once, and compact
     start_forgetting   forget old request ids and old digests of histories
+    start_expiring     erase conversations that were idle for long
     Scrubber           read the whole history, a little at a time, to find damage
     Damage             a damaged history is read-only, also for the next process
     FullDisk           while the disk is full, only reads and deletions are possible
@@ -18,9 +19,18 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from pensieve.conversations.threads import Threads, aside
-from pensieve.errors import DiskFull, ErasurePending, PensieveError, StoreCorrupt
+from pensieve.errors import (
+    DiskFull,
+    ErasurePending,
+    NotFound,
+    OwnedElsewhere,
+    PensieveError,
+    StaleRevision,
+    StoreCorrupt,
+)
 from pensieve.store.backend import ErasureSteps, ScrubSteps
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.history_reader import HistoryReader
 
 log = logging.getLogger("pensieve")
 NOBODY = "/housekeeping"  # no tenant has this name
@@ -98,6 +108,48 @@ def start_forgetting(
 
     threads.spawn(work("requests", store.forgetting.step, request_seconds))
     threads.spawn(work("chains", store.chains.forget, chain_seconds))
+
+
+def start_expiring(
+    reader: HistoryReader,
+    threads: Threads,
+    delete: Callable[[str, str, int], Awaitable[None]],
+    now: Callable[[], float],
+    keep_seconds: float,
+) -> None:
+    """Erase conversations that did not change for so long; 0: never.
+
+    `delete` takes the id, the tenant, and the revision that the conversation must still have. A conversation
+    that another daemon owns is left to that daemon.
+    """
+
+    async def look() -> int:
+        num_erased, after = 0, 0
+        while True:
+            idle, last = await threads.in_reader(
+                NOBODY, reader.idle_conversations, now() - keep_seconds, after
+            )
+            for each in idle:
+                with contextlib.suppress(NotFound, StaleRevision, OwnedElsewhere, ErasurePending):
+                    await delete(each.conversation_id, each.tenant, each.revision)
+                    num_erased += 1
+                await asyncio.sleep(FORGET_PAUSE_SECONDS)
+            if last is None:
+                return num_erased
+            after = last
+            await asyncio.sleep(FORGET_PAUSE_SECONDS)
+
+    async def work() -> None:
+        while True:
+            try:
+                if num_erased := await look():
+                    log.info("erased %s idle conversations", f"{num_erased:,}")
+            except PensieveError as error:  # the next pass tries again
+                log.warning("idle conversations could not be erased: %s", error)
+            await asyncio.sleep(min(FORGET_SECONDS_MAX, keep_seconds / FORGET_PASSES))
+
+    if keep_seconds:
+        threads.spawn(work())
 
 
 class Scrubber:

@@ -90,6 +90,12 @@ class TurnReply:
     state: records.ChainState | None = None  # of the chain and the reply, if already computed
     response: StoredResponse | None = None  # for a client of the Responses API
     attempt: int = 0  # of the turn
+    begins: str = ""  # what its client has written of the reply; its tokens are the prompt's
+
+    @property
+    def content(self) -> str:
+        """The text of the stored message, but for text that a stop has withheld."""
+        return self.begins + self.text
 
 
 class CommittedReply(NamedTuple):
@@ -181,16 +187,18 @@ class LiveTurn:
 def stream_of(live: LiveTurn) -> dict[str, Any]:
     """Return the runs of parts of a reply, stored so that its deltas can be sent again.
 
-    `parts` holds (part, tokens, characters) of each run. A reply that is only text has none.
+    `parts` holds (part, tokens, characters) of each run. A reply that is only text has none. The text that
+    the client wrote of the reply is a first run without tokens.
     """
     stream: dict[str, Any] = {}
-    runs: list[list[Any]] = []
+    begins = live.request.reply_begins if live.request is not None else ""
+    runs: list[list[Any]] = [[Part.TEXT.value, 0, len(begins)]] if begins else []
     for part, text in zip(live.parts[: live.kept], live.texts[: live.kept], strict=True):
-        if not runs or runs[-1][0] != part.value:
+        if not runs or not runs[-1][1] or runs[-1][0] != part.value:
             runs.append([part.value, 0, 0])
         runs[-1][1] += 1
         runs[-1][2] += len(text)
-    if any(run[0] != Part.TEXT.value for run in runs):
+    if begins or any(run[0] != Part.TEXT.value for run in runs):
         stream["parts"] = runs
     return stream
 

@@ -241,7 +241,7 @@ class TurnEnds:
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
         if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
-            read = partial(chain.state, reply.text, reply.stream)
+            read = partial(chain.state, reply.content, reply.stream)
             if not reply.is_cut:  # the text of a cut reply is not known yet
                 state = await self._threads.in_text_pool(live.tenant, read)
                 reply = replace(reply, chain=None, state=state)
@@ -265,7 +265,10 @@ class TurnEnds:
         if not reply.is_cut:
             return ""
         tokenizer, token_ids = self._turns.tokenizer, list(reply.token_ids)
-        text = await self._threads.in_text_pool(live.tenant, lambda: tokenizer.decode(token_ids))
+        is_first = not reply.begins
+        text = await self._threads.in_text_pool(
+            live.tenant, lambda: tokenizer.decode(token_ids, is_first=is_first)
+        )
         return text[len(reply.text) :]
 
     async def _store_interruption(self, live: LiveTurn) -> None:
@@ -306,6 +309,7 @@ def _reply(live: LiveTurn, ended: TurnEnded) -> TurnReply:
         is_cut=live.stopped and (ended.finish is not FinishReason.STOP or not has_all),
         chain=None if live.request is None else live.request.chain,
         attempt=live.attempt,
+        begins="" if live.request is None else live.request.reply_begins,
     )
 
 

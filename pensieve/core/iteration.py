@@ -49,6 +49,7 @@ class TurnStart(NamedTuple):
     context: array[int]  # 'I': token ids of the conversation's log and of the prompt
     sampling: Sampling
     constraint: Constraint | None = None
+    continues_text: bool = False  # the prompt ends within a text
 
 
 class Slice(NamedTuple):
@@ -153,6 +154,7 @@ class SampledToken:
     stopped: bool = False  # it ends the reply, as end-of-turn token, stop token or stop string
     logprob: float | None = None
     top_logprobs: tuple[Logprob, ...] = ()
+    repeats: bool = False  # it stopped the reply because the reply only repeats itself
 
 
 class TurnFailure(NamedTuple):

@@ -384,7 +384,10 @@ class Scheduler:
             self.queued.admit(turn)
             options = turn.options
             self._started.append(
-                TurnStart(turn.turn_id, turn.tokens[:], options.sampling, options.constraint)
+                TurnStart(
+                    *(turn.turn_id, turn.tokens[:], options.sampling),
+                    *(options.constraint, options.continues_text),
+                )
             )
             turn.first_admitted(found.device_tokens, found.host_tokens, now)
         self.preemption.began(turn)
@@ -531,6 +534,8 @@ class Scheduler:
                 turn.usage.first_token_at = now
             at_length = FinishReason.LENGTH if turn.ends_at(len(turn.tokens)) else None
             finish = FinishReason.STOP if sample.stopped else at_length
+            if sample.repeats:
+                finish = FinishReason.REPETITION
             news.append(sample)
             if finish is not None:
                 self._finish(turn, finish, now)

@@ -30,9 +30,13 @@ QUEUE_ORDER = attrgetter("queue_order")  # sort key for turns of one share
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-turn token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the context's limit
+    REPETITION = "repetition"  # the reply only repeated itself
     CANCELLED = "cancelled"
     FAILED = "failed"
     WARMED = "warmed"  # a warm turn has its whole context on the device
+
+
+HAS_REPLY = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 
 
 class TurnState(Enum):
@@ -84,6 +88,7 @@ class TurnOptions:
     away_seconds: float = 0.0  # how long the client expects to be away after the turn
     background: bool = False  # no client waits: it takes the room that others leave
     constraint: Constraint | None = None  # the required form of the reply
+    continues_text: bool = False  # the prompt ends within a text: prefill, text completions
 
 
 class Ended(NamedTuple):

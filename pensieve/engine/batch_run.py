@@ -39,7 +39,7 @@ from typing import Literal, NamedTuple
 from pensieve.core.group_feed import DropPrefix, FeedConfig, GroupFeed, Submit
 from pensieve.core.iteration import SampledToken
 from pensieve.core.prefix_groups import PrefixGroup, prefix_groups
-from pensieve.core.turn import FinishReason, TurnOptions, Usage
+from pensieve.core.turn import HAS_REPLY, FinishReason, TurnOptions, Usage
 from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
@@ -269,7 +269,7 @@ class BatchRun:
             self._feed.returned(request)
             self._messages += self._delete(self._conversation_id(request))
             return None
-        has_reply = event.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        has_reply = event.finish in HAS_REPLY
         self._feed.ended(request, len(active.samples) if has_reply else None)
         if self._latest is not None and has_reply:
             self._kept[self._conversation_id(request)] = None

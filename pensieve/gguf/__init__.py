@@ -1,12 +1,12 @@
-"""What people have from llama.cpp and Ollama, turned once into a folder that everything else understands.
+"""Convert a GGUF file of llama.cpp or Ollama into a folder in the Hugging Face layout, once.
 
-A GGUF file holds weights (mostly quantised), tokenizer and chat template.  `convert` writes the same as
-config.json, model.safetensors, tokenizer.json and their like; from then on nothing knows where it came
+A GGUF file holds weights (usually quantised), tokenizer and chat template. `convert` writes them as
+config.json, model.safetensors, tokenizer.json and so on. Nothing else depends on where the folder came
 from, and the reference of exactness is plain `transformers` on that folder.
 
-Nothing is guessed.  llama.cpp has its own names for what a model computes; those that are listed here
-(`architectures`, `tokenizer`) mean exactly what `transformers` computes, and a file that says anything else
-is refused with the key, tensor or rule that is not known.
+Nothing is guessed. llama.cpp has its own names for what a model computes. The names listed in
+`architectures` and `tokenizer` mean exactly what `transformers` computes. A file with any other key, tensor
+or rule is refused, and the error names it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which of llama.cpp's models are which of transformers', and what their keys and tensors are called there.
+"""Map llama.cpp's architectures, keys and tensors to those of transformers.
 
-llama.cpp's converter keeps a model's weights as they are, with two exceptions:
+llama.cpp's converter keeps a model's weights, with two exceptions:
 
-* For `llama` it reorders the rows of the query and key projections, since it rotates neighbouring elements
-  where transformers rotates element i with element i + half.  `rows` is the way back.
-* It writes Llama 3's scaling of rotary frequencies as one factor for each (`rope_freqs`), and leaves out the
-  four numbers they come from.  Three of them are the same in every Llama 3; with these the fourth is the
-  largest factor.  All factors have to come out as they stand in the file, else it is refused.
+* For `llama` it reorders the rows of the query and key projections, because it rotates neighbouring
+  elements, and transformers rotates element i with element i + half. `weights` restores the order.
+* It writes Llama 3's scaling of rotary frequencies as one factor for each frequency (`rope_freqs`), without
+  the four numbers behind them. Three of the numbers are the same in every Llama 3. With these, the fourth
+  is the largest factor. If the four numbers do not give the file's factors, the file is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pensieve.gguf.header import Header, Tensor, brief
 
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
-FACTOR_TOLERANCE = 1e-4  # factors are float32, from frequencies that were float32
+FACTOR_TOLERANCE = 1e-4  # factors are float32, computed from float32 frequencies
 OUTSIDE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -53,14 +53,14 @@ KEYS = {
     "rope.dimension_count",
     "rope.freq_base",
 }
-# What a file may say because it is so anyway.
+# Keys that a file may have because they change nothing.
 MEANINGLESS: dict[str, Any] = {
     "expert_count": 0,
     "expert_used_count": 0,
     "attention.causal": True,
     "attention.sliding_window": 0,
     "rope.scaling.type": "none",
-    "rope.scaling.finetuned": None,  # whatever it says
+    "rope.scaling.finetuned": None,  # any value
 }
 
 
@@ -68,7 +68,7 @@ class Architecture(NamedTuple):
     model_type: str
     class_name: str
     more_in_layers: dict[str, str]
-    is_reordered: bool = False  # rows of queries and keys
+    is_reordered: bool = False  # rows of queries and keys are
 
 
 ARCHITECTURES = {
@@ -79,25 +79,25 @@ ARCHITECTURES = {
 
 
 class Weight(NamedTuple):
-    """A tensor of the file, as transformers calls it."""
+    """A tensor of the file under transformers' name."""
 
     name: str
     tensor: Tensor
-    num_heads: int = 0  # whose rows go back to their places; 0: rows are in their places
+    num_heads: int = 0  # whose rows are put back in order; 0: they are in order
 
 
 def architecture_of(header: Header) -> Architecture:
     found = ARCHITECTURES.get(header.architecture)
     if found is None:
         raise UnsupportedModel(
-            f"{header.path.name} is of the architecture {header.architecture}; from GGUF files "
-            f"{', '.join(ARCHITECTURES)} are served (others from a folder with safetensors)"
+            f"{header.path.name} has the architecture {header.architecture}. GGUF files are served for "
+            f"{', '.join(ARCHITECTURES)}. Give any other model as a folder with safetensors"
         )
     return found
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """What transformers' config.json would say of the model, without its type of weights."""
+    """Return the model's config.json for transformers, without the type of its weights."""
     architecture, prefix = architecture_of(header), header.architecture
     _refuse_unknown_keys(header)
 
@@ -131,7 +131,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def weights_of(header: Header) -> list[Weight]:
-    """Every tensor, in the order of the layers; one that is missing or not known is an error."""
+    """Return every tensor, in the order of the layers. A missing or unknown tensor is an error."""
     architecture, config = architecture_of(header), config_of(header)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found = []
@@ -142,14 +142,14 @@ def weights_of(header: Header) -> list[Weight]:
     unknown = set(header.tensors) - {each.tensor.name for each in found} - {ROPE_FACTORS}
     if unknown:
         raise UnsupportedModel(
-            f"{header.path.name} cannot be served exactly: {config['architectures'][0]} has nothing "
-            f"like its tensor {sorted(unknown)[0]}"
+            f"{header.path.name} cannot be served exactly: {config['architectures'][0]} has no "
+            f"tensor like {sorted(unknown)[0]}"
         )
     return found
 
 
 def _names(architecture: Architecture, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The file's name and transformers' of each tensor that a model needs."""
+    """Yield the file's name and transformers' name of each tensor that a model needs."""
     for name, wanted in OUTSIDE_LAYERS.items():
         if not (name == "output.weight" and config["tie_word_embeddings"]):
             yield name, wanted
@@ -171,8 +171,8 @@ def _refuse_unknown_keys(header: Header) -> None:
         if name in KEYS or (name in MEANINGLESS and MEANINGLESS[name] in (None, value)):
             continue
         raise UnsupportedModel(
-            f"{header.path.name} cannot be served exactly: what {key} = {brief(value)} means for "
-            "transformers is not known here"
+            f"{header.path.name} cannot be served exactly: transformers has no known "
+            f"equivalent of {key} = {brief(value)}"
         )
 
 
@@ -188,8 +188,8 @@ def _rope(header: Header, head_size: int) -> dict[str, Any]:
         for here, there in zip(factors, expected, strict=True)
     ):
         raise UnsupportedModel(
-            f"{header.path.name} cannot be served exactly: its rotary frequencies are scaled in another "
-            "way than Llama 3's"
+            f"{header.path.name} cannot be served exactly: its rotary frequencies are not scaled "
+            "as Llama 3's are"
         )
     return {
         "rope_type": "llama3",
@@ -202,11 +202,11 @@ def _rope(header: Header, head_size: int) -> dict[str, Any]:
 
 
 def _llama3_factors(base: float, head_size: int, factor: float) -> list[float]:
-    """By how much each frequency is divided: none of the fast ones, the slow ones by all of it."""
+    """Return the divisor of each frequency: 1 for the fastest, `factor` for the slowest."""
     factors = []
     for index in range(0, head_size, 2):
         turns = LLAMA3_LENGTH / (2 * math.pi * base ** (index / head_size))
         share = (turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
-        share = min(max(share, 0.0), 1.0)  # of the frequency as it was
+        share = min(max(share, 0.0), 1.0)  # of the original frequency
         factors.append(1 / ((1 - share) / factor + share))
     return factors

@@ -1,4 +1,4 @@
-"""Turns a GGUF file into a folder of transformers, or says why it cannot be served."""
+"""Convert a GGUF file into a folder for transformers, or say why it cannot be served."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from pensieve.gguf.header import Header
 from pensieve.gguf.tokenizer import end_of_turn_ids, write_tokenizer
 from pensieve.gguf.weights import NAMES, check_kinds, kind_of, num_bytes, write_weights
 
-STEP_PERCENT = 20  # of what is written, between two lines
-# What a file may recommend for sampling, and the same in generation_config.json.
+STEP_PERCENT = 20  # written between two lines of progress
+# A file's sampling values, and their names in generation_config.json.
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
 class Conversion:
-    """A file that can be converted: everything that could be wrong with it has been looked at."""
+    """A file that was checked completely and can be converted."""
 
-    def __init__(self, path: Path, name: str = "") -> None:
+    def __init__(self, path: Path, name: str = "", chat_template: str | None = None) -> None:
+        """`chat_template` replaces the one in the file."""
         self.name = name or path.name
         self._header = Header(path)
         self._config = config_of(self._header)
         self._weights = weights_of(self._header)
         check_kinds(self._weights, path.name)
         self._texts = write_tokenizer(self._header)
+        if chat_template is not None:
+            self._texts["chat_template.jinja"] = chat_template
         self.num_bytes = num_bytes(self._weights)
 
     def sizes(self) -> str:
-        """For whoever waits, and may not have the room."""
+        """Return a line with the sizes on disk and in memory."""
         kinds = Counter[str]()
         for each in self._weights:
             kinds[each.tensor.kind] += each.tensor.num_elements
@@ -49,7 +52,7 @@ class Conversion:
         )
 
     def write(self, folder: Path, report: Callable[[str], None], check: Callable[[], None]) -> None:
-        """`check` is called now and then, and raises where the conversion is to be given up."""
+        """Write the folder. `check` is called regularly, and raises to give the conversion up."""
         config = self._config | {"dtype": NAMES[kind_of(self._weights)]}
         ends = end_of_turn_ids(self._header)
         if ends:

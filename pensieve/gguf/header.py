@@ -1,4 +1,4 @@
-"""A GGUF file as it lies on the disk: its metadata, and its tensors, of which nothing is read yet."""
+"""A GGUF file on the disk: its metadata, and its tensors, which are mapped and not read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pensieve.errors import ModelError, UnsupportedModel, one_line
 from pensieve.extras import need
 from pensieve.gguf import MAGIC
 
-BRIEF = 100  # characters of a value that are quoted
+BRIEF = 100  # characters of a value in an error
 
 
 def library(purpose: str = "a GGUF file") -> ModuleType:
-    """llama.cpp's own package, which reads the format and unpacks its blocks."""
+    """Return llama.cpp's own package, which reads the format and unpacks its blocks."""
     return need("gguf", "gguf", purpose)
 
 
 class Tensor(NamedTuple):
     name: str
-    shape: tuple[int, ...]  # as torch has it, the outermost first
+    shape: tuple[int, ...]  # as in torch, outermost first
     kind: str  # F32, BF16, Q4_K, ...
-    data: Any  # mapped from the file: rows of floats, or of bytes that hold blocks
+    data: Any  # mapped from the file: rows of floats, or of bytes with blocks
 
     @property
     def num_elements(self) -> int:
@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
 
 
 class Header:
-    """Metadata by key, tensors by name.  A key that is asked for is known; the others can be listed."""
+    """Metadata by key, tensors by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,14 +51,14 @@ class Header:
             }
             self.architecture = str(self.get("general.architecture"))
         except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
-            raise ModelError(f"{path} is no whole GGUF file: {one_line(error)}") from error
+            raise ModelError(f"{path} is not a complete GGUF file: {one_line(error)}") from error
         if (parts := self.get("split.count", 1)) > 1:
             raise UnsupportedModel(
-                f"{path} is one of {parts} parts; llama-gguf-split --merge makes one file of them"
+                f"{path} is one of {parts} parts. Join them with llama-gguf-split --merge"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata; an array is a list."""
+        """Return a value of the metadata. An array becomes a list."""
         field = self._fields.get(key)
         return default if field is None else field.contents()
 
@@ -82,7 +82,7 @@ def brief(value: Any) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its first bytes: Ollama's files have no suffix."""
+    """Return whether a file is GGUF, by its first bytes, because Ollama's files have no suffix."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC

@@ -1,15 +1,15 @@
-"""A tokenizer.json from the vocabulary, merges and rules that a GGUF file names.
+"""Make a tokenizer.json from the vocabulary, merges and rules in a GGUF file.
 
-The file names the rule by which text is cut into words before merges apply (`tokenizer.ggml.pre`), and
-llama.cpp knows what the name means.  `RULES` has those whose meaning is known for certain, from the
-tokenizer.json that their models came with.  With another rule most text would still become the same tokens,
-and some would not, silently; so a file with a rule that is not listed is refused.
+The file names the rule that cuts text into words before merges apply (`tokenizer.ggml.pre`). llama.cpp
+knows what the name means. `RULES` lists the names whose meaning is certain, from the models' own
+tokenizer.json. With another rule, most text would become the same tokens and some silently would not, so
+any other rule is refused.
 
     gpt2     byte-level BPE: vocabulary and merges are in the file
-    llama    SentencePiece's BPE: the file has a score for each token; two parts merge if what they make is
-             a token, the best score first.  Most of these put a space before a text; Llama 2's does so
-             after each control token, Mistral's newer one at the very beginning alone, and the file does not
-             say which.  So only one that puts none there is served.
+    llama    SentencePiece's BPE: the file has a score for each token. Two parts merge if they make a token,
+             the best score first. Most models put a space before a text: Llama 2 after each control token,
+             newer Mistral models only at the very beginning. The file does not say which. So only files that
+             put no space there are served.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pensieve.gguf.header import Header, brief
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CONTROL, USER_DEFINED = 3, 4  # llama.cpp's kinds of tokens that are added to a vocabulary
-# The expressions of the tokenizers themselves, as regular expressions of Oniguruma.
+CONTROL, USER_DEFINED = 3, 4  # llama.cpp's kinds of added tokens
+# From the models' tokenizer.json; regular expressions of Oniguruma.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = _LLAMA3.replace("{1,3}", "")  # each digit alone
+_QWEN2 = _LLAMA3.replace("{1,3}", "")  # each digit is a word
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -38,12 +38,12 @@ _TEKKEN = (
 
 
 class Rule(NamedTuple):
-    """How text is cut into words; without an expression it is GPT-2's way."""
+    """How text is cut into words. Without an expression, as GPT-2 does."""
 
     expression: str = ""
-    digits_alone: bool = False  # each is a word of its own
-    whole_words: bool = False  # a word that is a token is not put together by merges
-    composed: bool = False  # to Unicode's form NFC first
+    digits_alone: bool = False  # each digit is a word
+    whole_words: bool = False  # a word that is a token needs no merges
+    composed: bool = False  # text becomes Unicode's form NFC first
 
 
 RULES = {
@@ -64,7 +64,7 @@ END_OF_TURN = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def write_tokenizer(header: Header) -> dict[str, str]:
-    """The text of each file that a tokenizer is made of; of chat_template.jinja, if the file has one."""
+    """Return the text of each tokenizer file, and of chat_template.jinja if the file has a template."""
     texts = {
         "tokenizer.json": tokenizer_of(header).to_str(),
         "tokenizer_config.json": _json(
@@ -78,7 +78,7 @@ def write_tokenizer(header: Header) -> dict[str, str]:
 
 
 def end_of_turn_ids(header: Header) -> list[int]:
-    """All that the file names: a model may end its turn with another token than a document."""
+    """Return all end tokens. A model may end a turn with another token than a document."""
     named = (header.get(f"tokenizer.ggml.{key}") for key in END_OF_TURN)
     return list(dict.fromkeys(int(each) for each in named if each is not None))
 
@@ -89,7 +89,9 @@ def special_strings(header: Header) -> dict[str, str]:
     for name, key in SPECIAL.items():
         number = header.get(f"tokenizer.ggml.{key}")
         if number is not None and not 0 <= number < len(tokens):
-            raise ModelError(f"{header.path.name}: tokenizer.ggml.{key} is {number}, no token")
+            raise ModelError(
+                f"{header.path.name}: tokenizer.ggml.{key} is {number}, which is not a token"
+            )
         if number is not None:
             found[name] = tokens[number]
     return found
@@ -99,8 +101,8 @@ def tokenizer_of(header: Header) -> Tokenizer:
     kind = header.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedModel(
-            f"{header.path.name} cannot be served exactly: its tokenizer is of the kind {brief(kind)}, "
-            "and gpt2 and llama are known"
+            f"{header.path.name} cannot be served exactly: its tokenizer has the kind {brief(kind)}. "
+            "Known kinds: gpt2, llama"
         )
     from tokenizers import AddedToken
 
@@ -132,8 +134,8 @@ def _byte_level(header: Header, tokens: list[str]) -> Tokenizer:
     if rule is None:
         named = f"the rule {brief(name)}" if name else "a rule that it does not name"
         raise UnsupportedModel(
-            f"{header.path.name} cannot be served exactly: its tokenizer cuts text by {named}; known are "
-            f"{', '.join(RULES)}"
+            f"{header.path.name} cannot be served exactly: its tokenizer cuts text by {named}. Known "
+            f"rules: {', '.join(RULES)}"
         )
     merges = [tuple(each.split(" ", 1)) for each in _array(header, "merges")]
     vocabulary = {token: number for number, token in enumerate(tokens)}
@@ -156,9 +158,9 @@ def _sentence_piece(header: Header, tokens: list[str]) -> Tokenizer:
 
     if header.get("tokenizer.ggml.add_space_prefix", True):
         raise UnsupportedModel(
-            f"{header.path.name} cannot be served exactly: a GGUF file does not say whether its tokenizer "
-            "(SentencePiece's) puts a space before every text that follows a control token, or before the "
-            "first alone; the same model as a folder with tokenizer.json says it"
+            f"{header.path.name} cannot be served exactly: a GGUF file does not say whether its "
+            "SentencePiece tokenizer puts a space after every control token, or only before the first text. "
+            "Use a folder of the model with tokenizer.json"
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     scores = _array(header, "scores")
@@ -182,7 +184,7 @@ def _sentence_piece(header: Header, tokens: list[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to put a token together of two, those of the best token first."""
+    """Return every pair of tokens that makes a token, the best token's pairs first."""
     found = []
     for token, number in vocabulary.items():
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

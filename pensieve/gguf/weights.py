@@ -1,9 +1,9 @@
-"""The weights of a GGUF file, unpacked into one file of safetensors, block by block.
+"""Unpack the weights of a GGUF file into one safetensors file, block by block.
 
-A file's types decide that of the result: of quantised weights, and of bfloat16, bfloat16; float16 and
-float32 stay.  Rows are unpacked BLOCK_ELEMENTS at a time and written at once, so a model of any size takes
-the same memory here.  The format is simple enough to be written as it goes: 8 bytes with the length of the
-header, a header in JSON with the place of each tensor, the tensors.
+Quantised weights and bfloat16 become bfloat16. float16 and float32 stay. Rows are unpacked BLOCK_ELEMENTS
+at a time and written at once, so the memory needed does not depend on the model's size. A safetensors file
+can be written as it goes: 8 bytes with the header's length, a JSON header with the place of each tensor,
+the tensors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from pensieve.gguf.header import library
 
 BLOCK_ELEMENTS = 1 << 22
 PLAIN = {"F32", "F16", "BF16"}
-NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # torch's, by that of safetensors
+NAMES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+}  # from safetensors' names to torch's
 SIZES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 def kind_of(weights: Sequence[Weight]) -> str:
-    """The type of all weights, once they are unpacked."""
+    """Return the type of all weights once they are unpacked."""
     kinds = {each.tensor.kind for each in weights}
     if kinds - PLAIN or "BF16" in kinds:
         return "BF16"
@@ -36,7 +40,7 @@ def num_bytes(weights: Sequence[Weight]) -> int:
 
 
 def check_kinds(weights: Sequence[Weight], name: str) -> None:
-    """Refuse a type of quantisation that cannot be unpacked, before anything is written."""
+    """Refuse a quantisation that cannot be unpacked, before anything is written."""
     samples = {each.tensor.kind: each.tensor for each in weights}
     for kind, tensor in samples.items():
         try:
@@ -48,7 +52,7 @@ def check_kinds(weights: Sequence[Weight], name: str) -> None:
 
 
 def write_weights(weights: Sequence[Weight], path: Path, progress: Callable[[int], None]) -> None:
-    """`progress` is told how many bytes are written, after every block."""
+    """Write the file. `progress` gets the number of bytes written so far, after each block."""
     kind = kind_of(weights)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -68,7 +72,7 @@ def write_weights(weights: Sequence[Weight], path: Path, progress: Callable[[int
 
 
 def _blocks(weight: Weight) -> Iterator[Any]:
-    """Rows of a tensor as they are in the file, in the order that they are written in."""
+    """Yield packed rows of a tensor, in the order in which they are written."""
     data = weight.tensor.data
     if len(weight.tensor.shape) == 1:
         yield data
@@ -80,7 +84,7 @@ def _blocks(weight: Weight) -> Iterator[Any]:
 
 
 def _order(weight: Weight) -> Any:
-    """llama.cpp puts row i + half of each head behind row i; this puts them back."""
+    """Return the rows' original order. llama.cpp puts row i + half of each head after row i."""
     import numpy as np
 
     rows = np.arange(len(weight.tensor.data))
@@ -88,7 +92,7 @@ def _order(weight: Weight) -> Any:
 
 
 def _unpacked(rows: Any, kind: str) -> Any:
-    """As float32."""
+    """Unpack rows to float32."""
     package = library()
     return package.dequantize(rows, package.GGMLQuantizationType[kind])
 

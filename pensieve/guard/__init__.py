@@ -1,1 +1,1 @@
-"""Who is calling and what they may take: tokens, limits, the audit log, error mapping. No gRPC, no HTTP."""
+"""Tokens, limits, the audit log and error texts, independent of gRPC and HTTP."""

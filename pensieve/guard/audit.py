@@ -1,23 +1,23 @@
-"""The audit log: JSON objects, one a line, written by a thread.
+"""The audit log: one JSON object per line, written by a thread.
 
-    admin         each call of an operator's method, and each call about another tenant's job, at its end
-    delete        each deletion: who deleted which conversation or job, and how it ended
-    token         the first use of a token over a connection, and again in each hour
-    refused       a caller who is not known or may not do this; at most REFUSED_PER_SECOND, and then a count
-    reload        the token file or the certificate was read again, or could not be used
+    admin         a call of an operator's method, or about another tenant's job, at its end
+    delete        a deletion: who deleted which conversation or job, and the outcome
+    token         first use of a token over a connection, repeated every hour
+    refused       a caller was refused; at most REFUSED_PER_SECOND lines, then a count
+    reload        the token file or certificate was reloaded, or could not be used
     start, stop   of the daemon
 
-Where daemons of a cluster share no secret, a forwarded call is in the logs of both daemons. The owner's line
-has `"forwarded": "not verified"`, and `peer` is who has sent the call to the owner: the other daemon, or a
-client that says so.
+If the daemons of a cluster share no secret, a forwarded call is in the logs of both daemons. The owner's line
+has `"forwarded": "not verified"`, and `peer` is the sender: the other daemon, or a client that claims to be
+one.
 
-A token is named by its `name` in the token file, or by the beginning of its digest there. A line holds no
-text of a conversation. A client's own words are quoted as JSON and shortened.
+A token is logged by its `name` in the token file, or by the first digits of its digest. No line contains text
+of a conversation. Values from clients are quoted as JSON and shortened.
 
-A slow or full disk never delays the loop or a call: lines wait in a queue of LINES_MAX, and are lost if it is
-full. Lost lines are counted; the first line that can be written again is {"event": "lost"} with their number.
-Part of a batch is never left in the file. A file that was moved away (logrotate) is made anew, readable by
-its owner alone. Lines are not synced.
+A slow or full disk never delays the loop or a call: lines wait in a queue of LINES_MAX, and further lines are
+lost. Lost lines are counted; the next line that can be written is {"event": "lost"} with their number. The
+file never has a partial batch. A file that was moved away (logrotate) is created again, readable by its owner
+only. Lines are not synced.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from pensieve.guard.limits import Bucket
 log = logging.getLogger("pensieve")
 LINES_MAX = 10_000
 BATCH_LINES_MAX = 500
-CHARACTERS_MAX = 128  # of one value
+CHARACTERS_MAX = 128  # per value
 CLOSE_SECONDS = 5.0
 AGAIN_SECONDS = 3600.0
-USES_MAX = 10_000  # of tokens over connections that are remembered; the oldest are forgotten
-REFUSED_PER_SECOND = 1.0  # ten seconds' worth can be saved up
+USES_MAX = 10_000  # remembered pairs of token and connection; the oldest are forgotten
+REFUSED_PER_SECOND = 1.0  # with bursts of ten seconds' worth
 
 
 @dataclass(frozen=True, slots=True)
 class AuditedCall:
-    """What a line says of a call that has ended; a call whose request never came has no ids."""
+    """The log line of an ended call; a call whose request was not received has no ids."""
 
     method: str
     is_deletion: bool = False
     conversation_id: str = ""
     prefix_id: str = ""
     job_id: str = ""
-    of_tenant: str = ""  # another tenant's, whom the operator named
-    is_forwarded: bool = False  # as its sender says, which is not known to be a daemon
+    of_tenant: str = ""  # another tenant, named by the operator
+    is_forwarded: bool = False  # claimed by a sender that is not known to be a daemon
 
 
 class Audit:
-    """Writes events to the audit log; without a log it does nothing. Runs on the event loop."""
+    """Writes events to the audit log, if there is one. Runs on the event loop."""
 
     def __init__(self, file: AuditLog | None, now: Callable[[], float]) -> None:
-        """`now` is the loop's clock."""
+        """`now`: the event loop's clock."""
         self._file = file
         self._now = now
         self._used: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -86,7 +86,7 @@ class Audit:
         self._write("token", token=token, tenant=tenant, peer=peer)
 
     def refused(self, method: str, peer: str, reason: str, token: str) -> None:
-        """`token` is that of a caller who is known and may not do this."""
+        """`token`: of a known caller without permission; empty for unknown callers."""
         if self._refusals.seconds_until(1.0, self._now()):
             self._num_left_out += 1
             return
@@ -121,7 +121,7 @@ class Audit:
         self._write("reload", what="tokens", tokens=num_tokens, outcome=problem or "OK")
 
     def certificate_reloaded(self, problem: str) -> None:
-        """Any thread may call this."""
+        """Log the reload; callable in any thread."""
         self._write("reload", what="certificate", outcome=problem or "OK")
 
     def started(self, address: str) -> None:
@@ -141,13 +141,13 @@ def _short(method: str) -> str:
 
 class AuditLog:
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Open the file, or raise ConfigError; if that fails later, it is only logged."""
+        """Open the file; raises ConfigError. Later failures are only logged."""
         self._path = path
         self._wall_clock = wall_clock
         self._file = -1
-        self._num_lost = 0  # since a line could be written; of both threads
-        self._lock = threading.Lock()  # of the number
-        self._is_late = False  # and the daemon's log says so
+        self._num_lost = 0  # since the last written line; used by both threads
+        self._lock = threading.Lock()  # guards the number
+        self._is_late = False  # and the log says so
         self._lines: Queue[str | None] = Queue(LINES_MAX)
         try:
             self._open()
@@ -158,11 +158,11 @@ class AuditLog:
 
     @property
     def num_lost(self) -> int:
-        """Lines that were lost since the last one was written."""
+        """The number of lines lost since the last written line."""
         return self._num_lost
 
     def write(self, event: str, **fields: str | float | None) -> None:
-        """Queue a line and return at once; fields without a value are left out."""
+        """Queue a line and return at once; empty fields are omitted."""
         entry: dict[str, str | float] = {"time": round(self._wall_clock(), 3), "event": event}
         for name, value in fields.items():
             if isinstance(value, str):
@@ -221,7 +221,7 @@ class AuditLog:
             self._open()
         before = os.fstat(self._file).st_size
         if os.write(self._file, text) < len(text):
-            os.ftruncate(self._file, before)  # the disk is full: no part of a line stays
+            os.ftruncate(self._file, before)  # the disk is full: remove the partial line
             raise OSError(0, "the disk is full")
 
     def _was_moved(self) -> bool:

@@ -1,13 +1,13 @@
-"""Who is calling: the token file, and which token lets a caller do what.
+"""Authenticate callers: the token file, and the rights of tokens.
 
-With a token file, a call needs a token unless its method is open to anybody. A token is known by its SHA-256,
-which is compared in constant time. It names its tenant, and conversations of another tenant do not exist for
-it. A caller on the UNIX socket in the data folder is the operator.
+With a token file, a call needs a token unless its method is open to anybody. Tokens are stored as SHA-256 and
+compared in constant time. A token belongs to a tenant, and sees only that tenant's conversations. A caller on
+the UNIX socket in the data folder is the operator.
 
-Another daemon of the cluster has a token of its own (`is_peer`). When it forwards a call, it names the
-caller, and the call is that caller's. It is still known to have come from a peer. Nobody else is believed.
+Other daemons of the cluster have tokens of their own (`is_peer`). When a peer forwards a call, it names the
+caller, whose rights then apply. Only peers are trusted to name a caller.
 
-A peer is written as gRPC writes it: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
+Peers are written in gRPC's notation: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from pensieve.store.records import ID_PATTERN
 
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
 WRITTEN = {"tenant": str, "admin": bool, "known": bool, "priority_max": int, "token": str}
-SHOWN_DIGITS = 12  # of a digest, where a token has no name
-LOCAL_PREFIX = "unix:"  # of a peer; with its colon, no tenant's name
+SHOWN_DIGITS = 12  # of the digest, for tokens without a name
+LOCAL_PREFIX = "unix:"  # peers on the socket; no tenant name has a colon
 
 
 class Access(Enum):
     """Who may make a call."""
 
     ANYBODY = auto()
-    CALLER = auto()  # anybody with a token, where there are tokens
-    REPLICA = auto()  # other daemons: an operator's token, where there are tokens
-    PEER = auto()  # other daemons alone, where they have a token of their own; else as CALLER
+    CALLER = auto()  # anybody with a token, if there are tokens
+    REPLICA = auto()  # other daemons, and scrapers: an operator's token, if there are tokens
+    PEER = auto()  # only other daemons, if they have tokens of their own; else as CALLER
     OPERATOR = auto()  # an operator's token, or the local socket
 
 
@@ -89,7 +89,9 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
         text = path.read_bytes()
         mode = path.stat().st_mode
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"--token-file: cannot read {path}: {error.strerror} (`pensieve token --file {path}` makes one)"
+        ) from error
     tokens = tokens_of(path, text)
     check_mode(path, mode)
     return tokens
@@ -102,15 +104,18 @@ def check_mode(path: Path, mode: int) -> None:
 
 
 def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
-    """Parse the text of a token file; errors name `path`."""
+    """Parse a token file; errors name `path`."""
     try:
         table = tomllib.loads(text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not TOML or UTF-8, too deep, or a too long number
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     tokens = []
     entries = table.get("token", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{path}: `token` is a list of tables, written [[token]]")
+        raise ConfigError(f"{path}: `token` must be a list of tables, written [[token]]")
     for number, entry in enumerate(entries, 1):
         if unknown := set(entry) - KEYS:
             raise ConfigError(f"{path}: token {number} has an unknown key {sorted(unknown)[0]!r}")
@@ -121,7 +126,7 @@ def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
         name = str(entry.get("name", ""))
         for key, word in (("tenant", tenant), ("name", name)):
             if word and not ID_PATTERN.fullmatch(word):
-                raise ConfigError(f"{path}: the {key} of token {number} is no id")
+                raise ConfigError(f"{path}: the {key} of token {number} is not a valid id")
         limits = {key: entry[key] for key in LIMIT_NAMES if key in entry}
         for key, value in limits.items():
             kind: Any = int if key in WHOLE else int | float
@@ -138,12 +143,12 @@ def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
         admin = bool(entry.get("admin"))
         tokens.append(Token(bytes.fromhex(digest), tenant, admin, Limits(**limits), priority, name))
     if not tokens:
-        raise ConfigError(f"{path} names no token; `pensieve token` makes one")
+        raise ConfigError(f"{path} has no token; create one with `pensieve token`")
     return tuple(tokens)
 
 
 def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
-    """Return the limits of each tenant; all of its tokens must have the same."""
+    """Return the limits of each tenant; all tokens of a tenant must have the same limits."""
     found: dict[str, Limits] = {}
     for token in tokens:
         if found.setdefault(token.tenant, token.limits) != token.limits:
@@ -163,13 +168,13 @@ class KnownTokens:
             return None
         digest = hashlib.sha256(authorization[7:].encode()).digest()
         found = None
-        for token in self._tokens:  # all of them, so that the time tells nothing
+        for token in self._tokens:  # compare all, so that the time reveals nothing
             if hmac.compare_digest(token.sha256, digest):
                 found = token
         return found
 
     def authenticate(self, access: Access, authorization: str | None, peer: str) -> Caller:
-        """Return the caller; Unauthenticated or PermissionDenied if this caller has no such access."""
+        """Return the caller; raises Unauthenticated or PermissionDenied without access."""
         is_local, token = is_local_peer(peer), self.find(authorization)
         if access is Access.ANYBODY:
             known = token is not None or is_local or not self._tokens
@@ -198,13 +203,13 @@ class KnownTokens:
 
 
 def written_caller(by: Caller) -> str:
-    """Return a caller as daemons tell it to each other: one line of ASCII."""
+    """Encode a caller for another daemon: one line of ASCII."""
     fields = {name: getattr(by, name) for name in WRITTEN}
     return json.dumps(fields, separators=(",", ":"))
 
 
 def read_caller(text: str) -> Caller:
-    """Return the caller that another daemon has written; InvalidArgument if it is none."""
+    """Decode a caller from another daemon; raises InvalidArgument."""
     try:
         fields = json.loads(text)
         if {name: type(value) for name, value in fields.items()} != WRITTEN:
@@ -215,17 +220,17 @@ def read_caller(text: str) -> Caller:
 
 
 def is_local_peer(peer: str) -> bool:
-    """Whether the peer is on the socket in the data folder; check_exposure refuses any other UNIX socket."""
+    """Return whether the peer uses the socket in the data folder, the only UNIX socket (check_exposure)."""
     return peer.startswith(LOCAL_PREFIX)
 
 
 def group_of(by: Caller, peer: str) -> str:
-    """Return the name of the group of callers that share limits for request bodies."""
+    """Return the group of callers that share limits for request bodies."""
     return LOCAL_PREFIX if is_local_peer(peer) else by.tenant
 
 
 def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:
-    """Make a token for a client and its entry for the token file; limits have their names in the file."""
+    """Return a new token and its entry for the token file; limits are named as in the file."""
     assert limits.keys() <= KEYS, limits
     token = secrets.token_urlsafe(32)
     lines: Mapping[str, str] = {

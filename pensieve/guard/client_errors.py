@@ -1,4 +1,4 @@
-"""What a client is told of an error: its text, its details, and when to try again."""
+"""What clients see of an error: its text, details, and when to retry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pensieve.errors import (
     shortened,
 )
 
-# Seconds, of the first class that fits. Clients add growing pauses of their own.
+# In seconds; the first matching class counts. Clients add backoff of their own.
 RETRY_SECONDS = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
 TEXTS_OF_THE_MACHINE = {
     StoreUnavailable: "the history cannot be read or written at present",
@@ -37,7 +37,7 @@ DISK_FULL = (
 
 
 def client_text(error: PensieveError) -> str:
-    """Return one line, whatever the error quotes, without what only the operator may know."""
+    """Return one line, without details that only the operator may know."""
     if is_of_the_machine(error):
         if isinstance(error, DiskFull):
             return DISK_FULL
@@ -48,12 +48,12 @@ def client_text(error: PensieveError) -> str:
 
 
 def is_of_the_machine(error: PensieveError) -> bool:
-    """Whether the error names files of this machine, so that its text is for the log alone."""
+    """Return whether the error names files of this machine, so that only the log may have its text."""
     return isinstance(error, tuple(TEXTS_OF_THE_MACHINE))
 
 
 def retry_seconds(error: PensieveError) -> float | None:
-    """Return after how many seconds a retry may succeed; None if nobody knows."""
+    """Return the seconds after which a retry may succeed; None if unknown."""
     if error.retry_after_seconds is not None:
         return error.retry_after_seconds
     found = (seconds for kind, seconds in RETRY_SECONDS.items() if isinstance(error, kind))
@@ -61,7 +61,7 @@ def retry_seconds(error: PensieveError) -> float | None:
 
 
 def details(error: PensieveError) -> dict[str, str]:
-    """Return what a program needs to act on the error, by name."""
+    """Return the error's details for programs, by name."""
     if isinstance(error, TurnRunning):
         return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
     if isinstance(error, OwnedElsewhere):

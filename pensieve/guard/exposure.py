@@ -1,4 +1,4 @@
-"""Where a daemon listens, and who could reach it there."""
+"""Where a daemon listens, and checks that it is not open to others by accident."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from typing import Any
 from pensieve.errors import ConfigError
 from pensieve.guard.callers import Token
 
-NO_HOSTS = ("unix", "unix-abstract", "vsock")  # with a colon, kinds of addresses of gRPC's own
+NO_HOSTS = ("unix", "unix-abstract", "vsock")  # schemes of gRPC addresses
+METRICS_ON_HTTP = "http"  # instead of an address: on the port of the HTTP APIs
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 @dataclass(frozen=True)
 class Listening:
-    address: str = "127.0.0.1:50051"  # "" for none: only the socket
+    address: str = "127.0.0.1:50051"  # "": only the socket
     socket: Path | None = None  # for the operator on this machine
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     tokens: Sequence[Token] = ()
-    token_file: Path | None = None  # that they were read from, to be read again when it changes
+    token_file: Path | None = None  # source of `tokens`, reloaded when it changes
     audit_log: Path | None = None
     insecure: bool = False
     hand_over: bool = False  # offer KV to other daemons of a cluster
-    keepalive_seconds: float = 30.0  # between pings of a silent connection
-    ping_timeout_seconds: float = 10.0  # one that does not answer is closed
-    connections_max: int = 512  # to the address; the socket has as many of its own
-    http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
-    http_hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
-    http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
-    metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
-    peer_tokens: Sequence[Token] = ()  # of other daemons, where clients need tokens
-    peers: Any = None  # credentials for calls to other daemons; None: without TLS
-    peer_secret: str = field(
-        default="", repr=False
-    )  # by which the daemons of a cluster know each other
+    keepalive_seconds: float = 30.0  # between pings of an idle connection
+    ping_timeout_seconds: float = 10.0  # to answer a ping, else the connection is closed
+    connections_max: int = 512  # to the address; the socket has its own limit
+    http: str = ""  # HOST:PORT of the HTTP APIs; "": none
+    http_hosts: frozenset[str] = frozenset()  # further allowed Host names; "*": any
+    http_origins: frozenset[str] = frozenset()  # allowed origins of other sites; "*": any
+    metrics: str = ""  # HOST:PORT where metrics are served, or METRICS_ON_HTTP; "" for none
+    peer_tokens: Sequence[Token] = ()  # of other daemons, if clients need tokens
+    peers: Any = None  # credentials for calls to other daemons; None: no TLS
+    peer_secret: str = field(default="", repr=False)  # shared by the daemons of a cluster
 
 
 def check_exposure(listening: Listening) -> None:
-    """Refuse malformed addresses, incomplete TLS settings, and to serve strangers by accident."""
+    """Raise ConfigError for malformed addresses, incomplete TLS settings, or an accidentally open daemon."""
     given = {"--tls-key": listening.tls_key, "--tls-client-ca": listening.tls_client_ca}
     for flag, path in given.items():
         if path is not None and listening.tls_cert is None:
-            raise ConfigError(
-                f"{flag} needs --tls-cert; without it, connections have no TLS at all"
-            )
+            raise ConfigError(f"{flag} needs --tls-cert: without it, connections are not encrypted")
     if listening.tls_cert is not None and listening.tls_key is None:
         raise ConfigError("--tls-cert needs --tls-key")
-    if listening.metrics:
+    if listening.metrics == METRICS_ON_HTTP:
+        if not listening.http:
+            raise ConfigError("--metrics http needs --http, whose port it uses")
+    elif listening.metrics:
         host = _host_of("--metrics", listening.metrics)
         if not is_loopback(host) and not listening.insecure:
             raise ConfigError(
-                f"--metrics {listening.metrics} can be reached by others, and has no TLS: listen on "
-                "127.0.0.1, or say --insecure"
+                f"--metrics {listening.metrics} is reachable from other machines without TLS: listen on "
+                "127.0.0.1, or add --insecure"
             )
     for flag, address in (("--address", listening.address), ("--http", listening.http)):
         if address:
@@ -70,23 +70,23 @@ def _check_address(flag: str, address: str, listening: Listening) -> None:
         return
     if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
         raise ConfigError(
-            f"{flag} {address} can be reached by others: give --tls-cert, --tls-key and "
-            "--token-file (or --tls-client-ca), or say --insecure"
+            f"{flag} {address} is reachable from other machines: add --tls-cert, --tls-key and "
+            "--token-file (or --tls-client-ca), or --insecure"
         )
 
 
 def _host_of(flag: str, address: str) -> str:
     host, _, port = address.rpartition(":")
     if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
-        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
+        raise ConfigError(f"{flag} {address!r} is not HOST:PORT, with a port in 0..65535")
     return host
 
 
 def _is_host(host: str) -> bool:
-    """Whether it is a name or an IP address, in brackets if it has colons.
+    """Return whether this is a name or an IP address, in brackets if it has colons.
 
-    gRPC would also take a UNIX socket. A peer on one is taken for the operator, so the only such socket is
-    the one in the data folder.
+    gRPC also accepts UNIX sockets. But a peer on a UNIX socket counts as the operator, so the socket in the
+    data folder must be the only one.
     """
     if host.startswith("["):
         return host.endswith("]") and _ip_address(host) is not None
@@ -94,7 +94,7 @@ def _is_host(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine can reach it. Of names, only localhost is known to be local."""
+    """Return whether only this machine can reach the host. Of names, only localhost is known to be local."""
     found = _ip_address(host)
     return found.is_loopback if found is not None else host.lower() == "localhost"
 

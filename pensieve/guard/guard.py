@@ -1,25 +1,24 @@
-"""The guard before every call of every door: who is calling, what they may take, and how the call ends.
+"""Guard every call over gRPC and HTTP: authenticate, apply limits, report errors, audit.
 
-    enter     the caller is authenticated, counted, and admitted; a token's first use is audited
-    body      the request is received, once the caller is known (request_bodies.py)
-    send      an answer, or a piece of a stream, is counted until its client has taken it
-    end       an error is counted, logged if the operator needs it, and told by the door; the call is audited
+    enter     authenticate, count and admit the caller; audit the first use of a token
+    body      receive the request, after authentication (request_bodies.py)
+    send      count an answer, or a piece of a stream, as unread until the client has received it
+    end       count an error, log it if the operator needs it, send it; audit the call
 
-A call counts from the moment its caller is known until its client has taken the end or the connection is
-gone. A tenant with more than `calls_max` calls is refused before the request is received. Methods that a
-client repeats after its connection broke have twice as many. A tenant in debt has its calls begun, and its
-errors told, at a pace (limits.py).
+A call counts from authentication until its client has received the end or the connection is gone. A tenant
+with more than `calls_max` calls is refused before the request is received. Methods that clients retry after a
+disconnect may have twice as many. Calls and errors of a tenant in debt are slowed down (limits.py).
 
-A call that another daemon forwards is authenticated, counted, admitted and audited there. Here it has its
-caller, and the limits of bodies. Where daemons do not know each other, it is audited here, too.
+The daemon that forwards a call authenticates, counts, admits and audits it. The owner applies only the limits
+of bodies. If daemons share no secret, the owner audits the call, too.
 
-An answer that would be too much beside what its tenant has not read yet (`unread_bytes`) is refused. A piece
-of a stream waits; its reader is cancelled when it has waited too long (conversations/followers.py).
+An answer is refused if its tenant would have more than `unread_bytes` unread. A piece of a stream waits
+instead; a reader that makes it wait too long is cancelled (conversations/followers.py).
 
-An error of our tree reaches the client as it is. Any other becomes a ServerFault with an incident id, which
-is in the log with the traceback. A client that leaves is no failure.
+A PensieveError reaches the client as it is. Any other exception becomes a ServerFault with an incident id,
+which is in the log with the traceback. A disconnect is not a failure.
 
-All of it runs on the event loop.
+Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ LOOK_SECONDS = 0.05
 
 
 class CallKind(NamedTuple):
-    """What the guard has to know of a method or an endpoint."""
+    """Properties of a method or endpoint that the guard uses."""
 
     access: Access = Access.CALLER
-    is_counted: bool = True  # against its tenant's limits
-    is_repeated: bool = False  # by a client whose connection broke
-    is_watch: bool = False  # it may last for ever
+    is_counted: bool = True  # towards the tenant's limits
+    is_repeated: bool = False  # clients retry it after a disconnect
+    is_watch: bool = False  # may last for ever
 
 
 class Guard:
@@ -71,7 +70,7 @@ class Guard:
         audit: Audit | None = None,
         refusals: Counter[str] | None = None,
     ) -> None:
-        """`refusals` counts the calls that end with an error, by its reason."""
+        """`refusals` counts calls that end with an error, by reason."""
         self._tokens = KnownTokens(tokens)
         self._allowances = allowances or Allowances({}, 0.0)
         self.incoming = incoming or IncomingBodies()
@@ -79,7 +78,7 @@ class Guard:
         self._refusals = refusals if refusals is not None else Counter()
 
     def use(self, tokens: Sequence[Token]) -> None:
-        """Use these tokens from the next call on; streams that have begun go on."""
+        """Use these tokens from the next call on; running streams continue."""
         self._tokens = KnownTokens(tokens)
 
     def is_operator(self, authorization: str) -> bool:
@@ -89,7 +88,7 @@ class Guard:
     def authenticate(
         self, name: str, access: Access, authorization: str | None, peer: str
     ) -> Caller:
-        """Return the caller of the method of this name, and audit it."""
+        """Return the caller, and audit the use of its token; `name`: of the method."""
         try:
             found = self._tokens.authenticate(access, authorization, peer)
         except PensieveError as error:
@@ -109,7 +108,7 @@ class Guard:
 
 
 class GuardedCall:
-    """One call, as a context manager: what goes wrong within is told to the client and ends here."""
+    """A call, as a context manager that sends errors inside to the client and suppresses them."""
 
     def __init__(
         self,
@@ -120,20 +119,18 @@ class GuardedCall:
         tell: Callable[[PensieveError], Awaitable[None]],
         audited: Callable[[], AuditedCall | None] | None = None,
     ) -> None:
-        """`name` is the method's or the path's, for logs. `tell` sends an error to the client.
+        """`name`: method or path, for logs. `tell` sends an error to the client.
 
-        `audited` is asked at the end of a call whose caller was known: what the audit log has of it.
+        `audited` returns the entry of the audit log, at the end of a call with a known caller.
         """
         self.name = name
-        self.caller: Caller | None = None  # once known
-        self.has_left = (
-            False  # set by the door when the client left, or was told of an error by the handler
-        )
+        self.caller: Caller | None = None  # set by `enter`
+        self.has_left = False  # set if the client disconnected, or the handler sent an error
         self._guard, self._kind, self._transport = guard, kind, transport
         self._tell, self._audited = tell, audited
         self._began = _now() if audited is not None else 0.0
-        self._allowance: Allowance | None = None  # of a call that is counted
-        self._num_unread_bytes = 0  # of a whole answer, until the call has ended
+        self._allowance: Allowance | None = None  # set if the call is counted
+        self._num_unread_bytes = 0  # of an unstreamed answer, until the call ends
         self._received: ReceivedBytes | None = None
         self._is_held_to_the_end = False
 
@@ -142,10 +139,10 @@ class GuardedCall:
         authorization: str | None,
         forwarded: Callable[[], str | None] = lambda: None,
     ) -> Caller:
-        """Return the caller; an error if there are too many calls, or this caller may not make this one.
+        """Return the caller; raises if there are too many calls, or the caller lacks permission.
 
-        `forwarded` returns whose call it is, as another daemon has written it. It is asked only if the call
-        comes from another daemon.
+        `forwarded` returns the caller that another daemon named. It is used only for calls from other
+        daemons.
         """
         guard, kind, transport = self._guard, self._kind, self._transport
         self.caller = found = guard.authenticate(
@@ -167,9 +164,9 @@ class GuardedCall:
         return found
 
     def enter_forwarded(self, by: Caller) -> Caller:
-        """Let the caller of a forwarded call in, who was authenticated and counted before.
+        """Admit the caller of a forwarded call, which the forwarding daemon has authenticated and counted.
 
-        What comes from a peer is audited there. Anybody else may have sent the call.
+        A peer has audited the call already. Calls that are not from a peer are audited here.
         """
         self.caller = by
         if by.is_peer:
@@ -178,10 +175,10 @@ class GuardedCall:
         return by
 
     async def body(self, *, in_pieces: bool = False) -> bytes:
-        """Receive the only message of a request, or a body that comes in pieces.
+        """Receive the message of a request, or (`in_pieces`) a body over HTTP.
 
-        The bytes of a message count until the first piece of a stream is sent, or the call ends. Those of a
-        body that comes in pieces, which may be large, count until the call ends.
+        The bytes of a message count until the first piece of a stream is sent, or the call ends. Those of an
+        HTTP body, which may be large, count until the call ends.
         """
         assert self.caller is not None
         incoming, transport = self._guard.incoming, self._transport
@@ -197,7 +194,7 @@ class GuardedCall:
         return raw
 
     def answers(self, num_bytes: int) -> None:
-        """The only answer, of so many bytes, is about to be sent; QueueFull if it must not be."""
+        """Count an unstreamed answer; raises QueueFull if the tenant would have too much unread."""
         if self._allowance is None:
             return
         if (exceeded := self._allowance.unread_exceeded(num_bytes)) is not None:
@@ -206,7 +203,7 @@ class GuardedCall:
         self._num_unread_bytes = num_bytes
 
     async def send(self, num_bytes: int, write: Callable[[T], Awaitable[None]], piece: T) -> None:
-        """Write a piece of a stream once its tenant's clients have read enough of what came before."""
+        """Write a piece of a stream once the tenant's clients have read enough."""
         if self._received is not None and not self._is_held_to_the_end:
             self._received.release()
         allowance = self._allowance
@@ -268,7 +265,7 @@ class GuardedCall:
             self._guard.audit.ended(audited, self.caller, peer, outcome, seconds)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, but not beyond half of the time that the caller waits."""
+        """Sleep, but at most half of the caller's remaining time."""
         if seconds:
             left = self._transport.time_remaining()
             await asyncio.sleep(seconds if left is None else min(seconds, left / 2))

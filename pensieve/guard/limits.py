@@ -1,23 +1,22 @@
-"""The limits of a tenant, and how much of them it has used.
+"""The limits of tenants, and their usage.
 
-    turns_max             turns at once: running, waiting, about to begin, and warms
-    tokens_per_second     on average; new and sampled tokens, tokens that a warm computes, and one for each
+    turns_max             simultaneous turns: running, waiting, about to begin; warms included
+    tokens_per_second     mean rate of new and sampled tokens, tokens computed by warms, and one for each
                           other call that changes the history
-    requests_per_second   on average, of all methods but the operator's and health
-    calls_max             calls at once; a stream counts until its client has taken the end
-    storage_bytes         of its conversations; new ones are refused, running turns are stored all the same
+    requests_per_second   mean rate of all methods except the operator's and health
+    calls_max             simultaneous calls; a stream counts until its client has received the end
+    storage_bytes         of conversations; beyond it new data is refused, but running turns are stored
     prefixes_max          declared prefixes
-    unread_bytes          of answers that are on their way, or that clients do not take
-    weight                of its turns when more wait than can run; see core/fair_queue.py
+    unread_bytes          of answers that clients have not received yet
+    weight                share of the engine if more turns wait than can run; see core/fair_queue.py
 
-A turn is charged when it has ended: for its new tokens and those of its reply, not for tokens found in the
-cache. A tenant may save up BURST_SECONDS of its rates. A tenant in debt may read and delete, but nothing
-else. A tenant beyond its limits is slowed down: refusals for limits, and all errors of a tenant in debt, come
-at REFUSALS_PER_SECOND. Calls of a tenant in debt begin at CALLS_PER_SECOND. No call waits longer than
-PAUSE_SECONDS_MAX.
+A turn is charged at its end for its new tokens and its reply, but not for cached tokens. A tenant can save up
+BURST_SECONDS of its rates. A tenant in debt may only read and delete. Refusals for limits, and all errors of
+a tenant in debt, are slowed down to REFUSALS_PER_SECOND, and calls of a tenant in debt to CALLS_PER_SECOND.
+No call waits longer than PAUSE_SECONDS_MAX.
 
-Allowances are used on the event loop. Changed limits take effect at once: what was saved or owed stays, and
-running turns and calls go on.
+Allowances are used on the event loop. Changed limits take effect at once: savings and debts stay, and running
+turns and calls continue.
 """
 
 from __future__ import annotations
@@ -58,18 +57,18 @@ WHOLE = frozenset({"turns_max", "calls_max", "storage_bytes", "unread_bytes", "p
 
 
 class Bucket:
-    """A token bucket: a rate, and the amount that is saved up."""
+    """A token bucket: a rate and the saved amount."""
 
     def __init__(self, rate: float | None, now: float, least: float = 0.0) -> None:
         """The bucket holds BURST_SECONDS of the rate, but at least `least`."""
         self.rate = rate
-        self.saved = 0.0  # below 0: owed
+        self.saved = 0.0  # negative: debt
         self._least = least
         self._counted_at = now
         self.saved = self.most
 
     def change(self, rate: float | None, now: float) -> None:
-        """Set another rate; what was saved or owed stays, as far as there is room."""
+        """Set another rate; savings and debts stay, up to the new capacity."""
         if rate == self.rate:
             return
         self._count(now)
@@ -77,14 +76,14 @@ class Bucket:
         self.saved = min(self.saved, self.most) if had_rate else self.most
 
     def level(self, now: float) -> float | None:
-        """Return what is saved up now; None without a limit."""
+        """Return the saved amount; None without a limit."""
         if self.rate is None:
             return None
         self._count(now)
         return self.saved
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """Return the time until this amount is saved up; 0 if it is."""
+        """Return the time until this amount is saved."""
         if self.rate is None:
             return 0.0
         self._count(now)
@@ -96,9 +95,9 @@ class Bucket:
             self.saved -= amount
 
     def pause(self, now: float) -> float:
-        """Spend 1, and return how long to wait until it was saved up; at most PAUSE_SECONDS_MAX."""
+        """Spend 1, and return how long to wait for it, at most PAUSE_SECONDS_MAX."""
         wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)
-        if wait < PAUSE_SECONDS_MAX:  # or the debt would grow for ever
+        if wait < PAUSE_SECONDS_MAX:  # else the debt would grow without limit
             self.spend(1.0, now)
         return wait
 
@@ -113,7 +112,7 @@ class Bucket:
 
 
 class Allowance:
-    """One tenant's limits, and how much of them is used."""
+    """The limits and usage of one tenant."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -122,7 +121,7 @@ class Allowance:
         self.tokens = Bucket(limits.tokens_per_second, now)
         self.requests = Bucket(limits.requests_per_second, now, least=1.0)
         self._refusals = Bucket(REFUSALS_PER_SECOND, now)
-        self._calls = Bucket(CALLS_PER_SECOND, now)  # in debt
+        self._calls = Bucket(CALLS_PER_SECOND, now)  # while in debt
 
     def change(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -130,7 +129,7 @@ class Allowance:
         self.requests.change(limits.requests_per_second, now)
 
     def exceeded(self, num_turns: int, now: float) -> QueueFull | None:
-        """Return the error if one more turn than these would exceed a limit."""
+        """Return the error if one more turn would exceed a limit."""
         limits = self.limits
         if limits.turns_max is not None and num_turns >= limits.turns_max:
             return _full("turns_max", f"this token may run {limits.turns_max} turns at once")
@@ -148,11 +147,11 @@ class Allowance:
         self.tokens.spend(num_tokens, now)
 
     def has_spare(self, now: float) -> bool:
-        """Whether half of the possible savings are there: then background turns may use some."""
+        """Return whether at least half of the maximum is saved, so that background turns may run."""
         return not self.tokens.seconds_until(self.tokens.most / 2, now)
 
     def request(self, now: float) -> QueueFull | None:
-        """Count a request; return the error if it exceeds the limit, and then it does not count."""
+        """Count a request, or return the error if it exceeds the limit."""
         if wait := self.requests.seconds_until(1.0, now):
             rate = self.limits.requests_per_second
             text = f"this token may send {rate:g} requests per second"
@@ -161,7 +160,7 @@ class Allowance:
         return None
 
     def seconds_to_refuse(self, error: PensieveError, now: float) -> float:
-        """Return how long to wait before this error is told."""
+        """Return how long to wait before this error is sent."""
         is_for_limit = isinstance(error, QueueFull) and error.limit
         if not is_for_limit and self.in_debt(now) is None:
             return 0.0
@@ -172,14 +171,14 @@ class Allowance:
         return 0.0 if self.in_debt(now) is None else self._calls.pause(now)
 
     def calls_exceeded(self, allowed: int = 1) -> QueueFull | None:
-        """Return the error if there are more than `allowed` times calls_max calls, this one included."""
+        """Return the error if there are more than `allowed` * calls_max calls, this call included."""
         calls_max = self.limits.calls_max
         if calls_max is None or self.num_calls <= allowed * calls_max:
             return None
         return _full("calls_max", f"this token may have {calls_max} calls at once")
 
     def unread_exceeded(self, num_bytes: int) -> QueueFull | None:
-        """Return the error if with so many bytes more there would be too many unread ones."""
+        """Return the error if this many more bytes would exceed unread_bytes."""
         if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
             return None
         text = f"this token's clients have {self.num_unread_bytes:,} bytes to read first"
@@ -214,7 +213,7 @@ class Allowances:
         return found
 
     def change(self, limits: Mapping[str, Limits], now: float) -> None:
-        """Put other limits into force."""
+        """Replace the limits."""
         for tenant in {*limits, *self._of_tenant}:
             self.of(tenant, now).change(limits.get(tenant, NO_LIMITS), now)
         for tenant, allowance in [*self._of_tenant.items()]:
@@ -237,10 +236,10 @@ def _full(limit: str, text: str, wait: float | None = None) -> QueueFull:
 
 
 class Counts(Counter[Key]):
-    """Numbers by key; a key at zero is forgotten, so that the numbers never outgrow what they count."""
+    """Counters by key; a counter at zero is removed, so that memory is bounded."""
 
     def __setitem__(self, key: Key, number: int) -> None:
-        """Called by `+=` and `-=`, which alone change a number."""
+        """Called by `+=` and `-=` only."""
         if number:
             super().__setitem__(key, number)
         else:
@@ -248,10 +247,10 @@ class Counts(Counter[Key]):
 
 
 class Watchers:
-    """Counts the calls that watch one kind of thing.
+    """Counts watching calls of one kind.
 
-    Each tenant has a limit, and all tenants together have one. The first watcher of a tenant is always let
-    in, so no tenant can lock out another.
+    There is a limit per tenant, and a limit in all. The first watcher of a tenant is always admitted, so no
+    tenant can lock out another.
     """
 
     def __init__(self, of_tenant_max: int, of_all_max: int) -> None:
@@ -260,12 +259,14 @@ class Watchers:
 
     @contextmanager
     def enter(self, tenant: str) -> Iterator[None]:
-        """Count a watcher while it watches; QueueFull if there are too many."""
+        """Count a watcher while the context lasts; raises QueueFull if there are too many."""
         num_watchers = self._counts[tenant]
         if num_watchers >= self._of_tenant_max:
-            raise QueueFull(f"{num_watchers} clients of this tenant watch already; end one first")
+            raise QueueFull(
+                f"{num_watchers} clients of this tenant are watching already; end one first"
+            )
         if num_watchers and self._counts.total() >= self._of_all_max:
-            raise QueueFull("too many clients of this daemon watch already; try again later")
+            raise QueueFull("too many clients of this daemon are watching; try again later")
         self._counts[tenant] += 1
         try:
             yield
@@ -274,9 +275,9 @@ class Watchers:
 
 
 async def delivered(seconds: float, writing: Awaitable[None]) -> None:
-    """Wait until something is written; DeadlineExceeded if its reader takes nothing for so long."""
+    """Wait for a write; raises DeadlineExceeded if the client reads nothing for so long."""
     try:
         async with asyncio.timeout(seconds):
             await writing
     except TimeoutError:
-        raise DeadlineExceeded("nothing was taken of what was sent") from None
+        raise DeadlineExceeded("the client read nothing of the answer for too long") from None

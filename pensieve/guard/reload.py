@@ -1,12 +1,11 @@
-"""Read tokens and certificates again when their files change.
+"""Reload tokens and certificates when their files change.
 
-The token file is looked at every second, the files of TLS at every handshake. A file that has changed and
-cannot be used (half written, the key of another certificate, writable for others) is reported in the log, and
-what was read before stays in force. Tokens are tried again every second, whatever went wrong: a token that
-was taken out must not stay in force because the daemon lacked a file descriptor. If the watching itself ends,
-so does the daemon.
+The token file is checked every second, TLS files at every handshake. If a changed file cannot be used (half
+written, a key of another certificate, writable by others), the log says so, and the old values stay in force.
+Tokens are retried every second after any error: a removed token must not stay valid because the daemon lacked
+a file descriptor. If the watcher itself fails, the daemon stops.
 
-A tenant's limits change with the tokens: what it has saved or owes stays, and running turns go on.
+Limits change with the tokens: a tenant's savings and debts stay, and running turns continue.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Watched:
         self._stamp: Stamp | None = ()
 
     def has_changed(self) -> bool:
-        """Whether they have changed since the last call; True at the first."""
+        """Return whether they have changed since the last call; True at the first call."""
         before, self._stamp = self._stamp, self._present()
         return self._stamp != before
 
@@ -52,9 +51,9 @@ async def watch_tokens(
     use: Callable[[Sequence[Token]], None],
     on_reload: Callable[[int, str], None] = lambda num_tokens, problem: None,
 ) -> None:
-    """Call `use` with the tokens whenever the file has changed; never returns.
+    """Call `use` with the tokens whenever the file changes; never returns.
 
-    `on_reload` is told how many tokens are in force then, and what was wrong with the file.
+    `on_reload` gets the number of tokens in force, and the problem with the file, if any.
     """
     file = Watched(path)
     problem = ""
@@ -78,7 +77,7 @@ async def watch_tokens(
 
 
 class Reloaded(Generic[T]):
-    """A value that is read from files, and read again when they change."""
+    """A value that is read from files, and reloaded when they change."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Reloaded(Generic[T]):
         read: Callable[[], T],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`read` raises ConfigError; `on_reload` is told what was wrong with files that have changed."""
+        """`read` may raise ConfigError; `on_reload` gets the problem with changed files, if any."""
         self._what, self._read, self._on_reload = what, read, on_reload
         self._files = Watched(*(path for path in files if path is not None))
         self._files.has_changed()

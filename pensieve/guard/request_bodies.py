@@ -1,20 +1,20 @@
-"""Receive the bodies of requests, each group of callers within its own limits.
+"""Receive request bodies, with limits for each group of callers.
 
-gRPC receives the request of a method that takes one message before it asks what to do with the call, so
-anybody could have the daemon hold bodies that never end. To gRPC, all our methods therefore take a stream of
-messages, which is the same on the wire: of a stream it receives no more than a window until somebody reads.
-We read when the caller is known, and only the first message. A body over HTTP is read in the same way.
+For a unary method, gRPC receives the request before the caller is authenticated, so anybody could make the
+daemon hold bodies that never end. Therefore all methods are registered as client streams, which look the same
+on the wire: gRPC then receives only a window until we read. We authenticate first, and read only one message.
+HTTP bodies are read in the same way.
 
-* A group of known callers (a tenant, or whoever comes by the socket in the data folder) receives
-  RECEIVING_MAX bodies at a time. Other calls of the group wait, each for BODY_SECONDS at most. They also wait
-  while HELD_BYTES_MAX of the group's requests are being handled, each until its answer begins.
-* A call that sends many messages (a job's file) receives one at a time, as soon as the one before was taken
-  in. A group has SENDING_MAX such calls, and each message may take BODY_SECONDS.
-* Callers who are not known may ask for health. A check is always answered, because an orchestrator ends a
-  daemon that does not answer: the oldest body on its way makes room for the newest. A connection may have
-  only a few calls whose answers are not read, and few watches.
+* A group of known callers (a tenant, or the callers on the socket in the data folder) receives RECEIVING_MAX
+  bodies at a time. Further calls of the group wait, for at most BODY_SECONDS each. They also wait while the
+  group has HELD_BYTES_MAX of requests whose answer has not begun.
+* A client stream (a job's file) receives one message at a time, after the previous one was consumed. A group
+  has at most SENDING_MAX such calls, and each message may take BODY_SECONDS.
+* Unknown callers may only check health. A check is always answered, because an orchestrator kills a daemon
+  that does not answer: the oldest unfinished body is dropped for the newest. A connection may have only a few
+  calls with unread answers, and few watches.
 
-All of it runs on the event loop.
+Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.guard.limits import Counts
 
 RECEIVING_MAX = 16
-SENDING_MAX = 4  # calls of a group that send many messages
+SENDING_MAX = 4  # client streams per group
 BODY_SECONDS = 30.0
 HELD_BYTES_MAX = 32 << 20
 LOOK_SECONDS = 0.05
 
 
 class BodySource(Protocol):
-    """Where a request's messages come from."""
+    """The source of a request's messages."""
 
     def read(self) -> Awaitable[Any]:
-        """Return the bytes of the next message; anything else is the end."""
+        """Return the bytes of the next message; any other value means the end."""
 
     def add_done_callback(self, callback: Callable[[Any], None], /) -> Any:
-        """Have this called once, when the call has ended."""
+        """Call the function once, when the call has ended."""
 
 
 class PieceSource(BodySource, Protocol):
     def read_ahead(self) -> Awaitable[bool]:
-        """Receive what a short body has; return whether that is all of it."""
+        """Receive as much as a short body may have; return whether that is the whole body."""
 
 
 class Transport(PieceSource, Protocol):
-    """A call as its door has it; only bodies that come in pieces need `read_ahead`."""
+    """A call over gRPC or HTTP; only HTTP bodies need `read_ahead`."""
 
     def peer(self) -> str: ...
     def time_remaining(self) -> float | None: ...
@@ -61,21 +61,21 @@ class BodyLimits:
     """Limits of each group of known callers."""
 
     receiving_max: int = RECEIVING_MAX
-    seconds: float = BODY_SECONDS  # that a body may take
+    seconds: float = BODY_SECONDS  # to receive a body
 
 
 @dataclass(frozen=True)
 class StrangerLimits:
-    """Limits of callers who are not known, all of them together."""
+    """Limits of all unknown callers together."""
 
-    receiving_max: int = 8  # the oldest is given up for another
-    seconds: float = 2.0  # that a body may take
-    calls_max: int = 16  # of a connection, until their answers are read
+    receiving_max: int = 8  # the oldest is dropped for a new one
+    seconds: float = 2.0  # to receive a body
+    calls_max: int = 16  # per connection, until their answers are read
     watches_max: int = 64
 
 
 class ReceivedBytes:
-    """The bytes of a request, which count for its group until they are released."""
+    """The bytes of a request, which count towards the group's limit until `release`."""
 
     def __init__(self, bytes_held: Counts[str], group: str, num_bytes: int) -> None:
         self._bytes_held = bytes_held
@@ -84,7 +84,7 @@ class ReceivedBytes:
         bytes_held[group] += num_bytes
 
     def release(self) -> None:
-        """More than once does no harm."""
+        """Stop counting the bytes; may be called more than once."""
         self._bytes_held[self._group] -= self._num_bytes
         self._num_bytes = 0
 
@@ -95,15 +95,15 @@ class IncomingBodies:
     ) -> None:
         self._known = known or BodyLimits()
         self._strangers = strangers or StrangerLimits()
-        self._slots: dict[str, asyncio.Semaphore] = {}  # by group; as many as in the token file
+        self._slots: dict[str, asyncio.Semaphore] = {}  # by group; bounded by the token file
         self.bytes_held = Counts[str]()  # by group
-        self._num_sending = Counts[str]()  # calls that send many messages, by group
-        self._strangers_bodies: list[asyncio.Timeout] = []  # the oldest first
+        self._num_sending = Counts[str]()  # client streams, by group
+        self._strangers_bodies: list[asyncio.Timeout] = []  # oldest first
         self._strangers_calls = Counts[str]()  # by connection
         self._num_watches = 0
 
     async def body(self, source: BodySource, group: str) -> tuple[bytes, ReceivedBytes]:
-        """Return the bytes of the request of a known caller; they count until released."""
+        """Return a request of a known caller; its bytes count until released."""
         seconds = self._known.seconds
         slots = self._slots.setdefault(group, asyncio.Semaphore(self._known.receiving_max))
         try:
@@ -115,9 +115,9 @@ class IncomingBodies:
         return raw, ReceivedBytes(self.bytes_held, group, len(raw))
 
     async def piecewise(self, source: PieceSource, group: str) -> tuple[bytes, ReceivedBytes]:
-        """Return the same of a body that comes in pieces.
+        """Return an HTTP body of a known caller.
 
-        A short body does not count among those on their way, so slow ones do not hold it up.
+        A short body does not count among the bodies being received, so slow bodies do not delay it.
         """
         seconds = self._known.seconds
         try:
@@ -131,9 +131,9 @@ class IncomingBodies:
         return await self.body(source, group)
 
     async def bodies(self, source: BodySource, group: str) -> AsyncIterator[bytes]:
-        """Yield the bytes of each message of a known caller; QueueFull if there are too many calls."""
+        """Yield the messages of a known caller's stream; raises QueueFull if there are too many streams."""
         if self._num_sending[group] >= SENDING_MAX:
-            raise QueueFull(f"{SENDING_MAX} files are on their way already; try again later")
+            raise QueueFull(f"{SENDING_MAX} uploads are running already; try again later")
         self._num_sending[group] += 1
 
         def ended(_: Any) -> None:
@@ -160,7 +160,7 @@ class IncomingBodies:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def strangers_body(self, source: BodySource, peer: str, *, is_watch: bool) -> bytes:
-        """Return the bytes of the request of an unknown caller; QueueFull if there are too many calls."""
+        """Return a request of an unknown caller; raises QueueFull if there are too many calls."""
         if is_watch:
             self._enter_watch(source)
         else:
@@ -183,7 +183,7 @@ class IncomingBodies:
         return _whole(raw)
 
     def _enter_call(self, source: BodySource, peer: str) -> None:
-        """Count the call until its transport has ended it: the answer may wait long after ours."""
+        """Count the call until its transport ends it, because the answer may stay unread for long."""
         calls = self._strangers_calls
         if calls[peer] >= self._strangers.calls_max:
             raise QueueFull("too many calls without a token; try again later")

@@ -1,1 +1,1 @@
-"""Batch jobs of a daemon: files of requests that are computed beside the conversations."""
+"""Batch jobs of a daemon: files of requests that run in the background, beside the conversations."""

@@ -1,7 +1,7 @@
-"""`/v1/files` and `/v1/batches`: batch jobs, as OpenAI's API has them.
+"""`/v1/files` and `/v1/batches`: batch jobs in the form of OpenAI's API.
 
-An uploaded file is a job that is only checked. So files are stored, limited, deleted and forgotten like jobs,
-and a client learns which requests are invalid before it creates a batch. A batch is a new job with a copy of
+An uploaded file is a job that is only checked. So files are stored, limited, deleted and forgotten like
+jobs, and a client learns of invalid requests before it creates a batch. A batch is a new job with a copy of
 the lines. One file may become several batches, and may be deleted while they run.
 
     file-ID            an uploaded file: a job whose lines are only checked (`is_file`)
@@ -9,7 +9,7 @@ the lines. One file may become several batches, and may be deleted while they ru
     file-input.JOB     the lines of a job that was created without an uploaded file
     file-output.JOB    the job's answers so far; file-errors.JOB has its refusals
 
-The id of an upload is `file-` and hexadecimal digits, so no id stands for two things.
+The id of an upload is `file-` and hexadecimal digits, so no id is ambiguous.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pensieve.jobs.values import DaemonJobs, JobHeader, JobView
 from pensieve.store.records import ID_PATTERN
 
 NAME_CHARACTERS_MAX = 128
-FILES_LISTED, BATCHES_LISTED = 100, 20  # where a client does not say how many
+FILES_LISTED, BATCHES_LISTED = 100, 20  # defaults of `limit`
 FILES_LISTED_MAX, BATCHES_LISTED_MAX = 10_000, 100
 METADATA_MAX, KEY_CHARACTERS_MAX, VALUE_CHARACTERS_MAX = 16, 64, 512
 CHUNK_BYTES = 256 << 10
-SIZES_MAX = 1 << 16  # of jobs that have ended, remembered
+SIZES_MAX = 1 << 16  # limit for remembered sizes of ended jobs
 UPLOADED = re.compile(r"file-[0-9a-f]{24}")
 STATUSES = {
     JobState.RECEIVING: "validating",
@@ -60,15 +60,15 @@ OUTCOMES = {
 }
 
 
-class _OfJobs:
+class _JobEndpoints:
     def __init__(self, jobs: DaemonJobs | None, lists: JobLists | None) -> None:
-        """`jobs`: None of a daemon that has none. `lists`: None if no other daemon shares the history."""
+        """`jobs`: None if this daemon takes none. `lists`: None if no other daemon shares the history."""
         self._found, self._lists = jobs, lists
 
     @property
     def _jobs(self) -> DaemonJobs:
         if self._found is None:
-            raise NotFound("this daemon takes no batches")
+            raise NotFound("this daemon does not run batches")
         return self._found
 
     async def _job(self, by: Caller, job_id: str) -> JobView:
@@ -82,7 +82,7 @@ class _OfJobs:
         return await self._lists.all(by.tenant, tokens_of(exchange.scope["headers"]))
 
 
-class Files(_OfJobs):
+class Files(_JobEndpoints):
     def __init__(
         self,
         requests: ApiRequests,
@@ -110,7 +110,7 @@ class Files(_OfJobs):
         return file_object(view, FileId(Content.UPLOAD, view.job_id), view.num_bytes)
 
     async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        await exchange.no_body()  # from now on it is seen when the client leaves
+        await exchange.no_body()  # from now on, a disconnect is noticed
         query = Fields(query_of(exchange))
         purpose, descending = query.text("purpose"), is_descending(query.text("order"))
         limit = limit_of(query.text("limit"), FILES_LISTED, FILES_LISTED_MAX)
@@ -135,10 +135,10 @@ class Files(_OfJobs):
         return listed(data, has_more=first + limit < len(found))
 
     async def sizes(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Tell another daemon, which makes a list, how long the results of jobs are."""
+        """Answer another daemon, which builds a list, with the sizes of jobs' results."""
         if FORWARDED not in exchange.scope:
             return await not_here(exchange, by)
-        await exchange.no_body()  # from now on it is seen when the daemon has given up
+        await exchange.no_body()  # from now on, a disconnect of the other daemon is noticed
         asked, sizes = set(exchange.scope["query_string"].decode("latin-1").split(",")), {}
         for view in await self._jobs.list(by.tenant):
             if view.job_id in asked:
@@ -151,7 +151,7 @@ class Files(_OfJobs):
 
     async def content(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         view, file_id = await self._file(exchange, by)
-        await self._requests.front.body(exchange)  # from now on it is seen when the client leaves
+        await self._requests.front.body(exchange)  # from now on, a disconnect is noticed
         kind = "application/octet-stream"
         if exchange.method == "HEAD":
             await exchange.answer_bytes(b"", kind)
@@ -166,7 +166,7 @@ class Files(_OfJobs):
         view, file_id = await self._file(exchange, by)
         if file_id.content is not Content.UPLOAD:
             raise WrongJobState(
-                f"this file is a part of a batch: DELETE /v1/batches/{view.job_id} deletes all of it"
+                f"this file belongs to a batch; DELETE /v1/batches/{view.job_id} deletes the whole batch"
             )
         await self._jobs.delete(by.tenant, view.job_id)
         return {"id": str(file_id), "object": "file", "deleted": True}
@@ -183,7 +183,7 @@ class Files(_OfJobs):
     async def _sizes_elsewhere(
         self, exchange: Exchange, shown: Iterable[tuple[JobView, FileId]]
     ) -> Mapping[tuple[str, str], ResultBytes]:
-        """The sizes of results that other daemons have, by home and job_id."""
+        """Return the sizes of results at other daemons, by home and job_id."""
         views = [view for view, file_id in shown if _is_result_elsewhere(view, file_id)]
         if self._lists is None or not views:
             return {}
@@ -192,7 +192,7 @@ class Files(_OfJobs):
     async def _object(
         self, by: Caller, view: JobView, file_id: FileId, found: ResultBytes | None = None
     ) -> Mapping[str, Any]:
-        """`found`: the sizes of the job's results, if they are known."""
+        """Describe a file. `found`: the sizes of the job's results, if they are known."""
         num_bytes = view.num_bytes
         if _is_result(file_id):
             found = found or await self._result_bytes(by, view)
@@ -200,7 +200,7 @@ class Files(_OfJobs):
         return file_object(view, file_id, num_bytes)
 
     async def _result_bytes(self, by: Caller, view: JobView) -> ResultBytes:
-        """All results are read for it, but of a job that has ended only once."""
+        """Return the sizes of a job's results. This reads all results, but only once for an ended job."""
         key = (by.tenant, view.job_id, view.number, view.num_answered, view.num_refused)
         if (found := self._sizes.get(key)) is None:
             found = await self._jobs.result_bytes(by.tenant, view.job_id)
@@ -221,7 +221,7 @@ class Files(_OfJobs):
                 yield result.text.removesuffix(b"\n") + b"\n"
 
 
-class Batches(_OfJobs):
+class Batches(_JobEndpoints):
     def __init__(
         self, requests: ApiRequests, jobs: DaemonJobs | None, lists: JobLists | None = None
     ) -> None:
@@ -240,7 +240,7 @@ class Batches(_OfJobs):
         fields.end()
         file_id = file_id_of(given)
         if file_id is None or file_id.content is not Content.UPLOAD:
-            raise Refusal("input_file_id", "is no file that was uploaded")
+            raise Refusal("input_file_id", "must be the id of an uploaded file")
         file = await self._job(by, file_id.job_id)
         details = {"input_file_id": given, **({"metadata": metadata} if metadata else {})}
         header = JobHeader(
@@ -264,12 +264,12 @@ class Batches(_OfJobs):
         return batch_object(await self._batch(exchange, by))
 
     async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        await self._requests.front.body(exchange)  # which says nothing
+        await self._requests.front.body(exchange)  # its content does not matter
         view = await self._batch(exchange, by)
         return batch_object(await self._jobs.cancel(by.tenant, view.job_id))
 
     async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """What OpenAI's API lacks."""
+        """Delete a batch. OpenAI's API has no such call."""
         view = await self._batch(exchange, by)
         await self._jobs.delete(by.tenant, view.job_id)
         return {"id": view.job_id, "object": "batch", "deleted": True}
@@ -277,12 +277,12 @@ class Batches(_OfJobs):
     async def _batch(self, exchange: Exchange, by: Caller) -> JobView:
         view = await self._job(by, exchange.values["job_id"])
         if is_file(view):
-            raise NotFound("this is a file, and no batch")
+            raise NotFound("this is a file, not a batch")
         return view
 
 
 async def lines_of(jobs: DaemonJobs, tenant: str, job_id: str) -> AsyncIterator[bytes]:
-    """As in the file: blank lines were not kept, but each of the others has the number that it had."""
+    """Yield the lines of the file with their numbers: blank lines were not stored, and become empty."""
     number = 0
     async for page in jobs.lines(tenant, job_id):
         for line in page:
@@ -313,7 +313,7 @@ def _place(ids: list[str], after: str | None) -> int:
     if after is None:
         return 0
     if after not in ids:
-        raise Refusal("after", "is none of these")
+        raise Refusal("after", "is not in this list")
     return ids.index(after) + 1
 
 
@@ -331,7 +331,7 @@ def _metadata(fields: Fields) -> Mapping[str, Any]:
 
 
 class Content(StrEnum):
-    """What of a job a file holds."""
+    """The part of a job that a file holds."""
 
     UPLOAD = "upload"
     INPUT = "input"
@@ -340,7 +340,7 @@ class Content(StrEnum):
 
 
 class FileId(NamedTuple):
-    """Which job a file belongs to, and what of it."""
+    """The job that a file belongs to, and the part of the job."""
 
     content: Content
     job_id: str
@@ -352,7 +352,7 @@ class FileId(NamedTuple):
 
 
 def file_id_of(text: str) -> FileId | None:
-    """None: no file is called so."""
+    """Parse a file id; None if it is invalid."""
     if UPLOADED.fullmatch(text):
         return FileId(Content.UPLOAD, text)
     kind, _, job_id = text.removeprefix("file-").partition(".")
@@ -362,7 +362,7 @@ def file_id_of(text: str) -> FileId | None:
 
 
 def is_file(view: JobView) -> bool:
-    """Whether a job is there for its file alone."""
+    """Return whether a job exists only for its uploaded file."""
     return view.check_only and UPLOADED.fullmatch(view.job_id) is not None
 
 
@@ -437,7 +437,7 @@ def batch_object(view: JobView) -> dict[str, Any]:
             "input_tokens": view.prompt_tokens,
             "input_tokens_details": {"cached_tokens": view.saved_tokens},
             "output_tokens": view.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},  # of jobs they are not counted apart
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted for jobs
             "total_tokens": view.prompt_tokens + view.output_tokens,
         },
         "metadata": view.details.get("metadata"),

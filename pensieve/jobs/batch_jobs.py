@@ -1,20 +1,20 @@
-"""Receive batch jobs, check them, run them and answer about them. Belongs to the event loop.
+"""Receive batch jobs, check them, run them and report on them. Runs on the event loop.
 
-    event loop      which job is at work, its run in the engine, who watches
+    event loop      the running jobs, their runs in the engine, and watchers
     jobs thread     the store of jobs (job_store.py), one call at a time
     text pool       reading and tokenizing lines, writing answers
 
-At most two *activities* go on at a time: one checks the lines of a job in state `checking`, one runs a job in
-state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their creation. The
-next job passes one that is paused, or that cannot continue for now because its file is locked or its tenant
-owes tokens.
+At most two *activities* run at a time: one checks the lines of a job in state `checking`, one runs a job in
+state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their creation. A
+job is skipped while it is paused, or while it cannot continue because its file is locked or its tenant owes
+tokens.
 
-The store is the truth. An activity begins with the pending lines of its job. If it ends early (pause, cancel,
-deletion, the end of the daemon), the lines without a result are still pending. An operation on a job first
+The store is the truth. An activity begins with the pending lines of its job. If it ends early (pause,
+cancel, deletion, shutdown), the lines without a result are still pending. An operation on a job first
 *holds* the job: its activity is told to end, and no other begins until the operation is done.
 
-A job's turns are background turns: the scheduler gives them what interactive turns leave free. The job plans
-for `pages_share` of the device tier.
+A job's turns are background turns: the scheduler gives them the capacity that interactive turns leave free.
+The job plans for `pages_share` of the device tier.
 """
 
 from __future__ import annotations
@@ -60,17 +60,18 @@ from pensieve.jobs.worker import Activity, JobsConfig, StoreThread, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
-JOBS_MAX = 100  # of a tenant, that have not ended
+JOBS_MAX = 100  # unended jobs per tenant
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 FORGET_SECONDS = 3600.0
-PUT_OFF_SECONDS = 5.0  # of a job that cannot go on for now
+PUT_OFF_SECONDS = 5.0  # pause of a job that cannot continue for now
 GOING_ON = {JobState.WAITING, JobState.RUNNING}
-ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)  # of jobs in these states
+# the states of the jobs of each activity
+ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)
 FILE_BYTES_MAX = 2 << 30
-LINES_MAX = 100_000  # with a request
-NUMBERS_MAX = 200_000  # lines, blank ones included
-PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # of lines that are stored at once
+LINES_MAX = 100_000  # lines with a request
+NUMBERS_MAX = 200_000  # lines, including blank ones
+PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # lines per write
 
 
 class BatchJobs:
@@ -90,13 +91,15 @@ class BatchJobs:
         self._loop = asyncio.get_running_loop()
         self._activities: dict[JobKey, Activity] = {}
         self._held: set[JobKey] = set()
-        self._problems: dict[JobKey, str] = {}  # why a job does not go on
-        self._later: dict[JobKey, float] = {}  # jobs that cannot go on before, by the loop's clock
-        self._incoming: dict[JobKey, Receiving] = {}
-        self._turns: dict[tuple[bool, str], int] = {}  # when a tenant had its last check, and run
+        self._problems: dict[JobKey, str] = {}  # why a job does not continue
+        # when a delayed job may continue, by the loop's clock
+        self._later: dict[JobKey, float] = {}
+        self._incoming: dict[JobKey, IncomingFile] = {}
+        # order of each tenant's latest check and latest run
+        self._turns: dict[tuple[bool, str], int] = {}
         self._num_activities = 0
         self._closing = False
-        self._news = [asyncio.Event() for _ in ACTIVITIES]  # a job may be there for it
+        self._news = [asyncio.Event() for _ in ACTIVITIES]  # set when an activity may have a job
         self._tasks: list[asyncio.Task[None]] = []
         events = daemon.events
         events.engine_up.subscribe(self._engine_up)
@@ -104,7 +107,7 @@ class BatchJobs:
         events.draining.subscribe(self._drain)
         events.closing.subscribe(self._close)
 
-    # -- the daemon's part --
+    # -- events of the daemon --
 
     def _engine_up(self) -> None:
         self._worker.engine_up.set()
@@ -120,7 +123,7 @@ class BatchJobs:
             run.engine_lost(had_others)
 
     def _drain(self) -> None:
-        """End what goes on; the next daemon goes on with it."""
+        """Stop the activities. The next daemon continues the jobs."""
         self._closing = True
         for activity in self._activities.values():
             activity.stop()
@@ -134,7 +137,7 @@ class BatchJobs:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._store.close()
 
-    # -- what clients ask --
+    # -- calls of clients --
 
     async def create(self, tenant: str, header: JobHeader, chunks: AsyncIterator[bytes]) -> JobView:
         key = JobKey(tenant, header.job_id)
@@ -168,25 +171,27 @@ class BatchJobs:
         self._tell()
         return self._view(job)
 
-    def _incoming_of(self, key: JobKey, header: JobHeader, jobs: Sequence[StoredJob]) -> Receiving:
-        """If the tenant may have another job, beside those that are on their way."""
+    def _incoming_of(
+        self, key: JobKey, header: JobHeader, jobs: Sequence[StoredJob]
+    ) -> IncomingFile:
+        """Check that the tenant may have another job, counting the uploads in progress."""
         if key in self._incoming or any(job.key == key for job in jobs):
-            raise AlreadyExists(f"there is a job {key.job_id!r} already")
+            raise AlreadyExists(f"job {key.job_id!r} already exists")
         others = [each for each in self._incoming if each.tenant == key.tenant]
         unended = [job for job in jobs if job.state is not JobState.ENDED]
         if len({job.key for job in unended} | set(others)) >= JOBS_MAX:
-            raise QueueFull(f"{JOBS_MAX} jobs have not ended; try again later")
+            raise QueueFull(f"this tenant already has {JOBS_MAX} unfinished jobs; try again later")
         allowed = self._daemon.allowance(key.tenant).limits.storage_bytes
         if allowed is None:
-            return Receiving(header)
+            return IncomingFile(header)
         used = sum(job.num_bytes for job in jobs if job.key not in self._incoming)
         used += sum(self._incoming[each].num_bytes_max for each in others)
         if used + header.num_bytes >= allowed:
-            raise StorageFull(f"this tenant's jobs may take {allowed:,} bytes")
-        return Receiving(header, header.num_bytes or allowed - used)
+            raise StorageFull(f"this tenant's jobs may use at most {allowed:,} bytes")
+        return IncomingFile(header, header.num_bytes or allowed - used)
 
     async def get(self, tenant: str, job_id: str) -> JobView:
-        return self._view(await self._of_job(self._store.jobs.get, JobKey(tenant, job_id)))
+        return self._view(await self._about_job(self._store.jobs.get, JobKey(tenant, job_id)))
 
     async def list(self, tenant: str | None) -> Sequence[JobView]:
         jobs = await self._store.call(tenant or "", self._store.jobs.list_jobs, tenant)
@@ -197,7 +202,7 @@ class BatchJobs:
 
     async def resume(self, tenant: str, job_id: str) -> JobView:
         key = JobKey(tenant, job_id)
-        job = await self._of_job(self._store.jobs.get, key)
+        job = await self._about_job(self._store.jobs.get, key)
         if job.state in GOING_ON:
             return self._view(job)
         return await self._change(key, JobState.WAITING, {JobState.PAUSED})
@@ -210,7 +215,7 @@ class BatchJobs:
 
     async def delete(self, tenant: str, job_id: str) -> None:
         key = JobKey(tenant, job_id)
-        await self._held_while(key, lambda: self._of_job(self._store.jobs.delete, key))
+        await self._held_while(key, lambda: self._about_job(self._store.jobs.delete, key))
         if self.homes is not None:
             await self.homes.remove(key)
         self._problems.pop(key, None)
@@ -220,18 +225,18 @@ class BatchJobs:
         self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         key = JobKey(tenant, job_id)
-        while page := await self._of_job(self._store.jobs.results, key, after, which=which):
+        while page := await self._about_job(self._store.jobs.results, key, after, which=which):
             yield page
             after = page[-1].line
 
     async def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
         key, after = JobKey(tenant, job_id), 0
-        while page := await self._of_job(self._store.jobs.lines, key, after):
+        while page := await self._about_job(self._store.jobs.lines, key, after):
             yield page
             after = page[-1].number
 
     async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
-        return await self._of_job(self._store.jobs.result_bytes, JobKey(tenant, job_id))
+        return await self._about_job(self._store.jobs.result_bytes, JobKey(tenant, job_id))
 
     async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
         before: JobView | None = None
@@ -250,7 +255,7 @@ class BatchJobs:
         return [each.run for each in self._activities.values() if each.run is not None]
 
     async def _work(self, states: Sequence[JobState], news: asyncio.Event) -> None:
-        """One job after another that is in one of these states."""
+        """Run one job after another that is in one of these states."""
         while not self._closing:
             news.clear()
             retry_seconds: float | None = RETRY_SECONDS
@@ -261,17 +266,15 @@ class BatchJobs:
                     await self._act(job)
                     continue
                 if not jobs:
-                    retry_seconds = None  # whatever makes one says so
-            except (
-                Exception
-            ) as error:  # whatever it is: jobs would stand still, and nobody would know
-                log.error("jobs cannot go on for now", exc_info=error)
+                    retry_seconds = None  # a new job sets `news`
+            except Exception as error:  # any error: otherwise jobs would stop silently
+                log.error("batch jobs cannot continue for now, will retry", exc_info=error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(retry_seconds):
                     await news.wait()
 
     def _next(self, jobs: Sequence[StoredJob], states: Sequence[JobState]) -> StoredJob | None:
-        """Of the tenant whose turn it is, one that runs already, else the oldest."""
+        """Return the next job: of the tenant whose turn it is, a running job, otherwise the oldest."""
         now = self._loop.time()
 
         def may_go(job: StoredJob) -> bool:
@@ -308,7 +311,7 @@ class BatchJobs:
         except Unavailable as error:
             self._put_off(key, one_line(error))
         except Exception as error:
-            log.error("the job %s of %r cannot go on", key.job_id, key.tenant, exc_info=error)
+            log.error("job %s of tenant %r failed", key.job_id, key.tenant, exc_info=error)
             await self._give_up(key, one_line(error) or type(error).__name__)
         finally:
             activity.stop()
@@ -317,7 +320,7 @@ class BatchJobs:
             self._tell()
 
     def _put_off(self, key: JobKey, problem: str) -> None:
-        log.warning("the job %s of %r waits: %s", key.job_id, key.tenant, problem)
+        log.warning("job %s of tenant %r has to wait: %s", key.job_id, key.tenant, problem)
         self._problems[key] = problem
         self._later[key] = self._loop.time() + PUT_OFF_SECONDS
 
@@ -334,11 +337,11 @@ class BatchJobs:
                 while await self._store.call("", self._store.jobs.forget_older, self._now() - keep):
                     await asyncio.sleep(0.1)
             except Exception as error:
-                log.warning("jobs that ended long ago cannot be deleted", exc_info=error)
+                log.warning("cannot delete old batch jobs, will retry", exc_info=error)
             await asyncio.sleep(FORGET_SECONDS)
 
     async def _keep_homes(self) -> None:
-        """Tell the other daemons which jobs are here: also those that were forgotten, or came unshared."""
+        """Publish which jobs are here, also after jobs were forgotten or came from an unshared history."""
         assert self.homes is not None
         while True:
             seconds = FORGET_SECONDS
@@ -349,16 +352,16 @@ class BatchJobs:
                 keep = self._config.keep_seconds
                 await self.homes.keep(keys, since, since - keep if keep else None)
             except Exception as error:
-                log.warning("the other daemons cannot be told which jobs are here", exc_info=error)
+                log.warning("cannot publish which batch jobs are here, will retry", exc_info=error)
                 seconds = RETRY_SECONDS
             await asyncio.sleep(seconds)
 
     # -- inside --
 
-    async def _of_job(
+    async def _about_job(
         self, function: Callable[..., T], key: JobKey, *arguments: Any, **named: Any
     ) -> T:
-        """Call the store about a job. If another daemon has it: OwnedElsewhere, or Unavailable."""
+        """Call the store about a job. OwnedElsewhere or Unavailable if another daemon has it."""
         try:
             return await self._store.call(key.tenant, function, key, *arguments, **named)
         except NotFound:
@@ -373,20 +376,20 @@ class BatchJobs:
         before: Collection[JobState],
         outcome: JobOutcome | None = None,
     ) -> JobView:
-        """WrongJobState, and nothing of the job is disturbed, if it is in none of the states `before`."""
-        job = await self._of_job(self._store.jobs.get, key)
+        """Change a job's state. WrongJobState, without an effect, if it is in none of the states `before`."""
+        job = await self._about_job(self._store.jobs.get, key)
         if job.state is not state:
             if job.state not in before:
-                raise WrongJobState(f"the job {key.job_id!r} is {job.state}, so not {state}")
+                raise WrongJobState(f"job {key.job_id!r} is {job.state} and cannot become {state}")
             job = await self._held_while(key, lambda: self._store.set_state(key, state, outcome))
             self._later.pop(key, None)
         return self._view(job)
 
     async def _held_while(self, key: JobKey, operation: Callable[[], Awaitable[T]]) -> T:
         if key in self._incoming:
-            raise WrongJobState(f"the file of the job {key.job_id!r} is on its way")
+            raise WrongJobState(f"the file of job {key.job_id!r} is still being uploaded")
         if key in self._held:
-            raise QueueFull("something else is being done with this job; try again in a moment")
+            raise QueueFull("another operation on this job is in progress; try again in a moment")
         self._held.add(key)
         try:
             if (activity := self._activities.get(key)) is not None:
@@ -431,25 +434,25 @@ class BatchJobs:
         )
 
 
-class Receiving:
-    """The file of a job on its way in: pieces of any length become numbered lines, a few at a time.
+class IncomingFile:
+    """The upload of a job's file: pieces of any length become numbered lines, a few at a time.
 
-    A line that is longer than any may be is kept up to where that is certain, so it is refused by its number
-    and takes no memory.  Blank lines have a number and are not kept.
+    A line that is too long is kept only up to the limit, so it is refused by its number and uses no more
+    memory. Blank lines have a number and are not stored.
     """
 
     def __init__(self, header: JobHeader, bytes_left: int | None = None) -> None:
-        """`bytes_left`: of the tenant's storage; None: any number."""
+        """`bytes_left`: the rest of the tenant's storage; None: no limit."""
         self._header = header
         self._bytes_left = bytes_left
         self._digest = hashlib.sha256()
-        self._line = bytearray()  # the last one, so far
-        self._is_open = False  # it has begun
+        self._line = bytearray()  # the beginning of an incomplete line
+        self._is_open = False  # whether a line has begun
         self._num_lines = self.num_bytes = self._num_requests = 0
 
     @property
     def num_bytes_max(self) -> int:
-        """That it has, or will have."""
+        """The size that the file has or will have."""
         return max(self._header.num_bytes, self.num_bytes)
 
     @property
@@ -461,9 +464,9 @@ class Receiving:
         chunks: AsyncIterator[bytes],
         in_thread: Callable[[Callable[[], list[JobLine]]], Awaitable[list[JobLine]]],
     ) -> AsyncIterator[list[JobLine]]:
-        """Pages of them; what a chunk holds is found `in_thread`, for it may be a million lines."""
+        """Yield pages of lines. Chunks are split `in_thread`, because one may have a million lines."""
         page: list[JobLine] = []
-        num_stored = 0  # bytes of the file, with those of blank lines
+        num_stored = 0  # bytes of the file, including blank lines
         async for chunk in chunks:
             self._take(chunk)
             page += await in_thread(partial(self._split, chunk))
@@ -489,16 +492,16 @@ class Receiving:
         return found
 
     def check(self) -> None:
-        """All of it is here, and it is what was said."""
+        """Check that the file is complete and matches its header."""
         header = self._header
         if header.num_bytes and header.num_bytes != self.num_bytes:
             raise InvalidArgument(
                 "num_bytes", f"{self.num_bytes:,} bytes arrived, not {header.num_bytes:,}"
             )
         if header.sha256 and header.sha256 != self.sha256:
-            raise InvalidArgument("sha256", "is not that of what arrived")
+            raise InvalidArgument("sha256", "does not match the uploaded file")
         if not self._num_requests:
-            raise InvalidArgument("chunk", "the file has no line")
+            raise InvalidArgument("chunk", "the file has no requests")
 
     def _take(self, chunk: bytes) -> None:
         self._digest.update(chunk)
@@ -506,7 +509,7 @@ class Receiving:
         if self.num_bytes > FILE_BYTES_MAX:
             raise InvalidArgument("chunk", f"a file has at most {FILE_BYTES_MAX:,} bytes")
         if self._bytes_left is not None and self.num_bytes > self._bytes_left:
-            raise StorageFull(f"this tenant has room for {self._bytes_left:,} more bytes of jobs")
+            raise StorageFull(f"this tenant's jobs may use only {self._bytes_left:,} more bytes")
 
     def _add(self, text: bytes) -> None:
         self._is_open = True

@@ -2,11 +2,13 @@
 
     {"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
 
-    answered   {"id": …, "custom_id": "a-1", "response": {"status_code": 200, …, "body": {…}}, "error": null}
-    refused    {"id": …, "custom_id": "a-1", "response": null, "error": {"code", "message", "param", "line"}}
+    answered   {"id": …, "custom_id": "a-1", "response": {"status_code": 200, …, "body": {…}}, "error":
+        null}
+    refused    {"id": …, "custom_id": "a-1", "response": null, "error": {"code", "message", "param",
+        "line"}}
 
-Lines are numbered from 1. Each line is read by itself: the worker finds a custom_id that comes twice. Members
-of a line other than these four are ignored.
+Lines are numbered from 1. Each line is read on its own; the worker finds duplicate custom_ids. Other
+members of a line are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class BatchLine:
 
 class LineError(NamedTuple):
     line: int
-    custom_id: str | None  # None: it could not be read
+    custom_id: str | None  # None if it could not be read
     code: str
     message: str
     param: str | None = None
@@ -43,7 +45,7 @@ class LineError(NamedTuple):
 def read_line(
     number: int, text: bytes, served: Served, endpoint: str = ""
 ) -> BatchLine | LineError | None:
-    """None: the line is blank.  `endpoint`: the only url that the job may have."""
+    """Read a line; None if it is blank. `endpoint`: the only url that the job allows, or empty."""
     if number == 1:
         text = text.removeprefix(BYTE_ORDER_MARK)
     if not text.strip():
@@ -68,7 +70,7 @@ def read_line(
 
 
 def line_error(batch_line: BatchLine, error: PensieveError) -> LineError:
-    """A request that was read and cannot be answered: by template, tokenizer, context or engine."""
+    """Describe why a valid request cannot be answered: template, tokenizer, context or engine."""
     line, custom_id, request = batch_line.line, batch_line.custom_id, batch_line.request
     if isinstance(error, InvalidArgument):
         named = Refusal(request.param(error.field), error.problem)
@@ -77,7 +79,7 @@ def line_error(batch_line: BatchLine, error: PensieveError) -> LineError:
         most = f"the limit is {error.tokens_max:,}"
         named = Refusal(
             request.param("messages"),
-            f"a context of {error.tokens:,} tokens is needed, and {most}",
+            f"needs a context of {error.tokens:,} tokens, but {most}",
             "context_length_exceeded",
         )
         return _line_error(line, custom_id, named, "body")
@@ -119,18 +121,18 @@ def _custom_id(fields: Fields) -> str:
 def _kind(fields: Fields, endpoint: str) -> RequestKind:
     method = _needed(fields, "method")
     if method != "POST":
-        raise Refusal("method", f"{quoted(method)} is not POST", "invalid_method")
+        raise Refusal("method", f"must be POST, not {quoted(method)}", "invalid_method")
     url = _needed(fields, "url")
     known = [each.value for each in RequestKind]
     if url not in known:
         raise Refusal("url", f"{quoted(url)} is not one of {', '.join(known)}", "invalid_url")
     if endpoint and url != endpoint:
-        raise Refusal("url", f"this job's requests go to {endpoint}", "invalid_url")
+        raise Refusal("url", f"must be {endpoint} in this job", "invalid_url")
     return RequestKind(url)
 
 
 def _needed(fields: Fields, name: str) -> str:
-    """A member of the line; errors name it without a path."""
+    """Return a required string of the line. Errors name it without a path."""
     found = fields.take(name)
     if found is None:
         raise Refusal(name, "is required", "missing_required_parameter")
@@ -140,12 +142,12 @@ def _needed(fields: Fields, name: str) -> str:
 
 
 def _check_batch(request: ParsedRequest) -> None:
-    """Refuse what only somebody who waits for the answer, or comes back with it, can use."""
+    """Refuse options that need a client who waits for the answer or continues from it."""
     for name, given, problem in (
         ("stream", request.stream, "a batch has no streams"),
         ("previous_response_id", request.previous_response_id, "a batch keeps no conversations"),
         ("conversation", request.conversation, "a batch keeps no conversations"),
-        ("background", request.background, "a batch is in the background as a whole"),
+        ("background", request.background, "a batch always runs in the background"),
     ):
         if given:
             raise Refusal(name, problem, "unsupported_parameter")

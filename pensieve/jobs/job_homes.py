@@ -1,14 +1,14 @@
-"""Which daemon has a job, where several daemons share the history.
+"""Find the daemon that has a job, if several daemons share the history.
 
-A job stays with the daemon that received its file, its *home*. A call about a job that is not here is refused
-with OwnedElsewhere, and the doors forward it to the home (api/grpc/forwarding.py). While the home is away, no
-daemon can answer: the call fails with Unavailable, which names the home.
+A job stays with the daemon that received its file, its *home*. Calls about a job at another daemon raise
+OwnedElsewhere, and the servers forward them to the home (api/grpc/forwarding.py). While the home is down,
+the call fails with Unavailable, which names the home.
 
-A list has the jobs of every daemon that answers within LIST_SECONDS. The daemons ask each other for LIST_PATH
-over ForwardHttp, in the name of the caller. The sizes of the results in a list of files have another
-path, SIZES_PATH. A daemon that does not tell them within LIST_SECONDS makes the list fail.
+A list has the jobs of every daemon that answers within LIST_SECONDS. The daemons ask each other for
+LIST_PATH over ForwardHttp, on behalf of the caller. A list of files asks SIZES_PATH for the sizes of
+results. If a daemon does not answer that within LIST_SECONDS, the list fails.
 
-All of it runs on the event loop.
+Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -30,63 +30,65 @@ from pensieve.store.job_owners import JobOwner
 
 log = logging.getLogger("pensieve")
 LIST_PATH = "/pensieve/jobs"
-SIZES_PATH = "/pensieve/jobs/sizes"  # of results; the query has the ids of the jobs
-ALL_TENANTS = "all_tenants"  # the query of an operator
+SIZES_PATH = "/pensieve/jobs/sizes"  # sizes of results; the query has the ids of the jobs
+ALL_TENANTS = "all_tenants"  # query for an operator's list
 LIST_SECONDS = 5.0
-SIZES_AT_ONCE = 1000  # ids in a query, which has a limit (api/grpc/sizes.py)
-Given = Iterable[tuple[str, str | bytes]]  # metadata of a client's call, with its token
+SIZES_AT_ONCE = 1000  # ids per query, whose length is limited (api/grpc/sizes.py)
+Given = Iterable[tuple[str, str | bytes]]  # metadata of a client's call, including its token
 
 
 class JobHomes:
-    """Tells the other daemons which jobs are here, and finds the homes of theirs.
+    """Publishes which jobs are here, and finds the homes of other jobs.
 
-    For a Forwarder it is the `OwnerLookup` of jobs: a job never moves.
+    A Forwarder uses it as the `OwnerLookup` of jobs. A job never moves.
     """
 
     def __init__(self, daemon: Daemon) -> None:
-        """`daemon` shares its history."""
+        """`daemon` shares its history with others."""
         self._threads, self._reader, self._store = daemon.threads, daemon.reader, daemon.store
 
     async def add(self, key: JobKey, now: float) -> None:
-        """Before a job is stored here; AlreadyExists if another daemon has a job of this id."""
+        """Record a job before it is stored here. AlreadyExists if another daemon has a job with this id."""
         await self._threads.in_store(key.tenant, self._store.job_owners.take, *key, now)
 
     async def remove(self, key: JobKey) -> None:
-        """After a job is gone. If that cannot be written, the next `keep` does it."""
+        """Remove the record of a deleted job. If this fails, the next `keep` removes it."""
         try:
             await self._threads.in_store(key.tenant, self._store.job_owners.release, *key)
         except PensieveError as error:
-            log.warning("it could not be written that a job is gone: %s", whole_line(error))
+            log.warning(
+                "cannot remove the record of a deleted job, will retry: %s", whole_line(error)
+            )
 
     async def keep(
         self, keys: Collection[JobKey], since: float, forget_before: float | None
     ) -> None:
-        """These are the jobs that are here; others were added after `since`.
+        """Make the records match the jobs that are here, except records added after `since`.
 
-        Jobs of a home that was last there before `forget_before` are forgotten.
+        Records of a home that was last active before `forget_before` are removed.
         """
         keep = self._store.job_owners.keep
         await self._threads.in_store("", keep, keys, since, forget_before)
 
     async def refuse(self, key: JobKey) -> None:
-        """Raise OwnedElsewhere if another daemon has the job, or Unavailable if that daemon is away."""
+        """Raise OwnedElsewhere if another daemon has the job, or Unavailable if that daemon is down."""
         owner = await self._find(key)
         if owner is None or owner.is_ours:
             return
         if not owner.address:
             raise Unavailable(
-                f"job {key.job_id!r} is in the data folder of {owner.replica}, which is away"
+                f"job {key.job_id!r} is in the data folder of {owner.replica}, which is down"
             )
         raise _elsewhere(key.job_id, owner)
 
     async def others(self) -> dict[str, str]:
-        """The names of the other daemons that share the history now, by address."""
+        """Return the names of the other daemons that share the history now, by address."""
         found = await self._threads.in_reader("", self._reader.sessions)
         names = {each.address: each.replica for each in found if each.is_alive and each.address}
         names.pop(self.address, None)
         return dict(sorted(names.items()))
 
-    # -- claims --
+    # -- OwnerLookup --
 
     @property
     def address(self) -> str:
@@ -97,7 +99,7 @@ class JobHomes:
         return self._store.owners.lease_seconds
 
     async def claim(self, job_id: str, tenant: str) -> OwnedElsewhere | None:
-        """Return the home if it is another daemon that is there; NotFound if there is no such job."""
+        """Return the home if it is another reachable daemon. NotFound if there is no such job."""
         owner = await self._find(JobKey(tenant, job_id))
         if owner is None:
             raise NotFound("there is no such job")
@@ -114,15 +116,15 @@ def _elsewhere(job_id: str, owner: JobOwner) -> OwnedElsewhere:
 
 
 class JobLists:
-    """The jobs of all daemons that share the history."""
+    """Lists of the jobs of all daemons that share the history."""
 
     def __init__(self, jobs: DaemonJobs, homes: JobHomes, peers: Peers) -> None:
         self._jobs, self._homes, self._peers = jobs, homes, peers
 
     async def all(self, tenant: str | None, given: Given) -> list[JobView]:
-        """Those of a tenant, or of all, without those of daemons that do not answer.
+        """Return the jobs of a tenant, or of all tenants, without those of daemons that do not answer.
 
-        Their numbers are comparable: they count microseconds.
+        Their numbers are creation times in microseconds, so that they are comparable.
         """
         query = ALL_TENANTS if tenant is None else ""
         asked = [self._of(address, query, given) for address in await self._homes.others()]
@@ -136,15 +138,15 @@ class JobLists:
             answer = json.loads(await self._fetched(address, LIST_PATH, query, given))
             return [_view(each, address) for each in answer["jobs"]]
         except (PensieveError, ValueError, TypeError, KeyError) as error:
-            log.warning("a list is without the jobs of %s: %s", address, whole_line(error))
+            log.warning("cannot list the jobs of %s: %s", address, whole_line(error))
             return []
 
     async def sizes(
         self, views: Iterable[JobView], given: Given
     ) -> Mapping[tuple[str, str], ResultBytes]:
-        """The sizes of the results of other daemons' jobs, by home and job_id, without jobs that are gone.
+        """Return the sizes of the results of other daemons' jobs, by home and job_id, without deleted jobs.
 
-        Unavailable if a home does not answer any more.
+        Unavailable if a home does not answer.
         """
         ids: dict[str, set[str]] = {}
         for view in views:
@@ -170,7 +172,7 @@ class JobLists:
             name = (await self._homes.others()).get(home, "a daemon")
             why = whole_line(error) or f"no answer within {LIST_SECONDS:g} s"
             raise Unavailable(
-                f"{name} at {home} does not say how long its files are: {why}"
+                f"{name} at {home} does not report the sizes of its files: {why}"
             ) from error
         return found
 
@@ -181,7 +183,7 @@ class JobLists:
 
 
 def listed_here(views: Iterable[JobView]) -> Mapping[str, Any]:
-    """What LIST_PATH answers."""
+    """Return the answer to LIST_PATH."""
     return {"jobs": [asdict(each) for each in views]}
 
 

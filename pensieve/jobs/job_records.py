@@ -1,8 +1,8 @@
 """The frozen values that the store of batch jobs takes and returns.
 
-A job is a file of requests, one in each *line*; lines are numbered as in the file, from 1 (an empty line
-has a number and is not stored).  A line is *pending* until it has its *result*, once: an answer, or a refusal
-that says what is wrong with it.
+A job is a file of requests, one per *line*. Lines are numbered as in the file, from 1; an empty line has a
+number and is not stored. A line is *pending* until it has its single *result*: an answer, or a refusal that
+says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class JobKey(NamedTuple):
 
 
 class JobState(StrEnum):
-    """The states of a job; JOB_TRANSITIONS says which may follow which."""
+    """The states of a job. JOB_TRANSITIONS lists the allowed changes."""
 
-    RECEIVING = "receiving"  # its lines are on their way
-    CHECKING = "checking"  # all lines are there; each is looked at before anything is computed
-    WAITING = "waiting"  # for its turn among the jobs
+    RECEIVING = "receiving"  # its file is being uploaded
+    CHECKING = "checking"  # its lines are checked before anything is computed
+    WAITING = "waiting"  # waits for its turn in the queue of jobs
     RUNNING = "running"
     PAUSED = "paused"
     ENDED = "ended"
@@ -34,10 +34,10 @@ class JobState(StrEnum):
 class JobOutcome(StrEnum):
     """How a job has ended."""
 
-    COMPLETED = "completed"  # each line has its result, be it a refusal
-    CANCELLED = "cancelled"  # what was answered before stays
+    COMPLETED = "completed"  # each line has a result, perhaps a refusal
+    CANCELLED = "cancelled"  # existing answers stay
     FAILED = "failed"  # `problem` says why
-    CHECKED = "checked"  # no more was wanted than to see what is wrong with its lines
+    CHECKED = "checked"  # only a check of its lines was requested
 
 
 JOB_TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
@@ -54,13 +54,14 @@ class JobUsage(NamedTuple):
     """Tokens of answered lines."""
 
     prompt_tokens: int = 0
-    saved_tokens: int = 0  # of them: not computed, because another request of the job had them
+    # the part that was not computed, because another request of the job had the same tokens
+    saved_tokens: int = 0
     output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to create.  `sha256` is that of the whole file, in hex; `options` are the service's."""
+    """A job to create. `sha256` is the hash of the whole file, in hex. `options` are the service's."""
 
     key: JobKey
     name: str = ""
@@ -78,15 +79,15 @@ class StoredJob:
     sha256: str
     options: dict[str, Any]
     state: JobState
-    outcome: JobOutcome | None  # once it has ended
+    outcome: JobOutcome | None  # set when it has ended
     problem: str
     num_lines: int
     num_answered: int
     num_refused: int
     usage: JobUsage
-    num_bytes: int  # of lines and results
+    num_bytes: int  # size of lines and results
     created_at: float
-    started_at: float | None  # when it ran first
+    started_at: float | None  # when it first ran
     ended_at: float | None
 
     @property
@@ -95,14 +96,14 @@ class StoredJob:
 
 
 class JobLine(NamedTuple):
-    """A line as it is in the file, without its line break."""
+    """A line of the file, without its line break."""
 
     number: int
     text: bytes
 
 
 class NewAnswer(NamedTuple):
-    """The answer of a line, as it will be in the file of answers, with or without its line break."""
+    """The answer of a line, as in the file of answers, with or without its line break."""
 
     line: int
     text: bytes
@@ -110,7 +111,7 @@ class NewAnswer(NamedTuple):
 
 
 class NewRefusal(NamedTuple):
-    """What is wrong with a line, as it will be in the file of errors; likewise."""
+    """The error of a line, as in the file of errors, with or without its line break."""
 
     line: int
     text: bytes
@@ -125,14 +126,14 @@ class Result(NamedTuple):
 
 
 class ResultBytes(NamedTuple):
-    """What the results of a job take as files, with a line break behind each."""
+    """The sizes of a job's result files, with a line break after each result."""
 
     answers: int
     errors: int
 
 
 class Duplicate(NamedTuple):
-    """A line whose custom_id an earlier line has."""
+    """A line with the custom_id of an earlier line."""
 
     line: int
     custom_id: str
@@ -140,7 +141,7 @@ class Duplicate(NamedTuple):
 
 
 class ResultKind(StrEnum):
-    """Of the results of a job."""
+    """A kind of results."""
 
     ALL = "all"
     ANSWERS = "answers"

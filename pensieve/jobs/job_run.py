@@ -1,12 +1,14 @@
-"""Run lines of a job in one engine process, from tokens to the engine's answers. Belongs to the event loop.
+"""Run lines of a job in one engine process, from tokens to the engine's answers. Runs on the event loop.
 
-    go               put what the engine has to hear: after each frame of its events, and when lines may go on
+    go               send messages to the engine; called after each frame of its events, and when lines may
+                     continue
     engine_events    take a frame of the engine's events; a line whose choices have all ended is `ready`
     over             all lines are ready, the engine is lost, or the run was stopped: `changed` is set
 
-Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole prompt.
+Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole
+prompt.
 
-Any line that was in the engine when it died may have killed it. `begun` names those lines, so that they can
+Any line that was in the engine when it died may have killed it. `begun` lists those lines, so that they can
 be retried alone (worker.py).
 """
 
@@ -62,7 +64,7 @@ class JobRun:
         put: Callable[[EngineMessage], None],
         sharing: PrefixSharing = "groups",
     ) -> None:
-        """Takes seconds for many lines; in any thread.  `name`: no other run of this engine has it."""
+        """Prepare a run. May take seconds for many lines; any thread. `name` is unique in this engine."""
         self._put = put
         self.changed = asyncio.Event()
         self.is_over = self.was_lost = self.had_others = False
@@ -79,13 +81,13 @@ class JobRun:
         ]
         self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing)
         self._ready: list[ReadyLine] = []
-        self.is_held = False  # nothing more is submitted for now; what runs goes on
+        self.is_held = False  # submit nothing more for now; running lines continue
         self._admitted: dict[int, int] = {}  # line, by turn_id
 
     # -- to the engine --
 
     def go(self) -> None:
-        """What the engine does not take is tried again after its next event, or the next `go`."""
+        """Send messages to the engine. Refused ones are retried after its next event or the next `go`."""
         if self.is_over:
             return
         for message in self._batch.go(submits=not self.is_held):
@@ -97,7 +99,7 @@ class JobRun:
         self._see_the_end()
 
     def stop(self) -> None:
-        """Leave nothing behind in the engine, and end."""
+        """End the run and remove its requests from the engine."""
         if self.is_over:
             return
         self._end()
@@ -105,12 +107,12 @@ class JobRun:
             try:
                 self._put(message)
             except PensieveError:
-                return  # the engine is gone, or will be
+                return  # the engine is gone or ending
 
     # -- from the engine --
 
     def engine_events(self, events: Sequence[EngineTurnEvent]) -> None:
-        """Take a frame, which may have events of other turns, and go on."""
+        """Take a frame, which may have events of other turns, and continue."""
         for event in events:
             if event.turn_id >= BACKGROUND_NUMBER_MIN:
                 self._take(event)
@@ -135,7 +137,7 @@ class JobRun:
             self._finish(index, choice, finished)
 
     def engine_lost(self, had_others: bool) -> None:
-        """The process is gone, and all that it had; with `had_others` it may have died of another turn."""
+        """Note that the engine process died. With `had_others`, another turn may be the cause."""
         self.had_others = had_others
         self.begun.update(self._admitted.values())
         self.was_lost = True
@@ -149,12 +151,12 @@ class JobRun:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of it is in the engine."""
+        """Whether nothing of the run is in the engine."""
         return not self._batch.num_active
 
     @property
     def num_running(self) -> int:
-        """Lines of which the engine has begun a choice."""
+        """Number of lines of which the engine has begun a choice."""
         return len(set(self._admitted.values()))
 
     # -- inside --

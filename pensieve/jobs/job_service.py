@@ -1,7 +1,7 @@
-"""The gRPC JobService: each method translates, calls the jobs of the daemon, and translates back.
+"""The gRPC JobService: each method converts the request, calls the daemon's jobs, and converts the result.
 
 A caller sees the jobs of its own tenant. An operator may name another tenant; the audit log records such
-calls. Only a few clients may watch at a time, and a reader that takes nothing for `stall_seconds` is dropped.
+calls. The number of watchers is limited, and a reader that reads nothing for `stall_seconds` is dropped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pensieve.v1 import jobs_pb2_grpc
 
 NAME_BYTES_MAX = 256
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
-CHUNK_BYTES = 256 << 10  # of a piece of results
-WATCHERS_MAX = 256  # of a tenant
+CHUNK_BYTES = 256 << 10  # per piece of results
+WATCHERS_MAX = 256  # per tenant
 WATCHERS_OF_ALL_MAX = 1024
 STATES = {
     JobState.RECEIVING: pb.JOB_STATE_RECEIVING,
@@ -75,7 +75,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     def __init__(
         self, jobs: DaemonJobs | None, stall_seconds: float, lists: JobLists | None = None
     ) -> None:
-        """`jobs`: None of a daemon that has none. `lists`: None if no other daemon shares the history."""
+        """`jobs`: None if this daemon takes none. `lists`: None if no other daemon shares the history."""
         self._found, self._lists = jobs, lists
         self._stall_seconds = stall_seconds
         self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
@@ -83,7 +83,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     @property
     def _jobs(self) -> DaemonJobs:
         if self._found is None:
-            raise NotFound("this daemon takes no jobs")
+            raise NotFound("this daemon does not run batch jobs")
         return self._found
 
     async def CreateJob(
@@ -91,7 +91,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     ) -> pb.CreateJobResponse:
         first = await anext(requests, None)
         if first is None or first.WhichOneof("part") != "header":
-            raise InvalidArgument("header", "is missing: the first message has it")
+            raise InvalidArgument("header", "is missing: it must come in the first message")
         created = await self._jobs.create(caller().tenant, _header(first.header), _chunks(requests))
         return pb.CreateJobResponse(job=_job(created))
 
@@ -102,7 +102,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
         size, before = page_of(request)
         by = caller()
         if request.all_tenants and not by.admin:
-            raise PermissionDenied("only an operator sees the jobs of all tenants")
+            raise PermissionDenied("only an operator may list the jobs of all tenants")
         tenant = None if request.all_tenants else by.tenant
         if self._lists is None or is_forwarded(context):
             found = await self._jobs.list(tenant)
@@ -133,7 +133,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     ) -> None:
         which = KINDS.get(request.kind)
         if which is None:
-            raise InvalidArgument("kind", "is none that this server knows")
+            raise InvalidArgument("kind", "is unknown to this server")
         if request.after_line < 0:
             raise InvalidArgument("after_line", "must not be negative")
         last_line = request.after_line
@@ -142,7 +142,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
                 await delivered(self._stall_seconds, context.write(piece))
                 last_line = piece.last_line
 
-    async def WatchJob(  # type: ignore[override]  # likewise
+    async def WatchJob(  # type: ignore[override]  # it writes to the context instead of yielding
         self, request: pb.WatchJobRequest, context: Any
     ) -> None:
         views = self._jobs.watch(*_key(request))
@@ -163,7 +163,7 @@ class ForwardingJobService(ForwardingMethods, JobService):
 
 
 def _key(request: Any) -> tuple[str, str]:
-    """Whose job is meant, and which; one that could not exist does not."""
+    """Return the tenant and the id of the requested job. NotFound for an impossible id."""
     by = caller()
     if request.tenant and request.tenant != by.tenant and not by.admin:
         raise PermissionDenied("only an operator may name another tenant")
@@ -189,20 +189,22 @@ def _header(given: pb.JobHeader) -> JobHeader:
 
 
 async def _chunks(requests: AsyncIterator[pb.CreateJobRequest]) -> AsyncIterator[bytes]:
-    """Those of a file; the error of one that is not whole may be for nobody: its client may have left."""
+    """Yield the chunks of a file. If it is incomplete, the client may be gone, and nobody sees the error."""
     async for each in requests:
         part = each.WhichOneof("part")
         if part == "complete":
             return
         if part != "chunk":
-            raise InvalidArgument("chunk", "is missing: what follows the header has one")
+            raise InvalidArgument(
+                "chunk", "is missing: it must be in each message after the header"
+            )
         if each.chunk:
             yield each.chunk
-    raise InvalidArgument("complete", "is missing: the file may not be whole")
+    raise InvalidArgument("complete", "is missing: the file may be incomplete")
 
 
 def _pieces(page: Sequence[Result], last_line: int) -> Iterator[pb.GetResultsResponse]:
-    """The results of a page as lines, in pieces of about CHUNK_BYTES; `last_line` came before them."""
+    """Yield the results of a page as lines, in pieces of about CHUNK_BYTES, starting after `last_line`."""
     piece = pb.GetResultsResponse(last_line=last_line)
     for result in page:
         text = result.text.removesuffix(b"\n") + b"\n"

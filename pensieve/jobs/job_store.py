@@ -1,4 +1,4 @@
-"""Store batch jobs: the lines that were sent, and one result for each line.
+"""Store batch jobs: the uploaded lines, and one result for each line.
 
     create ──> receiving ──> checking ──> waiting <──> running
                                  │           ^ │          │ ^
@@ -7,42 +7,42 @@
                                  v                 v
                                ended (completed | cancelled | failed | checked)      from each of these four
 
-Each job has a database of its own, `DIGEST.db` in the folder `jobs` of the data folder, named by a digest of
+Each job has its own database, `DIGEST.db` in the folder `jobs` of the data folder, named by a digest of
 tenant and id:
 
-* Deleting a job removes a file. That takes no space, so it works when the disk is full. It erases every byte,
+* Deleting a job removes a file. That needs no space, so it works on a full disk. It erases every byte,
   however large the job was, and touches no other job.
-* A damaged file belongs to one job. It can be deleted like any other, and the other jobs continue.
+* A damaged file affects one job. It can be deleted like any other, and the other jobs continue.
 
 Invariants, whatever happens to the process or the disk:
 
 * Every public method is one transaction. Its effect is complete or absent, and it is on the disk when the
   method returns (store/connection.py).
-* A line has one text, and one result or none. A second result is ignored and the first stays, so a caller
-  that does not know whether its write was committed can write again. An ended job takes no results.
+* A line has one text, and one result or none. A second result is ignored, so a caller that does not know
+  whether its write was committed can write again. An ended job takes no results.
 * The counts and sums of a job match its results: they are written in the same transaction.
 
 Tables:
 
     job        one row: the job without its lines
-    lines      the lines of the file, as they came
-    names      which line has a custom_id, by the digest of the custom_id, which may be long
-    results    one row for each line that has a result; the line is the key, so there is never a second one
+    lines      the lines of the file, unchanged
+    names      the first line with a custom_id, by the digest of the custom_id, which may be long
+    results    one row for each line with a result; the line is the key, so there is never a second one
 
-Lines and results are apart, so writing a result rewrites no line. No row is ever deleted: a job is deleted
-with its file. Each text has a checksum, because disks lose bits.
+Lines and results are separate, so writing a result rewrites no line. No row is ever deleted: a job is
+deleted with its file. Each text has a checksum, because disks lose bits.
 
-What a kill -9 leaves, and what the next `open` does with it:
+What a kill -9 leaves, and what the next `open` does:
 
     before create returned, receiving     nothing was acknowledged: the file is removed
     checking                              kept; the lines are checked again, with the same refusals
     waiting, running, paused              kept, with the committed results; other lines are pending
     ended                                 kept
-    deleting                              the database is removed first, then the files that SQLite keeps
-                                          beside it, which are removed if they were left
+    deleting                              the database is removed first; SQLite's side files without a
+                                          database are removed
 
-A job's row is read once when the store is opened (some milliseconds each) and kept in memory. After a failed
-write it is read again, because nobody knows whether the write was committed. Only a few files are open at a
+A job's row is read once when the store is opened (a few milliseconds each) and kept in memory. After a
+failed write it is read again, because the outcome of the write is unknown. Only a few files are open at a
 time. This process must hold the data folder (store/folder.py). One thread at a time may use the store.
 """
 
@@ -96,24 +96,24 @@ from pensieve.store.records import check_id
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-OPEN_MAX = 4  # files at a time
-PAGE_BYTES = 1 << 20  # of the texts of a page; one of a single text may be larger
+OPEN_MAX = 4  # open files at a time
+PAGE_BYTES = 1 << 20  # size of a page's texts; a page with a single text may be larger
 APPLICATION_ID = 0x50656E4A  # "PenJ"
 LAST_RESORT = "delete the job"
 OUR_FILE = re.compile(r"(?P<database>[0-9a-f]{32}\.db)(?P<beside>.*)")
 
 
 class JobFile:
-    """The database of one job, and the job as it was last read."""
+    """The database of one job, and its job as last read."""
 
     def __init__(self, writer: WriterConnection) -> None:
         self.writer = writer
-        self.job: StoredJob | None = None  # None before it was read
-        self.is_sure = False  # that it is what the disk has
+        self.job: StoredJob | None = None  # None before the first read
+        self.is_sure = False  # whether `job` matches the disk
 
 
 class JobStore:
-    """Open it with `JobStore.open`, and close it before the data folder is released."""
+    """The store. Open it with `JobStore.open`, and close it before the data folder is released."""
 
     def __init__(
         self,
@@ -124,22 +124,20 @@ class JobStore:
         statement_seconds: float = STATEMENT_SECONDS,
     ) -> None:
         self.path = path
-        self.unreadable: dict[str, str] = {}  # files of jobs, by name, and what is wrong with them
+        self.unreadable: dict[str, str] = {}  # problems of unreadable files, by name
         self._now = now
         self._driver = driver
         self._busy_timeout_seconds = busy_timeout_seconds
         self._statement_seconds = statement_seconds
-        self._files: dict[Path, JobFile] = {}  # of the jobs that can be read
-        self._open: dict[
-            Path, WriterConnection
-        ] = {}  # which may be open, the one used last at the end
+        self._files: dict[Path, JobFile] = {}  # readable jobs
+        self._open: dict[Path, WriterConnection] = {}  # open files, in the order of use
         self._look()
 
     @classmethod
     def open(cls, folder: Path, **options: Any) -> JobStore:
-        """The jobs of a data folder that this process holds; what a process that died has left is put right.
+        """Open the jobs of a data folder that this process holds, and repair what a dead process has left.
 
-        A file that cannot be read is in `unreadable`, and is tried again when jobs are listed.
+        Unreadable files are listed in `unreadable`, and are tried again when jobs are listed.
         """
         path = folder / JOBS_NAME
         try:
@@ -150,7 +148,7 @@ class JobStore:
             raise StoreUnavailable(f"{path} cannot be used: {error.strerror}") from error
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close all files. A second call does nothing."""
         for path in [*self._open]:
             self._close(path)
 
@@ -163,17 +161,17 @@ class JobStore:
     # -- jobs --
 
     def create(self, new: NewJob) -> StoredJob:
-        """A job without lines, which is `receiving`; AlreadyExists if its tenant has one of this id."""
+        """Create a job without lines, in state `receiving`. AlreadyExists if its tenant has this id."""
         check_id("job_id", new.key.job_id)
         path = self._path(new.key)
         with contextlib.suppress(NotFound):
             self._require(new.key)
-            raise AlreadyExists(f"there is a job {new.key.job_id!r} already")
+            raise AlreadyExists(f"job {new.key.job_id!r} already exists")
         number = 1 + max((file.job.number for file in self._files.values() if file.job), default=0)
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise StoreUnavailable(f"{path} cannot be made: {error.strerror}") from error
+            raise StoreUnavailable(f"cannot create {path}: {error.strerror}") from error
         file = JobFile(self._writer(path))
         try:
             with self._opened(path, file).writing() as conn:
@@ -204,9 +202,9 @@ class JobStore:
         return self._read(*self._require(key))
 
     def list_jobs(self, tenant: str | None = None) -> list[StoredJob]:
-        """The jobs of a tenant, or of all of them, in the order of their creation.
+        """Return the jobs of a tenant, or of all tenants, in the order of their creation.
 
-        One that cannot be read for now is as it was read last.
+        A job that cannot be read for now is returned as last read.
         """
         if self.unreadable:
             self._look()
@@ -219,7 +217,7 @@ class JobStore:
         return sorted(jobs, key=lambda job: job.number)
 
     def stored_bytes(self, tenant: str) -> int:
-        """What the lines and results of a tenant's jobs take."""
+        """Return the size of the lines and results of a tenant's jobs."""
         return sum(job.num_bytes for job in self.list_jobs(tenant))
 
     def set_state(
@@ -229,39 +227,41 @@ class JobStore:
         outcome: JobOutcome | None = None,
         problem: str = "",
     ) -> StoredJob:
-        """The job in another state; `outcome` is for `ended`, and only for that.
+        """Change the state of a job. `outcome` is required for `ended`, and only allowed then.
 
-        The state that it has already changes nothing, not even the outcome.  WrongJobState if the state may
-        not follow the present one, and if a job is to be completed that has pending lines.
+        Repeating the current state changes nothing, not even the outcome. WrongJobState if the change is
+        not allowed, or if a job with pending lines is to be completed.
         """
         assert (outcome is not None) == (state is JobState.ENDED)
         with self._writing(key) as (conn, job):
             if state is not job.state:
                 if state not in JOB_TRANSITIONS[job.state]:
-                    raise WrongJobState(f"the job {key.job_id!r} is {job.state}, so not {state}")
+                    raise WrongJobState(
+                        f"job {key.job_id!r} is {job.state} and cannot become {state}"
+                    )
                 if outcome is JobOutcome.COMPLETED and job.num_pending:
                     raise WrongJobState(
-                        f"{job.num_pending} lines of the job {key.job_id!r} have no result"
+                        f"{job.num_pending} lines of job {key.job_id!r} have no result"
                     )
                 _set_state(conn, state, outcome, problem, self._now())
         return self.get(key)
 
     def delete(self, key: JobKey) -> None:
-        """Leave nothing of the job on the disk, whatever its state is, also if it cannot be read."""
+        """Erase a job from the disk, in any state, even if it cannot be read."""
         path = self._path(key)
         if not path.exists():
             raise NotFound(f"there is no job {key.job_id!r}")
         self._remove(path)
 
     def discard(self, key: JobKey) -> None:
-        """Delete a job that is `receiving` and was made by this process; any other is left as it is."""
+        """Delete a job that is still `receiving` in this process. Other jobs are left alone."""
         path = self._path(key)
         file = self._files.get(path)
         if file is not None and file.job is not None and file.job.state is JobState.RECEIVING:
             self._remove(path)
 
     def forget_older(self, before: float, limit: int = 16) -> list[JobKey]:
-        """Delete jobs that ended before a time, at most so many; returns which."""
+        """Delete at most `limit` jobs that ended before `before`. Return their keys."""
         old = [
             job.key
             for job in self.list_jobs()
@@ -274,7 +274,7 @@ class JobStore:
     # -- lines --
 
     def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> StoredJob:
-        """More lines of a job that is `receiving`; one that it has keeps its text."""
+        """Append lines to a job that is `receiving`. An existing line keeps its text."""
         num_lines = num_bytes = 0
         with self._writing(key, JobState.RECEIVING) as (conn, _):
             for line in lines:
@@ -293,9 +293,9 @@ class JobStore:
     def received(
         self, key: JobKey, sha256: str = "", options: Mapping[str, Any] | None = None
     ) -> StoredJob:
-        """All lines are there: the job is `checking`, and stays if the process is killed.
+        """Note that all lines are there: the job is `checking`, and survives a crash.
 
-        `sha256` and `options`, if given, are known only now, and take the place of those before.
+        `sha256` and `options`, if given, replace the earlier values.
         """
         with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, job):
             if job.state is JobState.RECEIVING:
@@ -307,9 +307,9 @@ class JobStore:
         return self.get(key)
 
     def name_lines(self, key: JobKey, names: Sequence[tuple[int, str]]) -> list[Duplicate]:
-        """Give lines their custom_ids, in their order; returns those whose custom_id an earlier line has.
+        """Record the custom_ids of lines, in order. Return the lines whose custom_id an earlier line has.
 
-        The same again returns the same.
+        Repeating the call returns the same result.
         """
         duplicates = []
         with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, _):
@@ -323,30 +323,30 @@ class JobStore:
         return duplicates
 
     def pending_lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
-        """Lines without a result behind the line `after`, in order, about a MiB of them; empty at the end."""
+        """Return lines without a result after the line `after`, in order, about a MiB. Empty at the end."""
         pending = " AND NOT EXISTS (SELECT 1 FROM results r WHERE r.line = l.line)"
         return self._lines(key, after, limit, pending)
 
     def lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
-        """Likewise, whether they have a result or not."""
+        """Return lines after the line `after`, in order, about a MiB. Empty at the end."""
         return self._lines(key, after, limit)
 
     # -- results --
 
     def answer(self, key: JobKey, answers: Sequence[NewAnswer]) -> StoredJob:
-        """Answers of lines; a line that has a result keeps that one."""
+        """Store answers of lines. A line that has a result keeps it."""
         return self._insert(key, answers)
 
     def refuse(self, key: JobKey, refusals: Sequence[NewRefusal]) -> StoredJob:
-        """What is wrong with lines; a line that has a result keeps that one."""
+        """Store refusals of lines. A line that has a result keeps it."""
         return self._insert(key, refusals)
 
     def results(
         self, key: JobKey, after: int = 0, limit: int = 1000, which: ResultKind = ResultKind.ALL
     ) -> list[Result]:
-        """Results of lines behind the line `after`, in the order of lines, about a MiB of them.
+        """Return results of lines after the line `after`, in the order of lines, about a MiB.
 
-        Empty if there are no more by now.
+        Empty if there are no more results yet.
         """
         page = self._page(
             key,
@@ -357,7 +357,7 @@ class JobStore:
         return [Result(line, text, bool(is_answer)) for line, _, text, is_answer in page]
 
     def result_bytes(self, key: JobKey) -> ResultBytes:
-        """As the files of answers and of errors that they are fetched as."""
+        """Return the sizes of the files of answers and of errors."""
         with self._reading(key) as conn:
             rows = conn.execute(
                 "SELECT is_answer, sum(length(text) + 1) FROM results GROUP BY is_answer"
@@ -400,7 +400,7 @@ class JobStore:
         return [JobLine(line, text) for line, _, text in self._page(key, query, (after, limit))]
 
     def _page(self, key: JobKey, query: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """The rows (line, crc, text, …) of a query, checked, as many as fit into a page."""
+        """Return the checked rows (line, crc, text, …) of a query, as many as fit into a page."""
         page: list[tuple[Any, ...]] = []
         num_bytes = 0
         with self._reading(key) as conn:
@@ -411,18 +411,18 @@ class JobStore:
                 if page and num_bytes > PAGE_BYTES:
                     break
                 if zlib.crc32(text) != crc:
-                    raise StoreCorrupt(f"the job {key.job_id!r}: line {line} fails its checksum")
+                    raise StoreCorrupt(f"job {key.job_id!r}: line {line} fails its checksum")
                 page.append(row)
             rows.close()
         return page
 
     @contextlib.contextmanager
     def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, StoredJob]]:
-        """One transaction on a job that is in one of these states."""
+        """Run one transaction on a job in one of these states."""
         path, file = self._require(key)
         job = self._read(path, file)
         if states and job.state not in states:
-            raise WrongJobState(f"the job {key.job_id!r} is {job.state}")
+            raise WrongJobState(f"job {key.job_id!r} is {job.state}")
         file.is_sure = False
         with self._opened(path, file).writing() as conn:
             yield conn, job
@@ -436,7 +436,7 @@ class JobStore:
             yield conn
 
     def _read(self, path: Path, file: JobFile) -> StoredJob:
-        """The job, from the disk unless what is known is sure."""
+        """Return the job, reading the disk unless the known state is sure."""
         if not file.is_sure:
             with self._opened(path, file).reading() as conn:
                 file.job = _find_job(conn) or file.job
@@ -459,14 +459,14 @@ class JobStore:
         return self.path / f"{digest(key.tenant, key.job_id).hex()}.db"
 
     def _look(self) -> None:
-        """Find the jobs that are not known yet, and remove what is none."""
+        """Load the jobs that are not known yet, and remove leftover files."""
         self.unreadable.clear()
         for path in sorted(self.path.iterdir()):
             if (ours := OUR_FILE.fullmatch(path.name)) is None or path in self._files:
                 continue
             if ours["beside"]:
                 if not path.with_name(ours["database"]).exists():
-                    path.unlink(missing_ok=True)  # it was being deleted
+                    path.unlink(missing_ok=True)  # left by an interrupted deletion
                 continue
             try:
                 file = self._load(path)
@@ -478,7 +478,7 @@ class JobStore:
                 self._close(path)
 
     def _load(self, path: Path) -> JobFile | None:
-        """A job that an earlier process made; None, and its file is removed, if it was being received."""
+        """Load a job of an earlier process. None if it was still being received; its file is then removed."""
         file = JobFile(self._writer(path))
         with self._opened(path, file).reading() as conn:
             file.job = _find_job(conn)
@@ -487,7 +487,7 @@ class JobStore:
             return None
         if self._path(file.job.key) != path:
             self._close(path)
-            raise StoreError(f"{path} is not where its job belongs")
+            raise StoreError(f"{path} has the wrong name for its job")
         file.is_sure = True
         return file
 
@@ -502,7 +502,7 @@ class JobStore:
         )
 
     def _opened(self, path: Path, file: JobFile) -> WriterConnection:
-        """A writer that is about to be used; beyond OPEN_MAX, the one that was used longest ago is closed."""
+        """Return a writer to use now. Beyond OPEN_MAX, the least recently used one is closed."""
         self._open.pop(path, None)
         while len(self._open) >= OPEN_MAX:
             self._close(next(iter(self._open)))
@@ -518,7 +518,7 @@ class JobStore:
                 writer.close()
 
     def _remove(self, path: Path) -> None:
-        """The database first: what is left without it is no job, and is removed when the store is opened."""
+        """Remove a job's files, the database first. Side files without a database are removed later."""
         self._close(path)
         self._files.pop(path, None)
         self.unreadable.pop(path.name, None)
@@ -539,7 +539,7 @@ class JobStore:
 
 
 def _find_job(conn: Connection) -> StoredJob | None:
-    """The job of a database; None of one that was just made."""
+    """Return the job of a database; None if the database is new."""
     row = conn.execute(
         "SELECT number, tenant, job_id, name, sha256, options, state, outcome, problem, num_lines,"
         " num_answered, num_refused, prompt_tokens, saved_tokens, output_tokens, num_bytes,"
@@ -551,7 +551,7 @@ def _find_job(conn: Connection) -> StoredJob | None:
         options, state = json.loads(row[5]), JobState(row[6])
         outcome = JobOutcome(row[7]) if row[7] else None
         if not isinstance(options, dict):
-            raise ValueError("options are no object")
+            raise ValueError("options are not an object")
     except ValueError as error:
         raise StoreCorrupt(f"a job's row is damaged: {error}") from error
     return StoredJob(

@@ -1,4 +1,4 @@
-"""Plugs batch jobs into the servers: the gRPC JobService, `/v1/files` and `/v1/batches`, metrics."""
+"""Plug batch jobs into the servers: the gRPC JobService, `/v1/files` and `/v1/batches`, and metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pensieve.api.grpc.forwarding import Forwarder
 from pensieve.api.grpc.http_forwarding import HttpForwarder
 from pensieve.api.http.exchange import Exchange
 from pensieve.api.http.requests import ApiRequests
-from pensieve.api.http.routes import DELETION, Route, not_here
+from pensieve.api.http.route import Route, Schema
+from pensieve.api.http.routes import DELETION, not_here
 from pensieve.api.metrics.families import GAUGE, MetricFamily, Samples
 from pensieve.guard.callers import Caller
 from pensieve.jobs.batch_endpoints import Batches, Files
@@ -32,13 +33,23 @@ from pensieve.v1 import jobs_pb2, jobs_pb2_grpc
 
 FAMILIES = (
     MetricFamily("jobs", GAUGE, "Batch jobs.", ("state",)),
-    MetricFamily("job_lines_running", GAUGE, "Lines of batch jobs that the engine has."),
-    MetricFamily("job_tokens_per_second", GAUGE, "Tokens of batch jobs in a second."),
+    MetricFamily("job_lines_running", GAUGE, "Lines of batch jobs in the engine."),
+    MetricFamily("job_tokens_per_second", GAUGE, "Tokens of batch jobs per second."),
 )
+
+FORM_TYPE = "multipart/form-data"
+FORM: Schema = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"enum": ["batch"]},
+        "file": {"type": "string", "contentMediaType": "application/jsonl"},
+    },
+}
 
 
 class JobsPlugin:
-    """The doors of the jobs; a plug-in of `api/plugins.py`."""
+    """The services and routes of batch jobs; a plug-in of `api/plugins.py`."""
 
     service: ServiceDescriptor = jobs_pb2.DESCRIPTOR.services_by_name["JobService"]
     families: Sequence[MetricFamily] = FAMILIES
@@ -48,7 +59,7 @@ class JobsPlugin:
     ) -> None:
         """`jobs`: None if this daemon takes none. `homes`: None if no other daemon shares the history.
 
-        A reader may take nothing for `stall_seconds`.
+        A reader that reads nothing for `stall_seconds` is dropped.
         """
         self._jobs, self._stall_seconds, self._homes = jobs, stall_seconds, homes
         self._lists: JobLists | None = None
@@ -69,29 +80,31 @@ class JobsPlugin:
         files = Files(requests, self._jobs, self._stall_seconds, self._lists)
         batches = Batches(requests, self._jobs, self._lists)
         routes: list[Route] = [
-            ("POST", "/v1/files", files.upload, {}),
-            ("GET", "/v1/files", files.all, {}),
-            ("GET", "/v1/files/{job_id}", files.one, {}),
-            ("DELETE", "/v1/files/{job_id}", files.delete, DELETION),
-            ("GET", "/v1/files/{job_id}/content", files.content, {}),
-            ("POST", "/v1/batches", batches.create, {}),
-            ("GET", "/v1/batches", batches.all, {}),
-            ("GET", "/v1/batches/{job_id}", batches.one, {}),
-            ("DELETE", "/v1/batches/{job_id}", batches.delete, DELETION),
-            ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
+            Route("POST", "/v1/files", files.upload, "Upload a file", body=FORM, takes=FORM_TYPE),
+            Route("GET", "/v1/files", files.all, "All files"),
+            Route("GET", "/v1/files/{job_id}", files.one, "A file"),
+            Route("DELETE", "/v1/files/{job_id}", files.delete, "Delete a file", DELETION),
+            Route(
+                *("GET", "/v1/files/{job_id}/content", files.content, "The content of a file"),
+                answers="application/octet-stream",
+            ),
+            Route("POST", "/v1/batches", batches.create, "Create a batch", body={"type": "object"}),
+            Route("GET", "/v1/batches", batches.all, "All batches"),
+            Route("GET", "/v1/batches/{job_id}", batches.one, "A batch"),
+            Route("DELETE", "/v1/batches/{job_id}", batches.delete, "Delete a batch", DELETION),
+            Route("POST", "/v1/batches/{job_id}/cancel", batches.cancel, "Cancel a batch"),
         ]
         if self._lists is not None:
             routes += [
-                ("GET", LIST_PATH, self._listed_here, {}),
-                ("GET", SIZES_PATH, files.sizes, {}),
+                Route("GET", LIST_PATH, self._listed_here),
+                Route("GET", SIZES_PATH, files.sizes),
             ]
         return [
-            (method, path, handler, {**settings, "forward": self._forward})
-            for method, path, handler, settings in routes
+            each._replace(settings={**each.settings, "forward": self._forward}) for each in routes
         ]
 
     async def _listed_here(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Answer another daemon, which makes a list."""
+        """Answer another daemon that builds a list."""
         if self._jobs is None or FORWARDED not in exchange.scope:
             return await not_here(exchange, by)
         is_of_all = by.admin and ALL_TENANTS.encode() == exchange.scope["query_string"]

@@ -1,8 +1,8 @@
-"""Turn a line of a job into tokens for the engine, and the engine's answer into a line.
+"""Turn a line of a job into tokens for the engine, and the engine's answer into a result line.
 
-A line gives the same tokens and the same seeds whenever it is read. A date that the template writes is the
-date of the job's creation. A seed that the body does not name follows from the file, the line and the choice.
-So a line that is computed again, for example after a crash, gets the same answer.
+A line yields the same tokens and seeds whenever it is read. A date in the template is the date of the job's
+creation. A seed that the body does not give follows from the file, the line and the choice. So a line that
+is computed again, for example after a crash, gets the same answer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pensieve.jobs.job_records import JobLine, JobUsage, NewAnswer, NewRefusal, 
 from pensieve.sampling import Sampling
 from pensieve.text import CallStyle, ChatTemplate, PartMarker
 
-PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
+PROMPT_TAIL_TOKENS = 16  # the generation prompt of a template may begin the thinking
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedLine:
-    line: BatchLine  # without its messages
-    tokens: array[int]  # 'I': of its prompt
-    samplings: tuple[Sampling, ...]  # of its choices
+    line: BatchLine  # without messages
+    tokens: array[int]  # 'I': the prompt
+    samplings: tuple[Sampling, ...]  # one for each choice
 
     def options(self, choice: int) -> TurnOptions:
         options = self.line.request.turn.options
@@ -49,7 +49,7 @@ class PreparedLine:
 
 
 class LineReader(NamedTuple):
-    """Reads the lines of one job; in any thread."""
+    """Reads the lines of one job, in any thread."""
 
     job: StoredJob
     served: Served
@@ -62,7 +62,7 @@ class LineReader(NamedTuple):
         return [each for each in found if each is not None]
 
     def read(self, line: JobLine) -> PreparedLine | LineError | None:
-        """None: the line is blank."""
+        """Prepare a line; None if it is blank."""
         found = read_line(line.number, line.text, self.served, self.job.options.get("endpoint", ""))
         if not isinstance(found, BatchLine):
             return found
@@ -94,12 +94,12 @@ class LineReader(NamedTuple):
 
 
 class ResultWriter(NamedTuple):
-    """Makes results of what the engine has answered; in any thread."""
+    """Turns the engine's answers into results, in any thread."""
 
     template: ChatTemplate
     model: str
     now: float  # seconds since 1970
-    style: CallStyle | None = None  # how the model writes calls of tools
+    style: CallStyle | None = None  # how the model writes tool calls
 
     def result(self, prepared: PreparedLine, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
         failure = next((each.failure for each in choices if each.failure), None)
@@ -144,11 +144,11 @@ def refusal(error: LineError) -> NewRefusal:
 
 
 def failed(line: BatchLine, reason: str) -> LineError:
-    """The engine could not answer a request."""
+    """Describe a request that the engine could not answer."""
     return LineError(line.line, line.custom_id, reason.lower(), f"the request failed ({reason})")
 
 
 def _answer_id(prepared: PreparedLine) -> str:
-    """The same whenever the line is answered."""
+    """Return an id that is the same whenever the line is answered."""
     words = f"{prepared.line.custom_id}/{prepared.line.line}/{prepared.samplings[0].seed}".encode()
     return hashlib.blake2b(words, digest_size=12).hexdigest()

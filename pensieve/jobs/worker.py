@@ -1,13 +1,13 @@
-"""Check the lines of a job and run it, in activities that end with the job or when they are told to stop.
+"""Check and run jobs, in activities that end with the job or when they are stopped.
 
-**Checking** looks at each line before anything is computed.
+**Checking** validates each line before anything is computed.
 
 **Running** gives the pending lines to the engine (job_run.py). If the engine dies, the next run begins when
-the engine is back. Lines that the engine had begun are retried alone. A line with which the engine died alone
-DEATHS_MAX times is refused. So a request that kills the engine costs a few restarts, and an engine that is
-killed from outside costs no answer.
+it is back. Lines that the engine had begun are then retried alone. A line that was alone in the engine at
+DEATHS_MAX of its deaths is refused. So a request that kills the engine costs a few restarts, and an engine
+that is killed from outside costs no answer.
 
-**A tenant in debt** (guard/limits.py) gets nothing more submitted. Once the engine has nothing of the job,
+**A tenant in debt** (guard/limits.py): nothing more is submitted. Once nothing of the job is in the engine,
 its activity ends, and another tenant's job may run. The job continues when half of the possible savings are
 there.
 
@@ -48,31 +48,30 @@ from pensieve.jobs.job_store import JobStore
 from pensieve.jobs.prepared import LineReader, PreparedLine, ResultWriter, failed, refusal
 from pensieve.text import CallStyle
 
-TURNS_MAX = 64  # of a job at once
-WINDOW_TOKENS = 16 << 20  # of prompts, that are in memory at once
-LINES_A_HOP = 32  # that are read in the text pool, until others may
-DEATHS_MAX = 2  # of the engine, with a line alone
+TURNS_MAX = 64  # turns of a job at a time
+WINDOW_TOKENS = 16 << 20  # prompt tokens in memory at a time
+LINES_A_HOP = 32  # lines read in the text pool before other work may run
+DEATHS_MAX = 2  # deaths of the engine with a line alone
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
-FORGET_SECONDS = 3600.0
 KEEP_SECONDS = 30 * 86_400.0
 T = TypeVar("T")
-RATE_SECONDS = 30.0  # over which tokens per second are counted
+RATE_SECONDS = 30.0  # window of `tokens_per_second`
 
 
 @dataclass(frozen=True)
 class JobsConfig:
-    pages_share: float = 0.5  # of the device tier, that a job may plan for
+    pages_share: float = 0.5  # the share of the device tier that a job may plan for
     turns_max: int = TURNS_MAX
-    keep_seconds: float = KEEP_SECONDS  # that a job is kept after its end; 0: for ever
-    call_style: CallStyle | None = None  # how the model writes calls of tools; None: they are text
+    keep_seconds: float = KEEP_SECONDS  # how long an ended job is kept; 0: forever
+    call_style: CallStyle | None = None  # how the model writes tool calls; None: they stay text
 
 
 class StoreThread:
-    """The store of jobs in a thread of its own, so that no job keeps a conversation's commit waiting."""
+    """Runs the store of jobs in a separate thread, so that jobs do not delay commits of conversations."""
 
     def __init__(self, jobs: JobStore) -> None:
-        self.jobs = jobs  # whose methods are for `call`
+        self.jobs = jobs  # its methods must run through `call`
         self._pool = FairPool(asyncio.get_running_loop(), 1, "jobs")
 
     async def call(
@@ -86,14 +85,14 @@ class StoreThread:
         return await self.call(key.tenant, self.jobs.set_state, key, state, outcome, problem)
 
     async def close(self) -> None:
-        """Wait for what was called; no more is taken."""
+        """Wait for running calls, then close the store."""
         await asyncio.to_thread(self._pool.close)
         self.jobs.close()
 
 
 @dataclass
 class Activity:
-    """A job is being checked, or run.  Whoever finds `stopping` set leaves at once."""
+    """The check or the run of a job. Its code must return soon after `stopping` is set."""
 
     key: JobKey
     began_at: float
@@ -101,9 +100,10 @@ class Activity:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     run: JobRun | None = None
     problem: str = ""
-    num_done: int = 0  # lines that have their answers since it began
-    num_tokens: int = 0  # that these took
-    _before: deque[tuple[float, int]] = field(default_factory=deque)  # when, and `num_tokens` then
+    num_done: int = 0  # lines answered since the begin
+    num_tokens: int = 0  # tokens of these lines
+    # (time, `num_tokens` at that time)
+    _before: deque[tuple[float, int]] = field(default_factory=deque)
 
     def stop(self) -> None:
         self.stopping = True
@@ -150,7 +150,7 @@ class Worker:
         self.engine_up = asyncio.Event()
 
     async def check(self, job: StoredJob, activity: Activity) -> None:
-        """Look at each line before anything is computed: what is wrong is known at once, by line."""
+        """Validate each line before anything is computed, so that errors are known at once, by line."""
         reader, after, key = self._reader(job), 0, job.key
         while pending := await self._pending(job, after):
             after = pending[-1].number
@@ -162,7 +162,7 @@ class Worker:
             again = await self._store.call(key.tenant, self._store.jobs.name_lines, key, names)
             wrong = {each.line: each for each in found if isinstance(each, LineError)}
             for line, custom_id, first in again:
-                text = f"custom_id: line {first} has the same"
+                text = f"custom_id: is already used in line {first}"
                 error = LineError(line, custom_id, "duplicate_custom_id", text, "custom_id")
                 wrong.setdefault(line, error)
             await self._refuse(job, [wrong[line] for line in sorted(wrong)])
@@ -172,7 +172,7 @@ class Worker:
             await self._store.set_state(key, JobState.WAITING)
 
     async def run(self, job: StoredJob, activity: Activity) -> None:
-        """Window by window, until no line is left or its tenant has to let others pass."""
+        """Run the job window by window, until no line is left or its tenant must let others pass."""
         await self._store.set_state(job.key, JobState.RUNNING)
         while left := await self._window(job, activity):
             await self._run_window(left, job, activity)
@@ -184,7 +184,7 @@ class Worker:
     async def _run_window(
         self, left: dict[int, PreparedLine], job: StoredJob, activity: Activity
     ) -> None:
-        deaths: dict[int, int] = {}  # of lines, alone
+        deaths: dict[int, int] = {}  # deaths of the engine by line, when alone
         suspects: list[int] = []  # lines that may have killed the engine
         while left and not activity.stopping:
             await self._until_up(activity)
@@ -201,7 +201,7 @@ class Worker:
 
     @staticmethod
     def _suspects(run: JobRun, before: list[int], deaths: dict[int, int]) -> list[int]:
-        """Lines to be tried alone, one that was alone when the engine died at the end."""
+        """Return lines to be tried alone. A line that was alone when the engine died comes last."""
         if not before:
             return sorted(run.begun)
         for line in run.begun if not run.had_others else ():
@@ -224,9 +224,9 @@ class Worker:
     async def _follow(
         self, run: JobRun, job: StoredJob, activity: Activity, left: dict[int, PreparedLine]
     ) -> bool:
-        """Until it is over; what is answered meanwhile is written, many lines in one transaction.
+        """Follow a run until it is over, writing its answers, many lines per transaction.
 
-        False: its tenant has no tokens to spare, and others may pass.
+        Returns False if its tenant has no tokens left, so that others may pass.
         """
         if activity.stopping or not self.engine_up.is_set():
             return True
@@ -256,13 +256,13 @@ class Worker:
                             await run.changed.wait()
         finally:
             engine_events.unsubscribe(run.engine_events)
-            run.stop()  # of one that is over there is nothing
+            run.stop()  # does nothing if the run is over
             activity.run = None
 
     async def _write(
         self, ready: Sequence[ReadyLine], run: JobRun, job: StoredJob, activity: Activity
     ) -> None:
-        """The results of lines, until the disk takes them; nothing more is submitted meanwhile."""
+        """Write the results of lines, retrying until the disk accepts them. Submits nothing meanwhile."""
         tenant = job.key.tenant
         model, style = self._daemon.engine.model_name, self._config.call_style
         writer = ResultWriter(self._texts.template, model, self._now(), style)
@@ -292,9 +292,9 @@ class Worker:
             await self._store.call(job.key.tenant, self._store.jobs.refuse, job.key, refusals)
 
     async def _window(self, job: StoredJob, activity: Activity) -> dict[int, PreparedLine]:
-        """Lines without a result, by number, as many as are in memory at once.
+        """Read lines without a result, by number, up to WINDOW_TOKENS.
 
-        One that cannot be read any more is refused.
+        Lines that can no longer be read are refused.
         """
         found: dict[int, PreparedLine] = {}
         reader, after, num_tokens = self._reader(job), 0, 0

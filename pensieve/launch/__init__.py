@@ -1,1 +1,1 @@
-"""Turns settings into running parts, and starts the processes that run them."""
+"""Assemble daemons and engines from settings, and start their processes."""

@@ -1,11 +1,11 @@
-"""What computing and copying cost, as one value that a start chooses; from the first of
+"""Choose the costs of computing and copying when an engine starts. The first source that exists is used:
 
-    PENSIEVE_COST   a file of `pensieve profile --output`, or of `pensieve simulate --fit`; for measurements
-    a profile       that `pensieve profile` kept for this model, machine, settings and versions (profiles.py)
+    PENSIEVE_COST   a file from `pensieve profile --output` or `pensieve simulate --fit`, for measurements
+    a profile       kept by `pensieve profile` for this model, machine, settings and versions (profiles.py)
     an estimate     from the model's shape and, for iterations, a data sheet
 
-The retention policy, the choice between copying and computing again, and the time that prompts may take
-beside replies all use this one value.  Its line of the log says where it comes from, and why.
+The retention policy, the choice between copying and recomputing, and the share of an iteration that prompts
+may take use these costs. A log line names the source and the reason for it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from pensieve.sim.fit import assumed_for
 if TYPE_CHECKING:
     from pensieve.model.loader import LoadedModel
 
-GROUP_LAYER_SECONDS = 1e-4  # of a group in one layer: its launches, and handing an arena over
+GROUP_LAYER_SECONDS = 1e-4  # per group and layer: kernel launches, and passing on a staging arena
 ADVICE = "`pensieve profile` makes one"
 
 
 class Costs(NamedTuple):
-    """Of this model on this machine."""
+    """The costs of one model on this machine."""
 
-    retention: CostProfile  # of chunks
+    retention: CostProfile  # per chunk
     iterations: IterationCost
-    in_words: str  # the source, and why it is that one
-    copy_seconds: float  # of a chunk between the tiers
-    group_seconds: float  # that a group of streamed turns adds to an iteration
+    in_words: str  # the source and the reason for it
+    copy_seconds: float  # per chunk between the tiers
+    group_seconds: float  # added to an iteration by each group of streamed turns
 
 
 def costs_of(
     settings: Settings, folder: Path, model: LoadedModel, computed_by: Mapping[str, Any]
 ) -> Costs:
-    """ConfigError where the file of PENSIEVE_COST is of another model."""
+    """Return the costs of the model; ConfigError if the file of PENSIEVE_COST belongs to another model."""
     if settings.cost is not None:
         found = cost_file.load_all(settings.cost)
         _check_model(settings, found.cost, model)
@@ -79,7 +79,7 @@ def _measured(settings: Settings, cost: CostModel, words: str, model: LoadedMode
 def _streaming(
     settings: Settings, model: LoadedModel, copy_seconds: float = 0.0
 ) -> tuple[float, float]:
-    """What staging a chunk takes, by a data sheet where it is not known, and a group of streamed turns."""
+    """Return the seconds to stage a chunk (from a data sheet if not measured) and the seconds per group."""
     group_seconds = GROUP_LAYER_SECONDS * model.shape.num_layers
     if streams_in_place(settings, model.flat.module.device.type == "cpu"):
         return 0.0, group_seconds
@@ -97,7 +97,7 @@ def _check_model(settings: Settings, found: CostModel, model: LoadedModel) -> No
     if found.layers != shape.num_layers:
         raise ConfigError(
             f"{settings.cost} was measured with a model of {found.layers} layers, and this one has "
-            f"{shape.num_layers}"
+            f"{shape.num_layers}. Measure this model with `pensieve profile`"
         )
     kv_bytes = settings.tensor_parallel * shape.kv_bytes_per_token
     if found.kv_bytes_per_token != kv_bytes:

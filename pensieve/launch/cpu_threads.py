@@ -1,13 +1,12 @@
-"""How many threads compute, and how torch's wait for one another.
+"""Set the number of compute threads, and how long torch's threads spin at a barrier.
 
-The compiled kernels have threads of their own (csrc/cpu/threads.cpp), which wait for nobody that has no
-core.  What is left to torch runs on OpenMP's threads, which spin at a barrier before they sleep: by default
-for seconds.  Beside another busy process that is very slow, since the last thread waits for a core that a
-spinning one holds, and each barrier costs a time slice of the operating system.  Here they spin for some
-microseconds.
+torch computes on OpenMP threads. By default they spin for a long time before they sleep. Beside another busy
+process this is very slow: the last thread waits for a core that a spinning thread holds, so each barrier
+costs a time slice. Here they spin for microseconds. The compiled kernels have threads of their own
+(csrc/cpu/threads.cpp), which do not spin like this.
 
-Both have as many threads as OpenMP says: one for each core that the process may run on, but about as many as
-the control group's quota lets run at once, since threads beyond it only use the quota up sooner.
+OpenMP's number of threads applies to both: one per core that the process may use, but no more than the CPU
+quota of the control group allows at once. More threads would only use up the quota sooner.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from collections.abc import MutableMapping
 
 from pensieve.config import machine
 
-# Measured beside one busy process: loading a model takes 1.2 x of the quiet machine's time with 1,000, 1.5 x
-# with 5,000 and 3 x with 100,000; a quiet machine sees no difference.
+# Measured beside one busy process: loading a model takes 1.2 times as long as on a quiet machine with 1,000,
+# 1.5 times with 5,000 and 3 times with 100,000. On a quiet machine there is no difference.
 SPIN_COUNT = 1000
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 THREADS = "OMP_NUM_THREADS"
 
 
 def prepare_threads(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set what OpenMP reads when it is loaded and the operator has not set; torch is not imported yet."""
+    """Set OpenMP's variables, unless the operator has; call this before torch is imported."""
     if not any(name in environ for name in WAITING):
         environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     quota = machine.cpu_quota()

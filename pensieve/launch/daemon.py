@@ -1,12 +1,12 @@
-"""Assembles a daemon from its settings and runs it to its end.
+"""Assemble a daemon from its settings and run it until it is stopped.
 
-    open      the model's folder, the history (this process holds it), tokenizer and template
-    listen    the sockets answer, with NOT_SERVING
-    start     the engine process loads the model; SERVING
+    open      find the model's folder, open the history, load tokenizer and chat template
+    listen    the sockets answer with NOT_SERVING
+    start     the engine process has loaded the model: SERVING
     stop      drain, then close connections, engine and history, in this order
 
-`pensieve serve` runs it in the main thread until a signal comes; `pensieve chat` without an address runs
-the same one in a thread beside the terminal (embedded_daemon.py).
+`pensieve serve` runs the daemon in the main thread until a signal arrives. `pensieve chat` without an address
+runs it in a thread (embedded_daemon.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from pensieve.conversations.daemon_config import (
     BackupConfig,
     DaemonConfig,
 )
+from pensieve.conversations.engine_child import EngineChild
 from pensieve.conversations.engine_client import EngineProgram
 from pensieve.conversations.history import Texts
 from pensieve.conversations.turn_spans import TurnSpans
@@ -65,28 +66,32 @@ from pensieve.launch.sharing import (
 from pensieve.launch.traces import Traces, open_traces
 from pensieve.text import style_named
 
-SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
+SWITCH_SECONDS = 0.0005  # how long the store thread may hold the interpreter lock
 
 
 @dataclass(frozen=True)
 class DaemonSetup:
-    """What a daemon is made of."""
+    """The parts of a daemon, before anything is opened."""
 
     resolved: Resolved
-    holder: str  # how another process that wants the data folder names this one
+    holder: (
+        str  # the name of this process in the error that another process on this data folder gets
+    )
     listening: Listening
     config: DaemonConfig
     engine_program: tuple[str, ...] = programs.ENGINE
-    drain_seconds: float = 0.0  # for running turns at the end
-    check_history_first: bool = False  # after an unclean stop; else while turns are served
+    drain_seconds: float = 0.0  # how long running turns may take when the daemon stops
+    check_history_first: bool = False  # after an unclean stop; False: check while turns are served
     traces: Traces | None = None
-    tool_calls: str = "auto"  # how the model writes them: one of `text.tool_calls.NAMES`
+    tool_calls: str = "auto"  # the format of the model's tool calls: one of `text.tool_calls.NAMES`
     sharing: Sharing = field(default_factory=Sharing)
+    # Returns an engine process that is already starting.
+    take_early: Callable[[], EngineChild | None] = lambda: None
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Functions that are called while a daemon starts and stops."""
+    """Functions that a daemon calls while it starts and stops."""
 
     report: Report
     ready: Callable[[str], None] = lambda address: None
@@ -94,11 +99,11 @@ class Hooks:
 
 
 def setup_to_serve(resolved: Resolved) -> DaemonSetup:
-    """From the settings of `pensieve serve`; ConfigError if it would be open to others by accident."""
+    """Check the settings of `pensieve serve`; ConfigError if others could reach the daemon by accident."""
     settings = resolved.settings
     if settings.backup is not None and is_server(settings.store):
         raise InvalidArgument(
-            "backup", "is for a history in SQLite; PostgreSQL has backups of its own"
+            "backup", "works only with a history in SQLite. Use PostgreSQL's own backups"
         )
     sharing = sharing_of(settings)
     listening = Listening(
@@ -132,10 +137,12 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
             scrub_seconds=SCRUB_SECONDS,
             request_keep_seconds=REQUEST_KEEP_SECONDS,
             chain_keep_seconds=CHAIN_KEEP_SECONDS,
+            conversation_keep_seconds=settings.conversation_keep * DAY_SECONDS,
+            store_default=settings.store_default,
             replica=settings.replica or "",
             history=shown_store(settings.store or ""),
         ),
-        engine_program(resolved),
+        programs.engine_program(resolved),
         settings.drain_timeout,
         traces=open_traces(settings.replica or "") if settings.traces else None,
         tool_calls=settings.tool_calls,
@@ -143,23 +150,8 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
     )
 
 
-def engine_program(resolved: Resolved) -> tuple[str, ...]:
-    """The command line of the engine."""
-    engine, _, seconds = resolved.settings.engine.partition(":")
-    if engine == "echo" and resolved.settings.journal is not None:
-        raise InvalidArgument(
-            "journal", "the echo engine keeps none: it records what a model's took"
-        )
-    command = {
-        "model": programs.ENGINE,
-        "echo": (*programs.ECHO_ENGINE, f"--seconds={seconds or 0}"),
-        "separate": programs.SEPARATE_ENGINE,
-    }
-    return command[engine]
-
-
 def _http_address(given: str | None) -> str:
-    """A port alone is one of this machine."""
+    """Return HOST:PORT; a port alone means 127.0.0.1."""
     given = given or ""
     return f"127.0.0.1:{given}" if given.isdigit() else given
 
@@ -172,7 +164,7 @@ def _backup(settings: Settings) -> BackupConfig | None:
 
 
 def open_server(setup: DaemonSetup, report: Report) -> Server:
-    """Open everything but the engine process; to be called in the event loop that will run it."""
+    """Open everything but the engine process. Call this in the event loop that will run the server."""
     settings = setup.resolved.settings
     folder = resolve_model(settings.model, report)
     store = open_store(settings.data, setup.holder, settings.store or "", setup.sharing)
@@ -182,15 +174,15 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             if problems := store.integrity_check():
                 raise ConfigError(f"the history in {settings.data} is damaged: {problems[0]}")
         if settings.store and store.folder.database_path.exists():
-            report(f"the history in {settings.data} is not served, since --store names another one")
+            report(f"the history in {settings.data} is not served: --store names another history")
         if store.folder.is_open_to_others:
             report(
-                f"other users may look into the data folder {settings.data}, which has other files too; "
-                "its history is readable by its owner alone; `chmod 700` closes the folder"
+                f"other users can list the data folder {settings.data}, but only its owner can read the "
+                f"history. To close the folder, run `chmod 700 {settings.data}`"
             )
         for turn in store.interrupted_at_open:
             report(
-                f"a turn of {turn.conversation_id} was interrupted; its history is unchanged "
+                f"a turn of {turn.conversation_id} was interrupted. Its history is unchanged "
                 f"(turn {turn.turn_id})"
             )
         texts = load_texts(folder, report, settings.chat_template)
@@ -198,7 +190,7 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         name = model_name(settings.model)
         if setup.engine_program[: len(programs.ECHO_ENGINE)] == programs.ECHO_ENGINE:
             name = "echo (arithmetic instead of a model)"
-        program = EngineProgram(setup.engine_program, written, folder, name)
+        program = EngineProgram(setup.engine_program, written, folder, name, setup.take_early)
         daemon = Daemon(store, texts, program, setup.config, report)
         if setup.traces is not None:
             spans = TurnSpans(program.model_name, setup.traces.export)
@@ -219,19 +211,19 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
 def _jobs(
     daemon: Daemon, data: Path, texts: Texts, config: JobsConfig, report: Report
 ) -> BatchJobs | None:
-    """Whatever is wrong with their folder, conversations are served."""
+    """Open the batch jobs, or report why they are unavailable. Conversations are served in any case."""
     try:
         jobs = JobStore.open(data)
     except PensieveError as error:
-        report(f"no batch jobs are taken: {whole_line(error)}")
+        report(f"batch jobs are not available: {whole_line(error)}")
         return None
     for name, problem in jobs.unreadable.items():
-        report(f"a batch job cannot be read: {name}: {problem}")
+        report(f"cannot read batch job {name}: {problem}")
     return BatchJobs(daemon, jobs, texts, config=config)
 
 
 async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.Event) -> None:
-    """Serve until `server.stopping` is set; from then on `hurry` interrupts the turns that still run."""
+    """Serve until `server.stopping` is set. From then on, `hurry` interrupts the running turns."""
     sys.setswitchinterval(SWITCH_SECONDS)
     daemon, loop = server.daemon, asyncio.get_running_loop()
     drain_seconds = 0.0
@@ -247,8 +239,8 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             fetch_kv(server, setup.sharing)
             drain_seconds = setup.drain_seconds
             hooks.report(in_words(server_info(daemon)))
-            if server.metrics_address:
-                hooks.report(f"metrics at http://{server.metrics_address}/metrics")
+            if server.metrics_url:
+                hooks.report(f"metrics at {server.metrics_url}")
             hooks.ready(address)
             if daemon.store.integrity_check_due:
                 daemon.damage.check(hooks.report)
@@ -261,7 +253,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
         if server.failure is not None:
             drain_seconds = 0.0
             raise ServerFault(
-                f"the service cannot go on: {whole_line(server.failure)}; its log says more"
+                f"the daemon failed: {whole_line(server.failure)}. The log has the details"
             )
     finally:
         closing = loop.create_task(server.close(drain_seconds))
@@ -276,14 +268,14 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
 
 
 def _check_objectives(setup: DaemonSetup, daemon: Daemon) -> None:
-    """ConfigError where the first engine cannot meet one."""
+    """Raise ConfigError if the first engine cannot meet an objective."""
     if (ready := daemon.engine.ready) is not None:
         smallest = objectives.Smallest(ready.tbt_seconds_min, ready.tbt_source)
         objectives.check(setup.resolved.settings.tbt, smallest)
 
 
 def _kill(engine_pid: int | None) -> None:
-    """Kill an engine that loads its model: it has nothing to save, and reads no pipe for seconds."""
+    """Kill an engine that is loading its model: it has nothing to save, and would not react for seconds."""
     if engine_pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(engine_pid, signal.SIGKILL)

@@ -1,11 +1,8 @@
-"""An engine process with arithmetic instead of a model, to test the service alone.
+"""An engine process that computes with arithmetic instead of a model, to test and measure the service.
 
-Started as `python -m pensieve.launch.echo_engine FD`.  Everything is real but the tensors: mailbox,
-scheduler, cache, detokenizer, pipe.  The next token is a pure function of every token before it, so a reply
-is wrong if and only if its history is.  `pensieve bench
-service` and the tests of the service use it.
-
-`--seconds S` makes an iteration take S seconds, so that a load can exceed what the engine can serve.
+Started as `python -m pensieve.launch.echo_engine FD`. Mailbox, scheduler, cache, detokenizer and pipe are the
+real ones. The next token is a pure function of all tokens before it, so a wrong history gives a wrong reply.
+`--seconds S` makes each iteration take S seconds, so that tests can overload the engine.
 """
 
 from __future__ import annotations
@@ -40,16 +37,16 @@ from pensieve.text.reply import ReplyText
 PAGES = 4096
 CONTEXT_MAX = 100_000
 MULTIPLIER, MODULUS = 6_364_136_223_846_793_005, 1 << 64
-WORDS_PER_REPLY = 24  # on average, unless the turn's max_tokens ends it first
+WORDS_PER_REPLY = 24  # on average, unless max_tokens ends the reply earlier
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    """The digest of a sequence: of the tokens whose digest is `state`, followed by these."""
+    """Return the digest of a sequence that continues the sequence with digest `state`."""
     return zlib.crc32(tokens.tobytes(), state)
 
 
 def next_token(state: int, num_tokens: int, end_id: int) -> int:
-    """The token after a context with this digest; sometimes the end-of-turn token."""
+    """Return the token that follows a context with this digest; sometimes the end-of-turn token."""
     drawn = (state * MULTIPLIER + 1) % MODULUS >> 33
     if drawn % WORDS_PER_REPLY == 0:
         return end_id
@@ -59,11 +56,11 @@ def next_token(state: int, num_tokens: int, end_id: int) -> int:
 @dataclass(slots=True)
 class _Turn:
     text: ReplyText
-    digest: int  # of its log so far
+    digest: int  # of the tokens so far
 
 
 class EchoExecutor:
-    """Answers each iteration at once, or after `seconds`; copies are finished at once."""
+    """Answers each iteration at once, or after `seconds`. Copies finish at once."""
 
     depth = 1
 
@@ -79,7 +76,10 @@ class EchoExecutor:
             options = start.sampling
             eos = frozenset() if options.ignore_eos else frozenset({self._end_id})
             ends = eos | frozenset(options.stop_token_ids)
-            text = ReplyText(self._tokenizer, ends, options.stop, options.min_tokens)
+            text = ReplyText(
+                *(self._tokenizer, ends, options.stop, options.min_tokens, options.stop_repetition),
+                continues_text=start.continues_text,
+            )
             self._turns[start.turn_id] = _Turn(text, digest(start.context))
         for turn_id in iteration.ended:
             self._turns.pop(turn_id, None)
@@ -98,7 +98,7 @@ class EchoExecutor:
         token_id = next_token(turn.digest, self._tokenizer.vocab_size, self._end_id)
         turn.digest = digest(array("I", [token_id]), turn.digest)
         text, stopped = turn.text.push(token_id, piece.is_last)
-        return SampledToken(piece.turn_id, token_id, text, stopped)
+        return SampledToken(piece.turn_id, token_id, text, stopped, repeats=turn.text.repeats)
 
     def close(self) -> None:
         self._launched.clear()

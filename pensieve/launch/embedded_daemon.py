@@ -1,12 +1,11 @@
-"""Runs a daemon in a thread of this process, behind a private socket and no port.
+"""Run a daemon in a thread of this process, behind a private socket and no port.
 
-It is the daemon that `pensieve serve` runs: the same assembly, the same servers, the engine in a process
-of its own.  Two things differ:
+The daemon has the same parts as that of `pensieve serve`, with the engine in its own process. Differences:
 
-* A thread's loop gets no signals.  SIGINT is blocked in it, and in the threads and the engine process
-  that it starts, so that Ctrl-C reaches the main thread alone, however early it comes.
-* The main thread waits until it is ready; if it fails, the main thread raises its exception.  Nothing
-  interrupts that wait, nor the end: `given_up` says whether to turn back, and is asked a few times a second.
+* SIGINT is blocked in the thread, in the threads that it starts and in the engine process. So Ctrl-C reaches
+  only the main thread, however early the user presses it.
+* The main thread waits until the daemon serves, and raises the daemon's exception if the start fails. Only
+  `given_up`, which is called a few times a second, can end this wait.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from pensieve.api.grpc.admin_socket import socket_address, socket_path
 from pensieve.api.grpc.server import Server
 from pensieve.config import Resolved
 from pensieve.conversations.daemon_config import DaemonConfig
+from pensieve.conversations.engine_child import EngineChild
 from pensieve.errors import ConfigError
 from pensieve.guard.exposure import Listening
 from pensieve.launch import programs
@@ -31,7 +31,7 @@ from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
 
 WAKE_SECONDS = 0.2
-CLOSE_SECONDS = 30.0  # for the thread to end; one that hangs ends with the process
+CLOSE_SECONDS = 30.0  # how long to wait for the thread; a thread that hangs ends with the process
 
 
 class EmbeddedDaemon:
@@ -44,6 +44,7 @@ class EmbeddedDaemon:
         report: Report,
         engine_program: tuple[str, ...] = programs.ENGINE,
         given_up: Callable[[], bool] = lambda: False,
+        take_early: Callable[[], EngineChild | None] = lambda: None,
     ) -> None:
         self._cleanup = contextlib.ExitStack()
         path = self._socket(resolved.settings.data)
@@ -54,15 +55,16 @@ class EmbeddedDaemon:
             Listening(address="", socket=path),
             DaemonConfig(ttft_seconds=resolved.settings.ttft),
             engine_program,
-            check_history_first=True,  # a person at a terminal waits, and sees what it finds
+            check_history_first=True,  # a person is waiting, and should see the problems first
+            take_early=take_early,
         )
         self._report = report
         self._given_up = given_up
-        self._started = threading.Event()  # it serves, or has failed
+        self._started = threading.Event()  # the daemon serves, or its start has failed
         self._failure: BaseException | None = None
         self._stop_wanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.server: Server | None = None  # once it is open
+        self.server: Server | None = None  # None until it is open
         self._thread = threading.Thread(target=self._run, name="daemon", daemon=True)
 
     @property
@@ -93,15 +95,20 @@ class EmbeddedDaemon:
 
     def close(self) -> None:
         """Interrupt running turns, close the history, end the engine process."""
-        self._stop_wanted = True  # before looking for a server: the thread does the reverse
+        self._stop_wanted = (
+            True  # set before `server` is read; the thread does both in the reverse order
+        )
         if self.server is not None and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # its loop has ended
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self.server.stopping.set)
         self._thread.join(CLOSE_SECONDS)
         self._cleanup.close()
 
     def _socket(self, data: Path) -> Path:
-        """The operator's socket, so that `pensieve admin` finds it; another if its path cannot be one."""
+        """Return the admin socket of the data folder, so that `pensieve admin` finds it.
+
+        If that path cannot be used for a socket, return one in a temporary folder.
+        """
         try:
             return socket_path(data)
         except ConfigError:

@@ -1,8 +1,8 @@
-"""Builds an engine that runs a model: its executor (executor.py), what that costs (costs.py), the scheduler.
+"""Build an engine that runs a model, from its executor (executor.py), costs (costs.py) and scheduler.
 
-It connects packages that must not import each other: the model with its kernels, and the engine.  `report`
-is called with a line about each stage, because loading takes seconds or minutes.  If a stage fails, all that
-was started or allocated before is closed again.
+This module connects two packages that must not import each other: `model` and `engine`. `report` receives a
+line when a stage begins, because loading takes seconds or minutes. If a stage fails, the earlier stages are
+undone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Closable(Protocol):
 
 @dataclass
 class BuiltEngine:
-    """An engine that is ready to run, and what has to be closed after it."""
+    """An engine that is ready to run, with the parts that must be closed after it."""
 
     engine: Engine
     executor: Closable
@@ -58,7 +58,7 @@ class BuiltEngine:
     computes: Mapping[str, str] = field(
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
-    smallest_tbt: Smallest | None = None  # where there is an objective
+    smallest_tbt: Smallest | None = None  # None if no objective was given
     kv_identity: KvIdentity = field(default_factory=lambda: KvIdentity({}, "no model computes"))
 
     @property
@@ -80,7 +80,6 @@ def build_engine(
     sink: Sink,
 ) -> BuiltEngine:
     """Load the model and put cache, scheduler and executor around it."""
-    report("loading torch")
     from pensieve.launch.costs import costs_of
     from pensieve.launch.executor import build_executor
     from pensieve.model.kv.page_bytes import PageBytes
@@ -95,6 +94,7 @@ def build_engine(
         computed_by = _computed_by(settings, folder, ranks)
         costs = costs_of(settings, folder, ranks.whole, computed_by)
         report(costs.in_words)
+        report("starting the scheduler")
         configs = EngineConfigs.fitted(
             CacheConfig(*tiers.pages, settings.chunk_tokens, staging_pages=tiers.staging_pages),
             SchedulerConfig(
@@ -150,7 +150,7 @@ def build_engine(
                 SystemClock().now,
             )
         gc.collect()
-        gc.freeze()  # the modules' objects live as long as the process; no collection needs to visit them
+        gc.freeze()  # these objects live as long as the process, so no collection needs to visit them
         undo.pop_all()
     return BuiltEngine(
         engine,
@@ -172,7 +172,7 @@ def build_engine(
 
 
 def _computed_by(settings: Settings, folder: Path, ranks: ModelRanks) -> dict[str, Any]:
-    """The model and the device, for a journal and for predictions."""
+    """Describe the model and the device, for a journal and for predictions."""
     shape = ranks.whole.shape
     return {
         "name": folder.name,
@@ -197,7 +197,7 @@ def _journal(
     configs: EngineConfigs,
     cost: CostProfile,
 ) -> _OpenJournal | None:
-    """Open the journal, which begins with the model and device: costs are fitted for these."""
+    """Open the journal. It begins with the model and device, for which costs are fitted later."""
     if settings.journal is None:
         return None
     try:

@@ -1,22 +1,23 @@
-"""The engine process of a daemon (messages in from a pipe, events out).
+"""The engine process of a daemon. It reads messages from a pipe and writes events to it.
 
-Started by the service as `python -m pensieve.launch.engine_process FD`; FD is its end of the pipe.
+The service starts it as `python -m pensieve.launch.engine_process FD`, where FD is a socket.
 
-    reader thread    frames from the service    → Mailbox
+    reader thread    frames from the service → Mailbox
     main thread      Engine.run
-    writer thread    Outbox → one frame of everything that was published since the last one,
-                     or a sign of life with the number of the main thread's rounds
+    writer thread    Outbox → one frame with all events since the last frame,
+                     or a heartbeat with the number of the main thread's rounds
 
-The first frame carries the settings; then the model is loaded, a frame reports each stage, and `ready`
-carries what the engine can hold.  When the pipe ends the service is gone, and no one is left to read
-a reply: the process ends at once.  It has nothing to save, as the service has the history.  If a reader or
-writer thread fails, the process ends too: without it the others would wait for ever.
+Start: the process imports torch, reads the settings from the first frame, loads the model and sends `ready`
+with the sizes of its memory. It sends a `stage` frame when a stage begins.
 
-A mailbox that is full has the reader thread wait, and with it the pipe and the service, which then refuses.
+End: when the pipe ends, the service is gone, so the process exits at once. It has nothing to save: the
+service has the history. If the reader or writer thread fails, the process exits too, as the others would wait
+forever. An engine that fails sends a last frame, `died`, with the error as one line and an exit code. Errors
+of Pensieve before `ready` (a setting, model or device that cannot be used) are for the operator. Any other
+error also prints a traceback.
 
-The last frame of an engine that fails, `died`, carries the error as one line and an exit code.  An error
-of our own before `ready` (a setting, a model or a device that cannot be used) is for the operator; any
-other error also leaves a traceback on standard error.
+Backpressure: if the mailbox is full, the reader thread waits. Then the pipe fills, and the service refuses
+messages.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -54,22 +56,47 @@ from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts
 
 MESSAGES_MAX = 65_536
+SHOWN_SECONDS = 0.05  # of a stage that is named in the summary
 Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
+Prepare = Callable[[Report], None]
 
 
-def main(fd: int, build: Build) -> int:
+class _Stages:
+    """Send a line when a stage begins, and measure how long each stage takes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._began = [(time.monotonic(), "first steps")]
+
+    def __call__(self, line: str) -> None:
+        self._began.append((time.monotonic(), line.partition(":")[0]))
+        self._sock.sendall(pack(["stage", line]))
+
+    def summary(self) -> str:
+        ends = [began for began, _ in self._began[1:]] + [time.monotonic()]
+        took = [(end - began, name) for end, (began, name) in zip(ends, self._began, strict=True)]
+        slow = (f"{name} {seconds:.1f} s" for seconds, name in took if seconds >= SHOWN_SECONDS)
+        total = sum(seconds for seconds, _ in took)
+        return ": ".join(filter(None, (f"the engine started in {total:.1f} s", ", ".join(slow))))
+
+
+def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
+    """Run an engine until the pipe ends.
+
+    `prepare` needs no settings, so the service may start this process before it can send them.
+    """
     prepare_threads()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C at a terminal is for the service to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     incoming, mailbox, outbox = frames(sock), Mailbox(MESSAGES_MAX), Outbox()
     try:
-        built = _start(sock, incoming, build, mailbox, outbox)
-    except PensieveError as error:  # for the operator to read; not a bug
+        stages = _Stages(sock)
+        prepare(stages)
+        built = _start(sock, incoming, build, mailbox, outbox, stages)
+    except PensieveError as error:  # a message for the operator, not a bug
         return _end(sock, error)
-    except BrokenPipeError:  # the service has ended meanwhile
+    except BrokenPipeError:  # the service has ended
         return 0
     except BaseException as error:
         traceback.print_exc()
@@ -83,9 +110,14 @@ def main(fd: int, build: Build) -> int:
 
 
 def _start(
-    sock: socket.socket, incoming: Iterator[Frame], build: Build, mailbox: Mailbox, outbox: Outbox
+    sock: socket.socket,
+    incoming: Iterator[Frame],
+    build: Build,
+    mailbox: Mailbox,
+    outbox: Outbox,
+    stages: _Stages,
 ) -> BuiltEngine:
-    """From the first frame to `ready`."""
+    """Read the settings, build the engine and send `ready`."""
     first = next(incoming, None)
     if first is None:
         raise BrokenPipeError
@@ -93,11 +125,7 @@ def _start(
     if kind != "settings":
         raise BrokenPipe(f"{kind!r} where the settings were expected")
     settings = resolve(written, {}).settings
-
-    def report(line: str) -> None:
-        sock.sendall(pack(["stage", line]))
-
-    built = build(settings, Path(folder), report, mailbox, outbox)
+    built = build(settings, Path(folder), stages, mailbox, outbox)
     ready = {
         "context_max": built.context_max,
         "vocab_size": built.vocab_size,
@@ -113,6 +141,7 @@ def _start(
     if (smallest := built.smallest_tbt) is not None:
         ready["tbt_seconds_min"], ready["tbt_source"] = smallest
     gc_pause.freeze()
+    stages(stages.summary())
     sock.sendall(pack(["ready", ready]))
     return built
 
@@ -124,7 +153,7 @@ def _run(
     mailbox: Mailbox,
     outbox: Outbox,
 ) -> None:
-    """Until the pipe ends, which ends the process, or the engine fails."""
+    """Run the engine until it fails. The process exits when the pipe ends."""
     engine = built.engine
 
     def read() -> None:
@@ -132,11 +161,11 @@ def _run(
         try:
             for frame in incoming:
                 message = message_of(frame)
-                if isinstance(message, ImportKv):  # here it holds up no iteration
+                if isinstance(message, ImportKv):  # in this thread, verifying delays no iteration
                     message = verified(message, engine.hand_over.slot_bytes)
                 mailbox.put_when_there_is_room(message)
         except Unavailable:
-            return  # the engine has failed, and the main thread says so before it ends
+            return  # the engine has failed; the main thread reports the error and ends the process
         except OSError:
             pass  # the service was killed
         except BaseException:
@@ -149,7 +178,7 @@ def _run(
             while (events := outbox.drain(BEAT_SECONDS)) is not None:
                 sock.sendall(pack_events(events) if events else pack_alive(engine.num_rounds))
         except OSError:
-            return  # the reader thread notices too, and ends the process
+            return  # the reader thread notices this too, and ends the process
         except BaseException:
             traceback.print_exc()
             os._exit(DeviceError.exit_code)
@@ -165,24 +194,39 @@ def _run(
 
 
 def _end(sock: socket.socket, error: BaseException) -> int:
-    """Report why the process ends; its exit code."""
+    """Tell the service why the process ends, and return the exit code."""
     code = error.exit_code if isinstance(error, PensieveError) else DeviceError.exit_code
     with contextlib.suppress(OSError):
         sock.sendall(pack(["died", whole_line(error), code]))
     return code
 
 
+def import_torch(report: Report) -> None:
+    report("importing torch")
+    with gc_pause.paused():
+        from pensieve.model.lean_imports import defer_compiler
+
+        defer_compiler()
+
+
 def build_with_model(
     settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
-    # The service has reported what is in the template.
+    from pensieve.model.lean_imports import disable_distributed
+
+    report("importing transformers")
+    with gc_pause.paused():
+        if settings.tensor_parallel == settings.pipeline_stages == 1:
+            disable_distributed()
+        import pensieve.launch.executor  # noqa: F401
+    # The service loads the same template, and reports its differences.
     texts = load_texts(folder, lambda line: None, settings.chat_template)
     return build_engine(settings, folder, texts, report, mailbox, sink)
 
 
 if __name__ == "__main__":
-    status = main(int(sys.argv[1]), build_with_model)
+    status = main(int(sys.argv[1]), build_with_model, import_torch)
     if status:
-        # Python's own shutdown calls into the device, and one that has failed may never return.
+        # Python's shutdown calls into the device. A device that has failed may never return.
         sys.stderr.flush()
         os._exit(status)

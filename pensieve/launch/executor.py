@@ -1,4 +1,4 @@
-"""Loads a model and puts memory and an executor around it: what an engine runs on, and a profile measures."""
+"""Load a model, allocate its KV memory and build the executor that an engine or `pensieve profile` runs."""
 
 from __future__ import annotations
 
@@ -38,20 +38,22 @@ from pensieve.text import Tokenizer
 class KVTiers(NamedTuple):
     memory: KVMemory  # of this rank
     pages: TierPages
-    page_bytes: int  # of all ranks together
-    staging_pages: int  # that a group may have; 0: no turn is streamed
+    page_bytes: int  # summed over all ranks
+    staging_pages: int  # per group of streamed turns; 0: turns are not streamed
 
 
 def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> KVTiers:
-    """Allocate both tiers and the staging arenas, in all ranks; on a GPU the device tier is sized by the
-    memory that is left."""
+    """Allocate both tiers and the staging arenas in all ranks.
+
+    On a GPU the device tier takes the memory that weights and workspace leave.
+    """
     model, leader, whole = ranks
     device: torch.device = model.flat.module.device
     sizes = (settings.token_budget, turns_max(settings), settings.chunk_tokens)
     num_ranks = settings.tensor_parallel
-    device_bytes = None  # a CPU: both tiers are in the host's memory
+    device_bytes = None  # on a CPU both tiers are in the host's memory
     if device.type == "cuda":
-        report("measuring what is left of the GPU's memory")
+        report("measuring the GPU's free memory")
         if leader is not None:
             leader.start_measuring(*sizes)
         device_bytes = free_for_kv(model, *sizes, device, sampler, with_graphs=leader is None)
@@ -87,7 +89,7 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
 def _graphs(
     settings: Settings, ranks: ModelRanks, memory: KVMemory, report: Report
 ) -> DecodeGraphs | None:
-    """Capture decode batches, and what lies between attentions, on a GPU and with one rank."""
+    """Capture CUDA graphs of decode batches and of the parts between attentions; None unless one GPU rank."""
     if ranks.model.flat.module.device.type != "cuda" or ranks.leader is not None:
         return None
     num_turns = turns_max(settings, memory.device_pages)
@@ -96,12 +98,12 @@ def _graphs(
         graphs.capture()
         failure = capture_pieces(ranks.model.flat, memory, settings.token_budget)
     report(
-        f"decoding runs without graphs: {graphs.failure}"
+        f"decoding runs without CUDA graphs: {graphs.failure}"
         if graphs.failure
-        else f"captured graphs for up to {num_turns} turns"
+        else f"captured CUDA graphs for up to {num_turns} turns"
     )
     if failure:
-        report(f"prompts run without graphs: {failure}")
+        report(f"prompts run without CUDA graphs: {failure}")
     return graphs
 
 
@@ -115,7 +117,7 @@ class BuiltExecutor(NamedTuple):
 def check_vocabulary(tokenizer: Tokenizer, shape: ModelShape) -> None:
     if tokenizer.vocab_size > shape.vocab_size:
         raise ModelError(
-            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {shape.vocab_size}"
         )
 
 
@@ -127,7 +129,7 @@ def build_executor(
     report: Report,
     undo: ExitStack,
 ) -> BuiltExecutor:
-    """`undo` gets callbacks that close all of it."""
+    """Load the model and build its executor; `undo` gets the callbacks that close both."""
     if settings.pipeline_stages > 1 and settings.stream == "auto":
         settings = replace(settings, stream="off")
     ranks = load_model(settings, folder, report, undo)

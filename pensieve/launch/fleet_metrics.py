@@ -1,11 +1,10 @@
-"""Serves the metrics of several replicas at one address, for a Prometheus that discovers no services.
+"""Serve the metrics of several replicas at one address, for a Prometheus without service discovery.
 
-    GET /metrics    of all replicas, each sample with the label `replica`, and pensieve_replica_up
-    GET /health     200 while some replica answered the latest scrape (or there was none yet)
+    GET /metrics    metrics of all replicas, each sample with the label `replica`, and pensieve_replica_up
+    GET /health     200 if at least one replica answered the latest scrape, or before the first scrape
 
-It is the listener that a daemon has (api/metrics/listener.py), whose answer is asked of the replicas at each
-scrape.  Nothing is kept between scrapes, so what is served is never older than the scrape.  The listener
-gives an answer five seconds, so each replica has SCRAPE_SECONDS at most.
+Each scrape asks all replicas; nothing is cached. The listener (api/metrics/listener.py) allows five seconds
+for an answer, so each replica has at most SCRAPE_SECONDS.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ SCRAPE_SECONDS = 3.5
 
 
 class FleetMetrics:
-    """A listener and the replicas that it asks; all of it belongs to one event loop."""
+    """A listener and the replicas that it asks. Belongs to one event loop."""
 
     def __init__(self, fleet: Fleet) -> None:
         if fleet.seconds > SCRAPE_SECONDS:
             raise InvalidArgument(
-                "seconds", f"is {SCRAPE_SECONDS:g} at most, where metrics are served"
+                "seconds", f"must be at most {SCRAPE_SECONDS:g} when metrics are served"
             )
         self._fleet = fleet
         self._is_serving = True
@@ -37,16 +36,16 @@ class FleetMetrics:
         )
 
     async def listen(self, address: str, insecure: bool = False) -> str:
-        """HOST:PORT, with its port; ConfigError if others could reach it, unless that is wanted."""
+        """Listen, and return HOST:PORT; ConfigError if other machines could connect, unless `insecure`."""
         if not insecure and not is_loopback(address.rpartition(":")[0]):
             raise ConfigError(
-                f"{address} can be reached by others, and has neither TLS nor tokens: listen on 127.0.0.1, "
-                "or say --insecure"
+                f"{address} can be reached by others, and has neither TLS nor tokens. Listen on 127.0.0.1, "
+                "or pass --insecure"
             )
         return await self._listener.listen(address)
 
     async def text(self) -> str:
-        """The metrics of all replicas that answer."""
+        """Return the metrics of all replicas that answer."""
         found = await self._fleet.metrics()
         self._is_serving = any(answer.value is not None for answer in found)
         return await asyncio.to_thread(merged, [(answer.replica, answer.value) for answer in found])
@@ -58,7 +57,7 @@ class FleetMetrics:
 async def serve_until_cancelled(
     fleet: Fleet, address: str, insecure: bool, listening: Callable[[str], None]
 ) -> None:
-    """Serve until the task is cancelled; `listening` is told the address."""
+    """Serve until the task is cancelled; `listening` receives the address."""
     serving = FleetMetrics(fleet)
     try:
         listening(await serving.listen(address, insecure))

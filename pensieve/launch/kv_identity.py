@@ -1,12 +1,11 @@
-"""What two engines must have in common for the KV of one to be of use to the other, as plain words.
+"""Describe what two engines must have in common to exchange KV.
 
-Keys and values are what these weights, in this precision, computed; and their bytes mean something only in
-the same format and chunks of the same size.  So an engine names all of that, and KV of one whose identity
-differs in anything is refused (conversations/hand_over.py).  The weights are known by a digest of the
-configuration and, of each file, of its header and SAMPLES pieces spread over each tensor: two trainings
-differ almost everywhere, and reading a model once more would double its start.
+Keys and values depend on the weights and the precision, and their bytes on the format and the chunk size. An
+engine refuses KV from an engine that differs in any of these facts (conversations/hand_over.py).
 
-An engine of several ranks has a part of each page in each of its processes, and hands nothing over.
+The weights are identified by a digest of the configuration, of each file's header and of SAMPLES pieces of
+each tensor. Two trainings differ almost everywhere, and reading all weights again would double the time of a
+start. An engine of several ranks exchanges no KV: each of its processes has only a part of each page.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 
 SAMPLES, SAMPLE_BYTES = 8, 512
 HEADER_BYTES_MAX = 1 << 24
-PAGE_BYTES_MAX = 32 << 20  # a page crosses the pipe in one frame
+PAGE_BYTES_MAX = 32 << 20  # one frame of the pipe carries a page
 
 
 class KvIdentity(NamedTuple):
-    facts: Mapping[str, str]  # {}: KV is not handed over
-    refusal: str = ""  # then why
+    facts: Mapping[str, str]  # empty: this engine exchanges no KV
+    refusal: str = ""  # the reason, if `facts` is empty
 
 
 def kv_identity(
@@ -63,7 +62,7 @@ def kv_identity(
 
 
 def weights_digest(folder: Path) -> str:
-    """Of the configuration, and of samples of each tensor."""
+    """Return a digest of the configuration and of samples of each tensor."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for path in sorted(folder.glob("*.safetensors")):

@@ -1,8 +1,8 @@
-"""Writes a daemon's log to standard error, as lines of text or of JSON.
+"""Write a daemon's log to standard error, as lines of text or JSON.
 
-A thread writes them: whoever should read standard error and does not (a terminal that was paused, a pipe that
-is full) holds up no turn.  Up to LINES_MAX lines wait; more are left out, and the next one says how many.
-Logging raises nothing: where a line cannot be formatted, one that says so takes its place.
+A thread writes the lines, so a paused terminal or a full pipe delays no turn. Up to LINES_MAX lines wait.
+Further lines are dropped, and the next line says how many. Logging never raises: if a line cannot be
+formatted, a line that says so replaces it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-SUBJECTS = ("turn_id", "conversation_id", "tenant")  # what a line may be about
-FIGURES = "figures"  # of a record: more to say of it, by name
+SUBJECTS = ("turn_id", "conversation_id", "tenant")  # attributes of a record that every form shows
+FIGURES = "figures"  # attribute of a record: further values by name
 LINES_MAX = 10_000
-END_SECONDS = 2.0  # for the lines that wait when the daemon has stopped
+END_SECONDS = 2.0  # to write the waiting lines after the daemon has stopped
 
 
 @contextlib.contextmanager
 def log_to_stderr(form: str, *, turns: bool) -> Iterator[None]:
-    """`form` is text, json, or auto; `turns`: a line for each turn, too."""
+    """Log to standard error; `form` is text, json or auto, and `turns` adds a line per turn."""
     plain = form == "text" or (form == "auto" and sys.stderr.isatty())
     handler = _Beside(sys.stderr.fileno())
     handler.setFormatter(_TextLines() if plain else _JsonLines())
@@ -43,7 +43,10 @@ def log_to_stderr(form: str, *, turns: bool) -> Iterator[None]:
 
 
 class _Beside(logging.Handler):
-    """Any thread may log; one writes, past the lock of sys.stderr, which the program's end would wait for."""
+    """A handler whose own thread writes to the descriptor.
+
+    It does not use sys.stderr: Python would wait for the lock of sys.stderr at exit.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -59,13 +62,13 @@ class _Beside(logging.Handler):
             return
         if self._num_lost:
             lost, self._num_lost = self._num_lost, 0
-            text = f"{lost} lines of the log are missing: nobody read them"
+            text = f"{lost} log lines were dropped, because standard error was not read"
             self._lines.put(self.format(_warning(text)))
         try:
             line = self.format(record)
-        except Exception as error:  # not handleError, which would wait for standard error
+        except Exception as error:  # handleError would wait for standard error
             place = f"{record.pathname}:{record.lineno}"
-            line = self.format(_warning(f"a line of the log from {place} is missing: {error}"))
+            line = self.format(_warning(f"cannot format a log line from {place}: {error}"))
         self._lines.put(line)
 
     def close(self) -> None:
@@ -76,14 +79,14 @@ class _Beside(logging.Handler):
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             left = memoryview((line + "\n").encode(errors="backslashreplace"))
-            with contextlib.suppress(OSError):  # it was closed
+            with contextlib.suppress(OSError):  # the descriptor was closed
                 while left:
                     left = left[self._write_some(left) :]
 
     def _write_some(self, line: memoryview) -> int:
         try:
             return os.write(self._descriptor, line)
-        except BlockingIOError:  # another process has set it so; it is waited for all the same
+        except BlockingIOError:  # another process has made the descriptor non-blocking
             select.select([], [self._descriptor], [])
             return 0
 
@@ -107,7 +110,7 @@ class _TextLines(logging.Formatter):
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object per line; what a message quotes is escaped."""
+    """Format one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

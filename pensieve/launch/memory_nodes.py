@@ -1,13 +1,12 @@
-"""Where an engine's memory lies on a machine with several memory nodes (NUMA).
+"""Spread an engine's memory over all memory nodes of a machine (NUMA).
 
-Linux puts a page on the node of the thread that writes it first.  One thread packs the weights and another
-writes a conversation's first KV, so without a word from us most of what a step reads would lie on one node,
-and all cores would wait for the memory of that one.  Which core reads what is decided while it runs (pieces
-are claimed from a counter, csrc/cpu/threads.h), so no page has a right place; spread page by page over the
-nodes, all of them are read at once (docs/performance.md, "More cores").
+Linux puts a page on the node of the thread that writes the page first. One thread packs all weights, so most
+of the memory that a step reads would lie on one node, and all cores would wait for that node. Cores claim
+pieces of work from a counter (csrc/cpu/threads.h), so no page has a best place. Spread page by page, all
+nodes are read at once (docs/performance.md, "More cores").
 
-The policy is set before anything is loaded, for this thread and all that it starts.  An operator's own
-(`numactl`) stays as it is.
+The policy is set before anything is loaded, for this thread and all threads that it starts. A policy that the
+operator has set with `numactl` is kept.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ STATUS = Path("/proc/self/status")
 DEFAULT, INTERLEAVE = 0, 3  # policies, as Linux numbers them
 CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # set_mempolicy, get_mempolicy
 BITS = ctypes.sizeof(ctypes.c_ulong) * 8
-MASK_WORDS = 1024 // BITS  # the kernel may be built for so many nodes
+MASK_WORDS = 1024 // BITS  # a kernel may be built for 1024 nodes
 Policy = tuple[int, frozenset[int]]
 
 
 def spread_memory(report: Callable[[str], None]) -> None:
-    """Memory that is written from now on lies on all nodes whose processors this process may use."""
+    """Spread memory written from now on over all nodes whose processors this process may use."""
     nodes = usable_nodes()
     if len(nodes) < 2:
         return
@@ -36,17 +35,17 @@ def spread_memory(report: Callable[[str], None]) -> None:
         if policy()[0] != DEFAULT:
             return
         set_policy((INTERLEAVE, nodes))
-    except OSError as error:  # containers often do not allow it
+    except OSError as error:  # containers often forbid it
         report(
-            f"memory is not spread over the {len(nodes)} memory nodes of this machine ({error.strerror});"
-            " where a container forbids it, allow the system call set_mempolicy"
+            f"memory is not spread over the {len(nodes)} memory nodes of this machine ({error.strerror})."
+            " In a container, allow the system call set_mempolicy"
         )
     else:
         report(f"memory is spread over {len(nodes)} memory nodes")
 
 
 def usable_nodes(nodes: Path = NODES, status: Path = STATUS) -> frozenset[int]:
-    """Nodes that have memory which this process may take, and processors that it may run on."""
+    """Return the nodes whose memory and processors this process may use; empty if unknown."""
     try:
         lines = status.read_text().splitlines()
         allowed = next(line.split()[1] for line in lines if line.startswith("Mems_allowed_list:"))
@@ -58,11 +57,11 @@ def usable_nodes(nodes: Path = NODES, status: Path = STATUS) -> frozenset[int]:
             if numbers((nodes / f"node{node}" / "cpulist").read_text()) & own
         )
     except (AttributeError, OSError, StopIteration, ValueError):
-        return frozenset()  # no such thing on this system
+        return frozenset()  # this system does not describe its nodes
 
 
 def numbers(text: str) -> frozenset[int]:
-    """Of a list as Linux writes it: 0-3,8."""
+    """Parse a list of numbers as Linux writes it: 0-3,8."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -72,7 +71,7 @@ def numbers(text: str) -> frozenset[int]:
 
 
 def policy() -> Policy:
-    """This thread's."""
+    """Return the memory policy of this thread."""
     mode, mask = ctypes.c_int(), (ctypes.c_ulong * MASK_WORDS)()
     _call(1, ctypes.byref(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS), None, ctypes.c_ulong(0))
     nodes = (word * BITS + bit for word in range(MASK_WORDS) for bit in range(BITS))
@@ -80,7 +79,7 @@ def policy() -> Policy:
 
 
 def set_policy(wanted: Policy) -> None:
-    """For this thread, and threads and processes that it starts from now on."""
+    """Set the policy of this thread, and of the threads and processes that it starts from now on."""
     mode, nodes = wanted
     mask = (ctypes.c_ulong * MASK_WORDS)()
     for node in nodes:
@@ -89,7 +88,7 @@ def set_policy(wanted: Policy) -> None:
 
 
 def _call(which: int, *arguments: object) -> None:
-    """A system call that the C library has no function for."""
+    """Make a system call for which the C library has no function."""
     calls = CALLS.get(platform.machine())
     if calls is None:
         raise OSError(0, f"not known for {platform.machine()}")

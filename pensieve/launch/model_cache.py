@@ -1,15 +1,13 @@
-"""The user's folder of converted models: each is there whole, or not at all.
+"""Keep converted models in $XDG_CACHE_HOME/pensieve/models (~/.cache/pensieve/models), one folder per model.
 
-It is `models` in $XDG_CACHE_HOME/pensieve (~/.cache/pensieve), and has a folder for each model.  Whoever
-needs one that is missing
+A process that needs a missing folder
 
-1. waits for its lock, which ends with the process that holds it, and looks again;
-2. removes what another left half made, and fills a folder KEY.partial-*;
-3. has everything reach the disk, and gives it its name.
+1. waits for the folder's lock, which the operating system releases when its holder ends, and looks again;
+2. removes partial folders that an interrupted process has left, and fills a folder KEY.partial-*;
+3. syncs all files to disk and renames the folder to KEY.
 
-So a folder with its name is whole, whenever the process or the machine stopped; whatever else is there is
-removed by the next.  Nothing is ever changed in a folder that has its name.  People may remove one when
-nothing runs on it; it is made again when it is needed.
+So a folder named KEY is always complete, even after a crash, and is never changed. A user may delete it while
+nothing uses it. It is then created again when needed.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from pathlib import Path
 
 from pensieve.errors import ModelError
 
-WAIT_SECONDS = 0.2  # between two tries to get the lock
+WAIT_SECONDS = 0.2  # between two attempts to get the lock
 Report = Callable[[str], None]
-Check = Callable[[], None]  # called now and then; it raises where everything is to be given up
+Check = Callable[[], None]  # called a few times a second; raises to cancel the work
 
 
 def models_folder() -> Path:
@@ -36,13 +34,13 @@ def models_folder() -> Path:
 
 
 def kept(key: str) -> Path | None:
-    """The folder of this key, if it was made before."""
+    """Return the folder of this key; None if it does not exist."""
     folder = models_folder() / key
     return folder if folder.is_dir() else None
 
 
 def made_once(key: str, make: Callable[[Path], None], report: Report, check: Check) -> Path:
-    """The folder of this key, which `make` fills if it is missing; `check` may raise to end the waiting."""
+    """Return the folder of this key; if it is missing, `make` fills it. `check` may raise to cancel."""
     if (there := kept(key)) is not None:
         return there
     folder = models_folder()
@@ -65,13 +63,13 @@ def made_once(key: str, make: Callable[[Path], None], report: Report, check: Che
 
 
 def check_room(num_bytes: int, what: str) -> None:
-    """Raise ModelError unless the disk of the cache has that much room."""
+    """Raise ModelError unless the disk of the cache has that much free space."""
     folder = models_folder()
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ModelError(
-            f"{what} needs {num_bytes / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free; "
-            "XDG_CACHE_HOME names another place"
+            f"{what} needs {num_bytes / 1e9:.1f} GB in {folder}, but only {free / 1e9:.1f} GB are free. "
+            "To use another disk, set XDG_CACHE_HOME"
         )
 
 
@@ -81,14 +79,14 @@ def _errors_of(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ModelError(
-            f"a model cannot be kept in {folder}: {error.strerror or error}; XDG_CACHE_HOME names "
-            "another place"
+            f"cannot keep a model in {folder}: {error.strerror or error}. To use another folder, set "
+            "XDG_CACHE_HOME"
         ) from error
 
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
-    """The file stays: one that was removed could be locked twice, by name and by those who have it open."""
+    """Hold the lock. The file stays: if it were removed, two processes could lock two files of one name."""
     is_reported = False
     with path.open("a") as file:
         while True:
@@ -97,7 +95,7 @@ def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not is_reported:
-                    report("waiting for another process, which prepares the same model")
+                    report("waiting for another process that prepares the same model")
                 is_reported = True
                 check()
                 time.sleep(WAIT_SECONDS)
@@ -105,7 +103,7 @@ def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
 
 
 def _reach_the_disk(*paths: Path) -> None:
-    # It brings SQLite, which an engine's start does not wait for.
+    # Imported here because it imports SQLite, which an engine does not need.
     from pensieve.store.durable import sync
 
     for path in paths:

@@ -1,4 +1,4 @@
-"""Finds the folder of a model, or makes it, and loads what needs no torch from it."""
+"""Find or create the folder of a model, and load its tokenizer and chat template, which need no torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,24 +15,23 @@ from pensieve.errors import ConfigError, ModelError, UnsupportedModel
 from pensieve.gguf.header import is_gguf
 from pensieve.launch import smollm2
 from pensieve.launch.model_cache import Check, check_room, kept, made_once, models_folder
-from pensieve.sampling import Sampling
+from pensieve.sampling import DefaultSampling, Sampling, default_sampling
 
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
 
-MAX_TOKENS = 1024  # of a reply, where the request does not set it
-KEY_BYTES = 1 << 20  # at both ends of a GGUF file
-HEADER_BYTES_MAX = 1 << 24  # of a safetensors file, that go into the fingerprint
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, in the fingerprint of weights
-Report = Callable[[str], None]  # called with one line about each stage of the start
+KEY_BYTES = 1 << 20  # read at both ends of a GGUF file
+HEADER_BYTES_MAX = 1 << 24  # of a safetensors header, for the fingerprint
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each weight file, for the fingerprint of the weights
+Report = Callable[[str], None]  # receives one line per stage of the start
 
 
 def resolve_model(
     name: str, report: Report = lambda line: None, check: Check = lambda: None
 ) -> Path:
-    """The folder of a model: a path, a hub id (fetched if the hub can be reached), or the built-in.
+    """Return the folder of a model: a path, a hub id, which is downloaded, or "" for the built-in model.
 
-    For smollm2 and for a GGUF file it is made at the first time, which takes a while; see `needs_making`.
+    The first time, smollm2 is downloaded and a GGUF file converted, which takes a while: see `needs_making`.
     """
     if not name:
         from pensieve.builtin import MODEL_PATH
@@ -47,15 +46,15 @@ def resolve_model(
         return _converted(path, report, check)
     if path.exists():
         raise ModelError(
-            f"{name} is a file and no GGUF; a model is a GGUF file, or a folder with config.json and "
-            "safetensors"
+            f"{name} is not a GGUF file. A model is a GGUF file, or a folder with config.json and "
+            "safetensors files"
         )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         meant = difflib.get_close_matches(name, [smollm2.NAME], 1)
         raise ModelError(
             f'unknown model "{name}". Did you mean "{meant[0]}"?'
             if meant
-            else f"there is no model folder {name}"
+            else f"there is no {'file' if name.endswith('.gguf') else 'model folder'} {name}"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -66,12 +65,12 @@ def resolve_model(
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"there is no model folder {name}, and it cannot be fetched: {first_line}"
+            f"there is no model folder {name}, and the hub does not provide the model: {first_line}"
         ) from error
 
 
 def model_name(name: str) -> str:
-    """What clients may know of it: a hub id, or a folder's own name without the path to it."""
+    """Return the name that clients see: a hub id, or the name of a folder or file without its path."""
     if not name:
         return "built-in"
     path = Path(name).expanduser()
@@ -81,7 +80,7 @@ def model_name(name: str) -> str:
 
 
 def needs_making(name: str) -> bool:
-    """Whether `resolve_model` would fetch or convert first."""
+    """Return whether `resolve_model` would first download or convert the model."""
     path = Path(name).expanduser()
     if not name or path.is_dir():
         return False
@@ -91,7 +90,7 @@ def needs_making(name: str) -> bool:
 
 
 def _converted(path: Path, report: Report, check: Check) -> Path:
-    """The folder of a GGUF file, which is converted if that was not done before."""
+    """Return the folder of a GGUF file; the first call converts the file."""
     from pensieve.gguf.convert import Conversion
 
     def make(folder: Path) -> None:
@@ -100,15 +99,15 @@ def _converted(path: Path, report: Report, check: Check) -> Path:
         report(conversion.sizes())
         check_room(conversion.num_bytes, path.name)
         conversion.write(folder, report, check)
-        report(f"kept for the next time: {models_folder() / _key(path)}")
+        report(f"the converted model is kept in {models_folder() / _key(path)}")
 
     return made_once(_key(path), make, report, check)
 
 
 def _key(path: Path) -> str:
-    """Names what is in a file, without reading all of it: it may be as large as the memory.
+    """Return a name for the contents of a file, without reading the whole file, which may be huge.
 
-    Its time of modification is part of it, since two trainings of one model differ in their weights alone.
+    The name includes the modification time, because two trainings of a model differ only in their weights.
     """
     try:
         status = path.stat()
@@ -117,7 +116,7 @@ def _key(path: Path) -> str:
             file.seek(max(status.st_size - KEY_BYTES, 0))
             digest.update(file.read(KEY_BYTES))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
     stem = re.sub(r"[^\w.-]+", "_", path.stem)[:64]
     return f"{stem}-{digest.hexdigest()[:16]}"
@@ -125,16 +124,16 @@ def _key(path: Path) -> str:
 
 @dataclass(frozen=True)
 class LoadedTexts:
-    """The chat template with its tokenizer, a fingerprint of what its token ids belong to, and defaults."""
+    """The chat template with its tokenizer, the fingerprint of the model, and the default sampling."""
 
     template: ChatTemplate
     fingerprint: str
     defaults: Sampling
-    recommended: Mapping[str, float] = field(default_factory=dict)  # which of them the model names
+    defaults_from_model: bool = False  # the model's files name the values of sampling
 
 
 def load_texts(folder: Path, report: Report, chat_template: Path | None = None) -> LoadedTexts:
-    """Tokenizer and chat template (of that file, if one is given), probed; needs no torch."""
+    """Load tokenizer and chat template, and probe the template. `chat_template` replaces the model's."""
     from pensieve.text import ChatTemplate, Tokenizer, probe
 
     tokenizer = Tokenizer.load(folder, chat_template)
@@ -142,7 +141,7 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
     found = probe(template)
     if found.lost_controls:
         raise UnsupportedModel(
-            "its chat template makes control tokens by formatting or a filter, where they cannot be "
+            "its chat template creates control tokens by formatting or a filter, so that they cannot be "
             f"distinguished from text (seen in {found.lost_controls[0]})"
         )
     for difference in found.differences:
@@ -150,36 +149,24 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
     try:
         fingerprint = fingerprint_of(folder, tokenizer.fingerprint())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} cannot be read: {error}") from error
-    named, is_named = _generation_config(folder)
-    defaults = replace(Sampling(**named), max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
-    return LoadedTexts(template, fingerprint, defaults, named if is_named else {})
+        raise ModelError(f"cannot read {folder}: {error}") from error
+    return LoadedTexts(template, fingerprint, *_default_sampling(folder))
 
 
-def _generation_config(folder: Path) -> tuple[dict[str, float], bool]:
-    """The sampling of generation_config.json as transformers understands it, and whether it is named there.
-
-    Without `do_sample` transformers is greedy, and the file has said nothing about it.
-    """
+def _default_sampling(folder: Path) -> DefaultSampling:
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}, False
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    kinds = {name: int if name == "top_k" else float for name in names}
-    values = {name: kinds[name](given[name]) for name in names if given.get(name) is not None}
-    if not given.get("do_sample", False):
-        values["temperature"] = 0.0
-    else:
-        values.setdefault("temperature", 1.0)
-    return values, given.get("do_sample") is not None
+        raise ModelError(f"cannot read {path}: {error}") from error
+    try:
+        return default_sampling(given)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} has no usable sampling values: {error}") from error
 
 
 def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
-    """A hash of model, tokenizer and template, to which the token ids of a history belong."""
+    """Return a hash of model, tokenizer and template. The token ids of a history belong to it."""
     digest = hashlib.sha256(tokenizer_fingerprint.encode())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())
@@ -191,10 +178,10 @@ def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """A hash of config and weights, to compare folders of two machines.
+    """Return a hash of config and weights, to compare the folders of two machines.
 
-    Of each file its size and its beginning, with the names and shapes in it, and SAMPLES pieces all over it:
-    two trainings of one model differ nearly everywhere, and nobody reads hundreds of gigabytes to start.
+    It covers each file's size, beginning (names and shapes) and SAMPLES pieces. Two trainings of a model
+    differ almost everywhere, and reading hundreds of gigabytes would delay the start.
     """
     digest = hashlib.sha256()
     try:
@@ -207,5 +194,5 @@ def weights_fingerprint(folder: Path) -> str:
                     file.seek(max(size * number // SAMPLES - SAMPLE_BYTES, 0))
                     digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
-        raise ModelError(f"{folder} cannot be read: {error}") from error
+        raise ModelError(f"cannot read {folder}: {error}") from error
     return digest.hexdigest()[:32]

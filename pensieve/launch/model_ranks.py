@@ -1,4 +1,4 @@
-"""Loads the model on one device, or this rank's part with the other ranks beside it."""
+"""Load the model on one device, or this rank's part of the model beside other ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pensieve.model.parallel.handshake import described
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.ranks import check_devices, check_machine
 
-RANK_WAIT_SECONDS = 300.0  # for ranks of other machines when an engine starts
+RANK_WAIT_SECONDS = 300.0  # for ranks on other machines when an engine starts
 
 
 def usable_device(settings: Settings, report: Report) -> torch.device:
-    """The chosen device with its kernels; `auto` falls back to the CPU where a GPU has none."""
+    """Return the chosen device with its kernels ready; `auto` uses the CPU if a GPU has no kernels."""
     device = _with_kernels(settings, report)
     if device.type == "cpu" and settings.kv_dtype == "fp8":
-        report("--kv-dtype fp8 is made for GPUs: on this CPU torch reads and writes it, slowly")
+        report("warning: --kv-dtype fp8 is meant for GPUs and slow on a CPU")
     return device
 
 
@@ -47,7 +47,7 @@ def _with_kernels(settings: Settings, report: Report) -> torch.device:
 
 
 def chosen_device(settings: Settings) -> torch.device:
-    """The device that the settings name; ConfigError if there is none."""
+    """Return the device that the settings name; ConfigError if it does not exist."""
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,39 +58,39 @@ def chosen_device(settings: Settings) -> torch.device:
         raise ConfigError(f"--device {name}: torch {torch.__version__} finds no GPU{built}")
     index = int(name.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs")
     for name in ("tensor_parallel", "pipeline_stages"):
         if index and getattr(settings, name) > 1:
             flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} takes the first GPUs: --device cuda")
+            raise ConfigError(f"{flag} uses the first GPUs: pass --device cuda")
     return torch.device("cuda", index)
 
 
 def _check_kernels(settings: Settings, device: torch.device, report: Report) -> None:
-    """Prepare the kernels for this GPU; compiling them takes a few seconds the first time."""
+    """Prepare the kernels for this GPU. Compiling them takes a few seconds the first time."""
     from pensieve.kernels import PAGE_SLOTS as PAGE
     from pensieve.kernels import cuda_launch
 
     if settings.weights == "int8":
-        raise ConfigError("--weights int8 is for CPUs: --device cpu")
+        raise ConfigError("--weights int8 is only for CPUs: pass --device cpu")
     if settings.kv_dtype == "int8":
-        raise ConfigError("--kv-dtype int8 is for CPUs: --device cpu")
+        raise ConfigError("--kv-dtype int8 is only for CPUs: pass --device cpu")
     if settings.chunk_tokens != PAGE:
         raise ConfigError(
-            f"chunk_tokens must be {PAGE} on a GPU, where that is the page size of the kernels"
+            f"chunk_tokens must be {PAGE} on a GPU, because the kernels have pages of this size"
         )
-    report(f"kernels for {cuda_launch.architecture(device.index)}")
+    report(f"preparing kernels for {cuda_launch.architecture(device.index)}")
     cuda_launch.prepare(device.index)
 
 
 class ModelRanks(NamedTuple):
     model: LoadedModel  # this rank's part
-    leader: Leader | None  # of the other ranks; None where there is one rank
-    whole: LoadedModel  # with the layers of all stages in its shape
+    leader: Leader | None  # of the other ranks; None if there is only one rank
+    whole: LoadedModel  # whose shape has the layers of all stages
 
 
 def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack) -> ModelRanks:
-    """Load the model in all ranks; `undo` gets a callback that ends the other ranks."""
+    """Load the model in all ranks. `undo` receives a callback that ends the other ranks."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
@@ -111,11 +111,11 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
         return ModelRanks(model, None, model)
     if settings.pipeline_stages > 1 and settings.stream == "on":
         raise ConfigError(
-            f"--pipeline-stages {settings.pipeline_stages} needs --stream auto or off: no turn is "
-            "streamed through stages"
+            f"--pipeline-stages {settings.pipeline_stages} needs --stream auto or off: pipeline stages do "
+            "not support streamed turns"
         )
     if settings.tensor_parallel > 1 and int8:
-        raise ConfigError("--weights int8 is for one rank: --tensor-parallel 1")
+        raise ConfigError("--weights int8 needs a single rank: pass --tensor-parallel 1")
     leader = _start_ranks(settings, folder, device, report, undo)
     try:
         model = load(
@@ -128,7 +128,7 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
             rank=leader,
             report=report,
         )
-    except (ModelError, RuntimeError) as error:  # perhaps only because another rank has ended
+    except (ModelError, RuntimeError) as error:  # the cause may be that another rank has ended
         leader.explain(error)
         raise
     whole = leader.check_shapes(model.shape, model.flat.first_layer)
@@ -169,13 +169,13 @@ def _start_ranks(
 
 
 def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> Elsewhere | None:
-    """The ranks of other machines; those of all stages but the last one, if no number is given."""
+    """Describe the ranks on other machines. By default these are the ranks of all stages but the last."""
     address, secret = settings.rank_address, settings.cluster_secret
     if not address:
         return None
     if secret is None:
         raise ConfigError(
-            "--rank-address needs --cluster-secret, a file that each rank's machine has"
+            "--rank-address needs --cluster-secret, a file that must exist on each rank's machine"
         )
     num_shards, num_stages = settings.tensor_parallel, settings.pipeline_stages
     num_others = num_shards * num_stages - 1
@@ -184,7 +184,7 @@ def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> Elsewh
         num_ranks = num_shards * (num_stages - 1) if num_stages > 1 else num_others
     if num_ranks > num_others:
         raise ConfigError(
-            f"{num_ranks} ranks elsewhere: of {num_others + 1} ranks {num_others} can be elsewhere"
+            f"--ranks-elsewhere {num_ranks}: of {num_others + 1} ranks at most {num_others} can run elsewhere"
         )
     expected = described(device.type, weights_fingerprint(folder), str(folder), 0, 0)
     return Elsewhere(

@@ -1,18 +1,16 @@
-"""Whether the objective for the time between tokens (`--tbt`) can be met at all, found out at the start.
+"""Check at the start whether the objective for the time between tokens (`--tbt`) is feasible.
 
-The smallest iteration of use has one turn that generates behind a short context and TOKENS_MIN tokens of
-somebody's prompt: less of a prompt is never computed.  An objective below what that takes would not be met
-however little there is to do, and prompts would crawl for nothing; so the daemon does not start with it, and
-names the smallest one that it would start with.
+The smallest useful iteration has one generating turn with a short context and TOKENS_MIN tokens of a prompt.
+If the objective is shorter than this iteration, it can never be met and prompts would be slow for nothing.
+The daemon then refuses to start and names the smallest feasible objective.
 
-What it takes is predicted where costs were measured on this machine.  An estimate from the model's shape
-and a data sheet may be wrong by a factor of two or three, so where there is nothing better such an iteration
-is run a few times before the first turn comes, on the executor itself: the pages are empty then, and
-whoever gets one later overwrites it before anything reads it.  The quickest run counts, as other work on the
-machine only ever adds to it.
+If costs were measured on this machine, the time is predicted. An estimate may be wrong by a factor of two or
+three, so without measured costs the executor runs the iteration a few times before the first turn. The pages
+are empty then, and are overwritten before anything reads them. The fastest run counts, because other work on
+the machine can only slow a run down.
 
-An engine that is started again, because one has died, is not refused: the machine may be busy for a moment,
-and the objective was feasible when the daemon started.
+A restarted engine is not refused: the machine may be busy for a moment, and the objective was feasible
+before.
 """
 
 from __future__ import annotations
@@ -29,22 +27,22 @@ from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError
 from pensieve.sampling import Sampling
 
-CONTEXT = 32  # tokens of the turn that generates
+CONTEXT = 32  # tokens of the generating turn
 NUM_RUNS = 4
 ESTIMATED = "estimated"
 MEASURED = "measured at the start"
-WRITER, READER = 1, 2  # turns that are gone before the first one of a client comes
+WRITER, READER = 1, 2  # turn ids; both turns end before a client's first turn
 
 
 class Smallest(NamedTuple):
-    """The smallest objective that can be met, and where that is known from."""
+    """The smallest feasible objective, and the source of this figure."""
 
     seconds: float
     source: str
 
 
 class Pages(NamedTuple):
-    """Of the device tier."""
+    """The pages of the device tier."""
 
     num_pages: int
     chunk_tokens: int
@@ -53,9 +51,10 @@ class Pages(NamedTuple):
 def smallest_tbt(
     cost: IterationCost, source: str, executor: Executor, pages: Pages, now: Callable[[], float]
 ) -> Smallest | None:
-    """`source`: of the cost, ESTIMATED or a word for people; None where it cannot be known.
+    """Predict or measure the smallest feasible objective; None if the device tier is too small to measure.
 
-    Nothing else uses the executor yet.
+    `source` says where `cost` comes from: ESTIMATED, or words for people. Nothing else may use the executor
+    yet.
     """
     if source != ESTIMATED:
         return Smallest(cost.iteration_seconds([(CONTEXT, CONTEXT + 1), (0, TOKENS_MIN)]), source)
@@ -64,7 +63,7 @@ def smallest_tbt(
 
 
 def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> float | None:
-    """Seconds of the smallest iteration of use; None where the device tier is too small for it."""
+    """Run the smallest useful iteration; return its seconds, or None if the device tier is too small."""
 
     def num_of(num_tokens: int) -> int:
         return -(-num_tokens // pages.chunk_tokens)
@@ -97,17 +96,17 @@ def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> floa
 
 
 def check(tbt_seconds: float, smallest: Smallest) -> None:
-    """ConfigError where the objective is infeasible."""
+    """Raise ConfigError if the objective is infeasible."""
     if not 0.0 < tbt_seconds < smallest.seconds:
         return
     raise ConfigError(
         f"--tbt {tbt_seconds:g} cannot be met: one turn beside {TOKENS_MIN} tokens of a prompt takes "
-        f"{smallest.seconds:.3g} s here ({smallest.source}); the smallest feasible objective is "
+        f"{smallest.seconds:.3g} s here ({smallest.source}). The smallest feasible objective is "
         f"--tbt {_rounded_up(smallest.seconds):g}"
     )
 
 
 def _rounded_up(seconds: float) -> float:
-    """To two digits, so that it is still feasible when it is measured again."""
+    """Round up to two digits, so that the objective is still feasible when it is measured again."""
     digit = 10.0 ** (math.floor(math.log10(seconds)) - 1)
     return round(math.ceil(seconds / digit + 0.5) * digit, 12)

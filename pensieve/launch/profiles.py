@@ -1,12 +1,10 @@
-"""The profiles that `pensieve profile` keeps: what a model costs on this machine, in files of cost_file.py.
+"""Keep the profiles of `pensieve profile`: the costs of a model on this machine (format: sim/cost_file.py).
 
-They are in `profiles` beside the converted models ($XDG_CACHE_HOME/pensieve, ~/.cache/pensieve).  A profile
-is of one model (its shape, by a hash of its config and of the headers of its weights), on one device with its
-kernels and threads, in one form (types, ranks, tokens per chunk).  All of that is in the file's name, as a
-hash; so no profile is found for anything else.  The versions of Pensieve and torch are in the file: where
-they are others than those that run, the profile is not used, and the reason says so.
-
-A file is written whole, or not at all (store/durable.py).
+Profiles are in `profiles` beside the converted models ($XDG_CACHE_HOME/pensieve, ~/.cache/pensieve). A
+profile belongs to one model (a hash of its config and of the headers of its weights), one device with its
+kernels and threads, and one configuration (types, ranks, tokens per chunk). The file's name is a hash of all
+these. The file also has the versions of Pensieve and torch. With other versions the profile is not used, and
+the log says so. Files are written atomically (store/durable.py).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """What a profile is of."""
+    """The model, machine and configuration of a profile."""
 
     name: str  # of the model's folder, for people
     measured_with: dict[str, Any]
@@ -56,7 +54,7 @@ def profiles_folder() -> Path:
 
 
 def key_of(settings: Settings, folder: Path, model: LoadedModel) -> Key:
-    """Of a model as these settings have loaded it."""
+    """Return the key of a model that was loaded with these settings."""
     import torch
 
     from pensieve.kernels import cpu_library
@@ -86,7 +84,7 @@ def key_of(settings: Settings, folder: Path, model: LoadedModel) -> Key:
 
 
 def kept(key: Key) -> Kept | str:
-    """The profile of this key, or why there is none to use."""
+    """Return the profile of this key, or the reason why there is none."""
     path = key.path
     if not path.is_file():
         return "no profile of this model on this machine"
@@ -96,7 +94,7 @@ def kept(key: Key) -> Kept | str:
         return f"its profile cannot be used ({one_line(error)})"
     with_versions, at = found.measured_with, found.measured_with.get("at", "an unknown day")
     if {name: with_versions.get(name) for name in key.measured_with} != key.measured_with:
-        return f"the profile {path} is of something else"
+        return f"the profile {path} belongs to another model or configuration"
     versions = with_versions.get("versions")
     if versions != key.versions:
         return f"its profile is of {_in_words(versions)}, and this is {_in_words(key.versions)}"
@@ -112,15 +110,15 @@ def _in_words(versions: Any) -> str:
 
 
 def text_of(key: Key, cost: CostModel, at: str, facts: Mapping[str, Any]) -> str:
-    """Of a file that `kept` finds under this key; `at` is the day."""
+    """Return the text of a file that `kept` finds under this key; `at` is the day."""
     of_machine = {"host": platform.node() or "unknown"}
     measured_with = {**key.measured_with, **of_machine, "versions": key.versions, "at": at}
     return cost_file.text_of(cost, {"measured_with": measured_with, **facts}) + "\n"
 
 
 def write(path: Path, text: str) -> None:
-    """The whole file or none, whatever happens; ConfigError if it cannot be written."""
-    from pensieve.store.durable import new_file  # it brings SQLite
+    """Write the file atomically; ConfigError if that fails."""
+    from pensieve.store.durable import new_file  # imports SQLite
 
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

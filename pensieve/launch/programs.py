@@ -1,8 +1,11 @@
-"""The command lines that start our own processes; each takes the number of a socket."""
+"""The command lines of engines and ranks. Each process takes the number of a socket as its last argument."""
 
 from __future__ import annotations
 
 import sys
+
+from pensieve.config import Resolved
+from pensieve.errors import InvalidArgument
 
 
 def _program(module: str) -> tuple[str, ...]:
@@ -10,6 +13,23 @@ def _program(module: str) -> tuple[str, ...]:
 
 
 ENGINE = _program("engine_process")
-ECHO_ENGINE = _program("echo_engine")  # arithmetic instead of a model, to measure the service
-SEPARATE_ENGINE = _program("separate_engine")  # prompts in passes of their own, to compare
+ECHO_ENGINE = _program("echo_engine")  # arithmetic instead of a model, to test the service
+SEPARATE_ENGINE = _program(
+    "separate_engine"
+)  # prompts and decodes in separate passes, for comparison
 RANK = _program("rank_process")
+
+
+def engine_program(resolved: Resolved) -> tuple[str, ...]:
+    """Return the command line of the engine that the settings choose."""
+    engine, _, seconds = resolved.settings.engine.partition(":")
+    if engine == "echo" and resolved.settings.journal is not None:
+        raise InvalidArgument(
+            "journal", "the echo engine has none, since a journal records how long a model computes"
+        )
+    command = {
+        "model": ENGINE,
+        "echo": (*ECHO_ENGINE, f"--seconds={seconds or 0}"),
+        "separate": SEPARATE_ENGINE,
+    }
+    return command[engine]

@@ -1,19 +1,19 @@
-"""A rank on another machine than rank 0: it connects, has a process compute, and connects again.
+"""A rank on another machine than rank 0. It connects, starts a process that computes, and reconnects.
 
-    connect ──> handshake ──accepted──> a process with the connection (rank_process.py) ──it ends──┐
-       ^            └ refused, or nobody listens                                                    │
-       └────────── after a pause, twice as long each time, until one was accepted <─────────────────┘
+    connect ──> handshake ──accepted──> process with the connection (rank_process.py) ──ends──┐
+       ^            └ refused, or nothing listens                                              │
+       └────────── after a pause that doubles until a connection is accepted <─────────────────┘
 
-Rank 0's engine ends when any rank dies or hangs, and another is started.  The connection of its ranks ends
-with it, and so do their processes; what is here has no model and no state, and brings a new process to the
-next engine.
+When any rank dies or hangs, the engine of rank 0 ends and another engine starts. The connections to its ranks
+end with it, and so do their processes. This module holds neither model nor state. It starts a new process for
+the next engine.
 
-The process has the connection as its own, and a pipe from here as its standard input: it ends with the one as
-with the other.  So none is left behind when this one is killed.  One that does not end (it was stopped, or
-its device hangs) is killed a while after the connection has ended.
+The process owns the connection, and its standard input is a pipe from here. It ends when either of the two
+ends, so no process is left behind when this one is killed. A process that does not end (it was stopped, or
+its device hangs) is killed STOP_SECONDS after the connection has ended.
 
-Nothing that the engine refuses ends the command, since an upgrade of several machines passes through such
-states: each refusal is a line of the log.
+A refusal by the engine does not end the command, because refusals are normal during an upgrade of several
+machines. Each refusal is a log line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LOOK_SECONDS = 0.2
 
 
 class LeaderAddress(NamedTuple):
-    """Where rank 0 listens, and what is known to both."""
+    """Where rank 0 listens, and the secret that both know."""
 
     host: str
     port: int
@@ -66,10 +66,10 @@ class RemoteRank:
     ) -> None:
         self._leader, self._own, self._report = leader, own, report
         self._stopping = threading.Event()
-        self.pid: int | None = None  # of the process that computes
+        self.pid: int | None = None  # of the computing process
 
     def stop(self) -> None:
-        """Have `run` return; may be called in a signal handler."""
+        """Make `run` return. May be called in a signal handler."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -80,14 +80,14 @@ class RemoteRank:
             except (RankRefused, OSError) as error:
                 if str(error) != reason:
                     reason = str(error)
-                    self._report(f"{self._leader.host}:{self._leader.port}: {reason}; trying again")
+                    self._report(f"{self._leader.host}:{self._leader.port}: {reason}; retrying")
             else:
                 pause, reason = PAUSE_SECONDS_MIN, ""
                 self._report("accepted; computing for the engine")
                 status = self._compute(sock)
                 if self._stopping.is_set():
                     return
-                self._report(f"the engine is gone (status {status}); connecting again")
+                self._report(f"the engine is gone (status {status}); reconnecting")
             self._stopping.wait(pause * random.uniform(0.75, 1.25))
             pause = min(pause * 2, PAUSE_SECONDS_MAX)
 
@@ -103,14 +103,14 @@ class RemoteRank:
         return sock
 
     def _compute(self, sock: socket.socket) -> int:
-        """In a process, until it ends."""
+        """Compute in a process until it ends, and return its exit status."""
         with sock:
             process = subprocess.Popen(
                 [*programs.RANK, str(sock.fileno()), "0"],
                 pass_fds=[sock.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this one, which ends it
+                start_new_session=True,  # this process handles Ctrl-C, and ends the other
                 env={**os.environ, "LOCAL_RANK": str(self._own.device_index)},
             )
             self.pid = process.pid
@@ -126,11 +126,11 @@ class RemoteRank:
                     process.wait()
 
     def _watch(self, process: subprocess.Popen[bytes], sock: socket.socket) -> int:
-        """Until it ends, or does not though the connection did: then it hangs."""
+        """Wait until the process ends, or until it hangs: it still runs after its connection has ended."""
         connection = select.poll()
         connection.register(
             sock, getattr(select, "POLLRDHUP", 0)
-        )  # an error or an end, in any case
+        )  # poll reports errors and hang-ups in any case
         ended_at = float("inf")
         while not self._stopping.is_set():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -144,7 +144,7 @@ class RemoteRank:
 
 
 def rank_of(settings: Settings, report: Callable[[str], None]) -> RemoteRank:
-    """By the settings of `pensieve rank`."""
+    """Create the rank that the settings of `pensieve rank` describe."""
     import torch
 
     secret = read_secret(settings.cluster_secret).encode()
@@ -155,9 +155,9 @@ def rank_of(settings: Settings, report: Callable[[str], None]) -> RemoteRank:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = device.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {device}: there are {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"--device {device}: this machine has {torch.cuda.device_count()} GPUs")
     fingerprint = weights_fingerprint(folder)
     threads = settings.threads or torch.get_num_threads()
     own = described(kind, fingerprint, str(folder.resolve()), int(index or 0), threads)
-    report(f"a rank of {host}:{port}: {folder}, fingerprint {fingerprint}")
+    report(f"rank for the engine at {host}:{port}: {folder}, fingerprint {fingerprint}")
     return RemoteRank(LeaderAddress(host, port, secret), own, report)

@@ -1,19 +1,18 @@
-"""An engine process that computes prompts in passes of their own, to compare ours with.
+"""An engine process that computes prompts and decodes in separate passes, as a baseline for benchmarks.
 
-Started as `python -m pensieve.launch.separate_engine FD` by PENSIEVE_ENGINE=separate; `bench capacity`
-uses it.  All is that of an engine that runs a model but its executor, which computes an iteration in two
-passes, the prompts' and then that of the turns that generate: the weights are read twice, and who generates
-waits for whole prompts, as in engines that give prompts precedence and batch the phases apart (vLLM v0).  The
-simulator does the same with `--phases separate`.
+PENSIEVE_ENGINE=separate starts it as `python -m pensieve.launch.separate_engine FD`; `bench capacity` uses
+it. Only the executor differs from the normal engine. It computes an iteration in two passes: first the
+prompts, then the decodes. So the weights are read twice, and generating turns wait for whole prompts, as in
+engines that prefer prompts and batch the phases separately (vLLM v0). The simulator has `--phases separate`
+for this.
 
-It wraps the executor, and leaves the scheduler alone, because an iteration is data: which of its slices are
-computed together is the executor's to decide, as long as every slice comes after those that it reads.  The
-only slices that change places are those of turns that generate, which move to the end.  No other slice reads
-what they write: the last chunk of a conversation that is still being written is its own, whoever forks it
-gets a copy, and copies are done before any slice.
+The scheduler is unchanged. The executor may group the slices of an iteration freely, as long as each slice is
+computed after the slices that it reads. Only decodes move, to the end. No other slice reads the KV that they
+write: the last, unfinished chunk belongs to one conversation, a fork gets a copy of it, and copies are done
+before all slices.
 
-The prompts' first tokens are out before the second pass elsewhere; here an iteration's tokens come together,
-so they are late by a pass of decodes.
+One difference to such engines: they deliver a prompt's first token before the decode pass. Here all tokens of
+an iteration arrive together, so first tokens are late by one decode pass.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Executor, Sink
 from pensieve.launch import engine_process
 from pensieve.launch.engine import BuiltEngine
-from pensieve.launch.engine_process import build_with_model
+from pensieve.launch.engine_process import build_with_model, import_torch
 from pensieve.launch.model_folder import Report
 
 
 class SeparatePhases:
     """Computes an iteration's prompts, and then its decodes, on another executor."""
 
-    depth = 1  # so no slice awaits a token
+    depth = 1  # one iteration in flight, so no slice waits for a token
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._prompt_ends: dict[int, int] = {}  # by turn_id
-        self._first: Outcome | None = None  # of the prompts' pass, if there were two
+        self._first: Outcome | None = None  # of the prompt pass, if there were two passes
 
     def launch(self, iteration: Iteration) -> None:
         for start in iteration.started:
@@ -80,4 +79,4 @@ def build(
 
 
 if __name__ == "__main__":
-    sys.exit(engine_process.main(int(sys.argv[1]), build))
+    sys.exit(engine_process.main(int(sys.argv[1]), build, import_torch))

@@ -1,4 +1,4 @@
-"""How a daemon is one of several that share a history."""
+"""Connect a daemon to the other daemons that share its history."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ DATABASES = ("sqlite://", "postgresql://", "postgres://")
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a daemon is one of several."""
+    """How a daemon takes part in a cluster."""
 
-    replica: str = ""  # its name; empty: one made of host and folder
+    replica: str = ""  # name of this daemon; empty: made from host and folder
     secret: str = ""
-    certificates: bytes | None = None  # of the authority; None: the system's
-    announced: str = ""  # HOST:PORT where the others reach it; empty: where it listens
+    certificates: bytes | None = None  # of the CA; None: the system's certificates
+    announced: str = ""  # HOST:PORT for the other daemons; empty: the address that it listens on
     lease_seconds: float = LEASE_SECONDS
 
     def tokens(self) -> tuple[Token, ...]:
-        """By which daemons that share the secret know each other, where clients need tokens."""
+        """Return the token by which daemons with this secret call each other, if clients need tokens."""
         if not self.secret:
             return ()
         digest = hashlib.sha256(self.secret.encode()).digest()
@@ -47,7 +47,7 @@ class Sharing:
 
 
 def sharing_of(settings: Settings) -> Sharing:
-    """From the settings of `pensieve serve`."""
+    """Read the settings of `pensieve serve` that concern sharing."""
     replica, ca = settings.replica or "", settings.cluster_ca
     announced = settings.announce or ""
     host, _, port = announced.rpartition(":")
@@ -65,17 +65,17 @@ def sharing_of(settings: Settings) -> Sharing:
 
 
 def is_shared(url: str | None) -> bool:
-    """Whether several daemons may have it."""
+    """Return whether several daemons may share the history at this URL."""
     return (url or "").startswith(DATABASES)
 
 
 def is_server(url: str | None) -> bool:
-    """Whether it is in a database server."""
+    """Return whether the history is in a database server."""
     return is_shared(url) and not (url or "").startswith("sqlite://")
 
 
 def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:
-    """What `--store` says."""
+    """Open the history that `--store` names, or the one in the data folder."""
     replica = sharing.replica or (replica_name(data) if is_shared(url) else "")
     return ConversationStore.open(
         data, holder, url=url, replica=replica, lease_seconds=sharing.lease_seconds
@@ -83,7 +83,7 @@ def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Conversat
 
 
 async def announce(server: Server, announced: str = "") -> None:
-    """Tell the other daemons where this one is, once it listens."""
+    """Tell the other daemons this daemon's addresses. Call this once the server listens."""
     store = server.daemon.store
     if store.is_shared:
         http = next((each.url.partition("://")[2] for each in server.beside), "")
@@ -94,12 +94,12 @@ async def announce(server: Server, announced: str = "") -> None:
 
 
 def _at(host: str, address: str) -> str:
-    """The address with that host, if there is one."""
+    """Replace the host of the address, unless `host` or the address is empty."""
     return f"{host}:{address.rpartition(':')[2]}" if host and address else address
 
 
 def fetch_kv(server: Server, sharing: Sharing) -> None:
-    """Have it fetch KV of conversations that other daemons had, once its engine is there."""
+    """Fetch the KV of conversations that other daemons had. Call this once the engine is ready."""
     daemon = server.daemon
     if daemon.store.is_shared:
         fetcher = KvFetcher(sharing.secret, server.listening.peers)
@@ -107,16 +107,18 @@ def fetch_kv(server: Server, sharing: Sharing) -> None:
 
 
 async def drain(server: Server) -> None:
-    """Let the other daemons have its conversations, one by one as their turns end."""
+    """Release the conversations to the other daemons, one by one as their turns end."""
     store = server.daemon.store
     if store.is_shared:
         try:
             await server.daemon.threads.in_store("", store.drain)
-        except PensieveError as error:  # they have them when this one has ended
-            log.warning("the other daemons could not be told that this one ends: %s", error)
+        except (
+            PensieveError
+        ) as error:  # the other daemons take them over when this process has ended
+            log.warning("cannot tell the other daemons that this daemon stops: %s", error)
 
 
 def replica_name(data: Path) -> str:
-    """The same for a daemon that starts again, and another one for another daemon of this host."""
+    """Name a daemon by host and data folder: stable across restarts, different for each folder."""
     host = re.sub(r"[^A-Za-z0-9._~-]", "-", socket.gethostname())[:80] or "host"
     return f"{host}-{hashlib.sha256(str(data.absolute()).encode()).hexdigest()[:6]}"

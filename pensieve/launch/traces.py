@@ -1,12 +1,11 @@
-"""Exports the spans of turns by OpenTelemetry, which the usual OTEL_* variables configure (`--traces`).
+"""Export the spans of turns with OpenTelemetry (`--traces`). The usual OTEL_* variables configure it:
 
     OTEL_TRACES_EXPORTER           otlp (default), console, or another that is installed
-    OTEL_EXPORTER_OTLP_PROTOCOL    http/protobuf (default) or grpc: each has a package of its own
+    OTEL_EXPORTER_OTLP_PROTOCOL    http/protobuf (default) or grpc; each needs its own package
     OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*
 
-An exporter is found by the entry points of what is installed, so no package is named here.  A span is made
-when its turn has ended, with the times that it had; a thread of OpenTelemetry's sends spans in batches and
-drops what is too much, so nothing waits for a collector.
+Exporters are found by entry points. A span is created when its turn has ended. A thread of OpenTelemetry
+sends spans in batches and drops those that are too many, so no turn waits for a collector.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ INSTANCE = "service.instance.id"
 
 
 class Traces:
-    """Any thread may export; it is the loop that does."""
+    """Exports spans. Any thread may call `export`; the event loop does."""
 
     def __init__(self, processor: Any, replica: str = "") -> None:
         """`processor` is a span processor of OpenTelemetry; `replica` names this daemon among several."""
@@ -52,14 +51,14 @@ class Traces:
         self._server, self._error = api.SpanKind.SERVER, api.StatusCode.ERROR
 
     def export(self, turn: TurnSpan) -> None:
-        """Whatever OpenTelemetry makes of it, the turn has ended well."""
+        """Export a span. Errors are logged, because the turn itself has succeeded."""
         try:
             self._export(turn)
         except Exception:
-            log.exception("the span of a turn could not be exported")
+            log.exception("cannot export the span of a turn")
 
     def close(self) -> None:
-        """Send what is left; a collector that does not answer is not waited for long."""
+        """Send the waiting spans, for at most CLOSE_MILLISECONDS."""
         self._provider.force_flush(CLOSE_MILLISECONDS)
         self._provider.shutdown()
 
@@ -80,7 +79,7 @@ class Traces:
 
 
 def open_traces(replica: str = "") -> Traces:
-    """With the exporter that the environment names."""
+    """Open the exporter that the environment names."""
     export = need("otel", "opentelemetry.sdk.trace.export", PURPOSE)
     return Traces(export.BatchSpanProcessor(_exporter()), replica)
 
@@ -91,7 +90,9 @@ def _exporter() -> Any:
         given = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "")
         given = given or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "") or "http/protobuf"
         if given not in PROTOCOLS:
-            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {given!r}: {', '.join(PROTOCOLS)}")
+            raise ConfigError(
+                f"OTEL_EXPORTER_OTLP_PROTOCOL is {given!r}, but must be one of {', '.join(PROTOCOLS)}"
+            )
         name = PROTOCOLS[given]
     found = next(iter(entry_points(group=GROUP, name=name)), None)
     if found is None:

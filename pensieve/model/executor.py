@@ -214,7 +214,7 @@ class TorchExecutor:
             text, stopped = reply.text.push(token.token_id, piece.is_last)
             if stopped or piece.is_last:
                 self._forget(turn_id)
-            samples.append(replace(token, text=text, stopped=stopped))
+            samples.append(replace(token, text=text, stopped=stopped, repeats=reply.text.repeats))
         return samples, failures
 
     def _begun(self, start: TurnStart) -> _Reply:
@@ -222,5 +222,12 @@ class TorchExecutor:
         sampling = start.sampling
         eos = frozenset() if sampling.ignore_eos else self._sampler.eos_token_ids
         end_token_ids = eos | frozenset(sampling.stop_token_ids)
-        text = ReplyText(self._tokenizer, end_token_ids, sampling.stop, sampling.min_tokens)
+        text = ReplyText(
+            self._tokenizer,
+            end_token_ids,
+            sampling.stop,
+            sampling.min_tokens,
+            sampling.stop_repetition,
+            continues_text=start.continues_text,
+        )
         return _Reply(TurnLog.of(start), text)

@@ -1,8 +1,7 @@
-"""The history on disk: every conversation's exact tokens, text, turns and revisions, in SQLite.
+"""The stored history: each conversation's exact tokens, text, turns and revisions, in SQLite or PostgreSQL.
 
-The token log is the truth; KV pages are derived from it and may vanish at any time.  A `DataFolder` is
-held by one process, a `Writer` is its only read-write connection, and a `ConversationStore` takes and
-returns frozen records.
+The token log is the truth; KV pages are derived from it and may be lost at any time. One process holds a
+`DataFolder`. `ConversationStore` is the public class; it takes and returns frozen records.
 """
 
 from pensieve.store.conversation_store import ConversationStore

@@ -1,10 +1,10 @@
-"""What a database gives to the history: SQLite in the data folder, or PostgreSQL.
+"""The interface between the store and its database: SQLite, in the data folder or shared, or PostgreSQL.
 
     SqliteBackend     sqlite_backend.py, over connection.py; the default
     PostgresBackend   postgres/backend.py, over postgres/connection.py
 
-The protocols say what both have, and the code that both share is below them.  The store's SQL is the same on
-both; `insert_numbered` and postgres/session.py have the little that is not.
+The protocols come first, code that both backends share comes below. The store's SQL is the same on both.
+`insert_numbered` and postgres/session.py hold the few differences.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 T = TypeVar("T")
-INSTRUCTIONS = 10_000  # of SQLite, between two looks at the time: well under a millisecond
+INSTRUCTIONS = 10_000  # of SQLite, between two checks of the time: well under a millisecond
 BUSY_TIMEOUT_SECONDS = 5.0
 STATEMENT_SECONDS = 10.0
-COMMITS_MAX = 1024  # whose times are kept
-NUMBER_COLUMNS = {  # of tables whose rows have numbers of their own
+COMMITS_MAX = 1024  # number of commits whose durations are kept
+NUMBER_COLUMNS = {  # by table, for tables with generated row numbers
     "conversations": "conversation",
     "turns": "turn_id",
     "messages": "message",
@@ -40,24 +40,24 @@ NUMBER_COLUMNS = {  # of tables whose rows have numbers of their own
 
 
 class Conflict(StoreUnavailable):
-    """Another transaction changed the same rows.  Nothing was committed, so the call may be repeated."""
+    """Another transaction changed the same rows. Nothing was committed, so the call may be repeated."""
 
 
 class Transactions(Protocol):
-    """What writes: one connection, or one for each thread that writes at the same time."""
+    """Writing connections: one, or one for each thread that writes at the same time."""
 
     def writing(self, is_serializable: bool = False) -> AbstractContextManager[Connection]:
-        """One transaction: at the end of the block it is committed and on the disk, or rolled back.
+        """Run one transaction. At the end of the block it is committed and on the disk, or rolled back.
 
-        Conflict if another transaction came first.  A transaction must be `is_serializable` if it decides
-        what to delete or to share by rows that others may add or remove meanwhile.
+        Conflict if another transaction came first. Pass `is_serializable` if the transaction decides what
+        to delete or to share by rows that other transactions may add or remove meanwhile.
         """
 
     def reading(self, is_snapshot: bool = False) -> AbstractContextManager[Connection]:
-        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
+        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
 
     def settle(self) -> None:
-        """Wait until every COMMIT whose outcome is unknown has happened, or cannot happen any more.
+        """Wait until every COMMIT with an unknown outcome has happened or can no longer happen.
 
         Called outside of transactions.
         """
@@ -69,64 +69,64 @@ class LeaseTransactions(Transactions, Protocol):
     """The connection that renews the lease."""
 
     def end_stopped(self) -> None:
-        """End the transactions of other daemons that stand still and keep their locks."""
+        """End transactions of other daemons that hang and keep their locks."""
 
 
 class Reads(Protocol):
-    """A connection that reads beside it."""
+    """A connection for reads beside the writer."""
 
     def snapshot(self) -> AbstractContextManager[Connection]:
-        """What was committed when it began, all of it and nothing newer."""
+        """Read the state that was committed when the block began, and nothing newer."""
 
     def close(self) -> None: ...
 
 
 class ErasureSteps:
-    """What deletions leave to do: nothing, unless a database says otherwise.
+    """Work that deletions leave behind. The default leaves none; a database may override it.
 
-    Used outside of transactions, but for `prepare`.
+    Used outside of transactions, except `prepare`.
     """
 
     @property
     def pending(self) -> bool:
-        """Whether a deletion waits for its end."""
+        """Whether deleted content is still in the files."""
         return False
 
     @property
     def due(self) -> bool:
-        """Whether there is a step to take; any thread may ask."""
+        """Whether `step` has something to do. Any thread may ask."""
         return self.pending
 
     def prepare(self) -> None:
-        """Before a transaction that deletes is committed."""
+        """Called in a deleting transaction, before its commit."""
 
     def in_reserve(self, delete: Callable[[], T]) -> T:
-        """Carry out what deletes; if the disk is full, again with the space of a reserve."""
+        """Run a deletion. If the disk is full, free the reserve and run it again."""
         return delete()
 
     def has_room(self) -> bool:
-        """Try a small write, and keep the reserve again; whether both worked."""
+        """Try a small write and refill the reserve. Return whether both worked."""
         return True
 
     def tidy(self) -> None:
-        """Now and then, by who cleans up: what a daemon that died has left is due, too.  In any thread."""
+        """Also schedule work that a dead daemon has left. Called by the housekeeper, in any thread."""
 
     def finish(self) -> None:
-        """After a deletion: ErasurePending if its content is still in the files."""
+        """Called after a deletion. ErasurePending if its content is still in the files."""
 
     def resume(self) -> None:
-        """Go on with what an earlier process has left to do."""
+        """Continue the work that an earlier process has left."""
 
     def step(self) -> bool:
-        """Do a few milliseconds of what is due; returns whether there is more.
+        """Work for a few milliseconds. Return whether there is more to do.
 
-        Raises StoreUnavailable if that is not possible now (ErasurePending, if text is still there).
+        StoreUnavailable if that is impossible now (ErasurePending if deleted text is still in the files).
         """
         return False
 
 
 class ScrubSteps(Protocol):
-    """Reads everything, a little at a time."""
+    """Reads the whole history in small steps."""
 
     @property
     def num_passes(self) -> int: ...
@@ -136,22 +136,22 @@ class ScrubSteps(Protocol):
 
 
 class Marks(Protocol):
-    """What is known of a history before it is looked at; kept where the history is, for whoever opens it."""
+    """Facts about the condition of a history, stored beside it for the next process that opens it."""
 
     @property
     def is_damaged(self) -> bool: ...
     @property
     def is_check_due(self) -> bool:
-        """It is damaged, or was left in a way that may have damaged it."""
+        """Whether the history is damaged, or was left in a way that may have damaged it."""
 
     def mark_damaged(self, is_damaged: bool) -> None:
-        """Remember it for the next start; in any thread, and it may wait for a server."""
+        """Remember this for the next start. Runs in any thread, and may wait for a server."""
 
 
 class Backend(Protocol):
     @property
     def num_lanes(self) -> int:
-        """How many threads may use it at the same time."""
+        """How many threads may use the backend at the same time."""
 
     @property
     def writer(self) -> Transactions: ...
@@ -163,26 +163,26 @@ class Backend(Protocol):
     def marks(self) -> Marks: ...
     @property
     def path(self) -> Path | None:
-        """The file of SQLite's database; None of another one."""
+        """The SQLite file; None for PostgreSQL."""
 
     @property
     def is_shared(self) -> bool:
         """Whether other daemons may have the history open, too."""
 
     def share(self) -> None:
-        """From now on they may: what only one of them may do is done."""
+        """Let other daemons open the history, now that the work for a single daemon is done."""
 
     def beside(self) -> LeaseTransactions:
-        """Another connection that writes, for another thread; what it commits may be lost with the power."""
+        """Return another writing connection, for another thread. A power loss may undo its commits."""
 
     def close(self) -> None:
-        """Close the connection that writes; a second call does nothing."""
+        """Close the writing connection. A second call does nothing."""
 
     def release(self, *, clean: bool) -> None:
-        """Behind `close`: let others have it; `clean` if nothing of it is in doubt."""
+        """After `close`: let other processes open the history. `clean`: nothing of it is in doubt."""
 
     def give_up(self) -> None:
-        """Leave it as it is; what was opened is closed."""
+        """Close everything without cleaning up."""
 
     def snapshots(self) -> Reads: ...
     def scrub(self) -> ScrubSteps: ...
@@ -191,11 +191,11 @@ class Backend(Protocol):
 
 
 class TimeLimit:
-    """Ends what runs too long in a connection, so that a statement never holds its thread for minutes.
+    """Aborts statements that run too long, so that none blocks its thread for minutes.
 
-    The time counts from the beginning of a transaction or a read, so it bounds the whole job.  A job that is
-    over time fails with StoreUnavailable and is rolled back.  Waiting for the disk or a lock is not counted.
-    Migrations, `verify` and `integrity_check` have no limit.  Used in the thread of its connection.
+    The time counts from the beginning of a transaction or a read and limits the whole job. An overdue job
+    fails with StoreUnavailable and is rolled back. Waiting for the disk or a lock does not count.
+    Migrations, `verify` and `integrity_check` have no limit. Used in the thread of its connection.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -218,12 +218,13 @@ class TimeLimit:
 
 
 class WriteFigures:
-    """How writing the history goes, in figures: writers add to them, and any thread may look."""
+    """Statistics of writes. Writers add to them; any thread may read them."""
 
     def __init__(self, journal: Path | None = None) -> None:
         self.num_commits = 0
-        self.on_commit: Callable[[float], None] = lambda seconds: None  # in the writer's thread
-        self.on_full: Callable[[], None] = lambda: None  # the disk is; in the writer's thread
+        self.on_commit: Callable[[float], None] = lambda seconds: None  # called by a writer
+        # Called by a writer when the disk is full.
+        self.on_full: Callable[[], None] = lambda: None
         self._journal = journal
         self._lock = threading.Lock()
         self._seconds: deque[float] = deque(maxlen=COMMITS_MAX)
@@ -234,23 +235,23 @@ class WriteFigures:
         on_commit: Callable[[float], None] | None = None,
         on_full: Callable[[], None] | None = None,
     ) -> None:
-        """Call these in a writer's thread: with the seconds of each commit; when the disk is full.
+        """Set callbacks for the seconds of each commit and for a full disk. They run in a writer's thread.
 
         The calls for commits come one at a time.
         """
         self.on_commit, self.on_full = on_commit or self.on_commit, on_full or self.on_full
 
     def waited(self, seconds: float) -> None:
-        """A transaction has waited so long for its turn among daemons that write."""
+        """Record how long a transaction waited for its turn among several writing daemons."""
         self._waits.append(seconds)
 
     @property
     def wait_seconds(self) -> tuple[float, ...]:
-        """Of the latest transactions; none where one daemon has the history."""
+        """Waits of the latest transactions; empty if only one daemon has the history."""
         return tuple(self._waits)
 
     def committed(self, seconds: float) -> None:
-        """A transaction is on the disk, which took so long, most of it for the disk's sync."""
+        """Record how long a COMMIT took; most of it is the disk's sync."""
         with self._lock:
             self._seconds.append(seconds)
             self.num_commits += 1
@@ -258,13 +259,13 @@ class WriteFigures:
 
     @property
     def commit_seconds(self) -> tuple[float, ...]:
-        """Of the latest transactions."""
+        """Durations of the latest commits."""
         with self._lock:
             return tuple(self._seconds)
 
     @property
     def journal_bytes(self) -> int:
-        """The length of the write-ahead log; 0 where it is another program's (PostgreSQL's)."""
+        """Length of SQLite's write-ahead log; 0 for PostgreSQL."""
         if self._journal is None:
             return 0
         try:
@@ -274,9 +275,9 @@ class WriteFigures:
 
 
 class ServerSession:
-    """A connection that reserves numbers, and does not keep rows that were wiped.
+    """A connection that reserves row numbers and deletes wiped rows.
 
-    Several of them write at the same time, so each counts the bytes of tenants in rows of its own.
+    Several of them write at the same time, so each counts the bytes of tenants in its own rows.
     """
 
     def take_number(self, table: str) -> int:
@@ -291,11 +292,11 @@ class ServerSession:
 def insert_numbered(
     conn: Connection, table: str, columns: tuple[str, ...], values: Sequence[Any]
 ) -> int:
-    """Insert a row; returns its number.  Numbers grow, and none is given out twice; some are never used.
+    """Insert a row and return its number. Numbers grow and are never reused; some are skipped.
 
-    SQLite gives the number with the insertion.  A server would have to be asked, so its session takes numbers
-    that were reserved before, and nobody waits for the insertion: its error is that of a later statement, at
-    the latest of COMMIT.
+    SQLite assigns the number during the insertion. A server session takes a number that it reserved
+    earlier, so that nobody waits for the insertion. An error of that insertion appears at a later
+    statement, at the latest at COMMIT.
     """
     if isinstance(conn, ServerSession):
         number = conn.take_number(table)
@@ -307,7 +308,7 @@ def insert_numbered(
 
 
 def database_clock(conn: Connection) -> str:
-    """SQL of the seconds since 1970 by the clock of the database's host."""
+    """Return SQL for the seconds since 1970 by the clock of the database's host."""
     if isinstance(conn, ServerSession):
         return "extract(epoch FROM clock_timestamp())::float8"
     return "((julianday('now') - 2440587.5) * 86400.0)"

@@ -1,27 +1,26 @@
-"""Backups of a history in SQLite: a folder from which each moment that was backed up can be restored.
+"""Backups of a SQLite history: a folder from which any backed-up moment can be restored.
 
-    FOLDER/history                which history this folder is for
+    FOLDER/history                the identity of the history that this folder is for
     FOLDER/lock                   locked by the process that writes to the folder
     FOLDER/generation-000001/
         base.db                   the whole database; SQLite can open it
         base.json                 its description, and a line with the SHA-256 of the description
-        00000001.segment, …       the pages that have changed since the file before
+        00000001.segment, …       the pages that changed since the previous file
         newest                    the number of the newest segment
 
 The base with the first k segments written over it is the database at the moment of segment k. A segment is
 a line with the format, a line with its description (JSON), the compressed page numbers and pages, and the
-SHA-256 of all that. Each file names the SHA-256 of the file before it. Every file and every generation is
-written under another name, synced and renamed, so a crash leaves nothing that looks complete and is not.
+SHA-256 of all that. Each file names the SHA-256 of the previous file. Every file and generation is written
+under another name, synced and renamed, so a crash leaves no incomplete file that looks complete.
 
-`Backup.write` adds a moment. SQLite's online backup copies the database, in one read transaction, to a
-nameless file beside it. The digests of its pages show what has changed since the moment before. So any
-number of processes may write to the database, no commit does anything for the backup, and SQLite makes its
-checkpoints when it likes. No read transaction is open while the folder of the backup is written to: that
-folder may be slow, full or gone.
+`Backup.write` adds a moment. SQLite's online backup copies the database in one read transaction to an
+unnamed temporary file in the same folder. Page digests show which pages have changed. So any number of
+processes may write to the database, commits do no extra work, and SQLite checkpoints when it likes. No read
+transaction is open while the backup folder is written, which may be slow, full or gone.
 
-`restore` checks every file on its way and the database as a whole before it puts that into a data folder.
+`restore` checks every file and then the whole database before it replaces the history of a data folder.
 
-Deleted text stays in a generation until the generation is dropped (docs/backup.md tells operators).
+Deleted text stays in a generation until the generation is dropped (see docs/backup.md).
 """
 
 from __future__ import annotations
@@ -75,17 +74,18 @@ GENERATION = re.compile("generation-([0-9]{6,})")
 FORMAT = b"pensieve segment 1\n"
 BASE_FORMAT = 1
 GENERATION_SECONDS = 86_400.0
-SEGMENT_BYTES_MAX = 256 * 2**20  # of pages, which restoring has in memory; beyond it, a base is due
-ROOM_BYTES = 64 * 2**20  # that a copy leaves free beside the database
+# limit of a segment's pages, which `restore` holds in memory; beyond it, a new base is written
+SEGMENT_BYTES_MAX = 256 * 2**20
+ROOM_BYTES = 64 * 2**20  # free space that must remain beside the database
 DIGEST_BYTES = 32
 BLOCK_BYTES = 4 * 2**20
 COMPRESSION = 1
-HEADER_BYTES, PAGE_BYTES_AT, SCHEMA_AT = 100, 16, 60  # of a database
+HEADER_BYTES, PAGE_BYTES_AT, SCHEMA_AT = 100, 16, 60  # offsets in SQLite's database header
 
 
 @dataclass(frozen=True)
 class Base:
-    """What the description of a base says."""
+    """The description of a base."""
 
     history: str
     generation: int
@@ -93,7 +93,7 @@ class Base:
     page_bytes: int
     num_pages: int
     schema: int
-    sha256: str  # of the database
+    sha256: str  # of base.db
     format: int = BASE_FORMAT
 
     @property
@@ -101,14 +101,14 @@ class Base:
         return self.page_bytes * self.num_pages
 
 
-class Points(NamedTuple):
-    """The moments of one generation."""
+class RestorePoints(NamedTuple):
+    """The restorable moments of one generation."""
 
     generation: int
     path: Path
-    times: tuple[float, ...]  # of the base, then of each segment
+    times: tuple[float, ...]  # the base first, then each segment
     num_bytes: int
-    damage: str = ""  # what follows the last of them
+    damage: str = ""  # the damage behind the last moment
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Restored:
     time: float
     conversations: int
     messages: int
-    damage: str  # why it is not a later moment
+    damage: str  # why no later moment was restored
 
 
 @dataclass
@@ -127,18 +127,18 @@ class _Chain:
 
     path: Path
     base: Base
-    digests: bytes  # of each page, as of the last segment
+    digests: bytes  # one digest per page, as of the last segment
     previous: str  # SHA-256 of the last segment, or of the base
-    number: int = 0  # of the last segment
+    number: int = 0  # number of the last segment
 
 
 # -- writing --
 
 
 class Backup:
-    """The folder of one history's backup, which only this process writes to until `release` or `close`.
+    """Writes the backup folder of one history. Locks the folder until `release` or `close`.
 
-    After a StoreError the next `write` tries again; what was written before stays good.
+    After a StoreError, the next `write` tries again; earlier moments stay valid.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class Backup:
         self._in_use = threading.Lock()
         self._lock: int | None = None
         self._source: Connection | None = None
-        self._version: Any = None  # of the database, when it was last written
+        self._version: Any = None  # SQLite's data_version at the last write
         self._chain: _Chain | None = None
 
     def write(self, keep_seconds: float = 0.0) -> Base:
-        """Add the present moment if the history has changed, and drop what is older than `keep_seconds`.
+        """Add the present moment if the history has changed, and drop moments older than `keep_seconds`.
 
-        Returns the base of the present generation. A zero keeps everything.
+        Returns the base of the current generation. 0 keeps everything.
         """
         with self._in_use, explained(self._path):
             if self._lock is None or self._chain is None or not self._chain.path.exists():
@@ -177,7 +177,7 @@ class Backup:
             return self._chain.base
 
     def release(self) -> None:
-        """Let another process write. The next `write` begins a generation only if one has written."""
+        """Let other processes write. The next `write` begins a new generation only if one has written."""
         with self._in_use:
             self._unlock()
 
@@ -204,7 +204,7 @@ class Backup:
 
     @contextmanager
     def _copied(self, source: Connection) -> Iterator[IO[bytes]]:
-        """The database at one moment, in a file without a name."""
+        """Copy the database, as of one moment, to an unnamed temporary file."""
         folder = self._database.parent
         _check_room(folder, self._database.stat().st_size + ROOM_BYTES)
         descriptor, path = tempfile.mkstemp(prefix=f"{self._database.name}.copy-", dir=folder)
@@ -220,7 +220,7 @@ class Backup:
             yield copy
 
     def _open_folder(self) -> None:
-        """Make the folder if it is missing, and lock it."""
+        """Create the folder if it is missing, and lock it."""
         self._unlock()
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = os.open(self._path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -228,14 +228,14 @@ class Backup:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._unlock()
-            raise StoreLocked(f"another process writes to the backup {self._path}") from None
+            raise StoreLocked(f"another process is writing to the backup {self._path}") from None
         named, identity = self._path / IDENTITY_NAME, history_identity(self._database)
         if not named.exists():
             with new_file(named) as file:
                 file.write(f"{identity}\n".encode())
         if named.read_text(encoding="ascii").strip() != identity:
             self._unlock()
-            raise StoreError(f"the backup {self._path} is of another history")
+            raise StoreError(f"the backup {self._path} belongs to another history")
         for partial in self._path.glob(f"generation-*{PARTIAL}"):
             shutil.rmtree(partial)
         if self._chain is not None and not _is_newest(self._path, self._chain):
@@ -253,7 +253,7 @@ class Backup:
                 source.close()
 
     def _begin(self, copy: IO[bytes], moment: float) -> None:
-        """Write a generation with its base."""
+        """Write a new generation with its base."""
         num_bytes = os.fstat(copy.fileno()).st_size
         _check_room(self._path, num_bytes)
         number = 1 + max((number for number, _ in _generations(self._path)), default=0)
@@ -285,7 +285,7 @@ class Backup:
         self._chain = _Chain(path, base, _digests(copy, page_bytes), sha256)
 
     def _append(self, chain: _Chain, copy: IO[bytes], moment: float) -> bool:
-        """Write a segment if a page has changed; False if there is no room for the changes in one."""
+        """Write a segment if a page has changed. Return False if the changes exceed a segment's limit."""
         page_bytes = chain.base.page_bytes
         digests = _digests(copy, page_bytes)
         changed = [
@@ -323,7 +323,7 @@ class Backup:
 
 
 def _digests(copy: IO[bytes], page_bytes: int) -> bytes:
-    """Of each page, one behind the other."""
+    """Return the digests of all pages, concatenated."""
     copy.seek(0)
     digests = bytearray()
     while page := copy.read(page_bytes):
@@ -332,7 +332,7 @@ def _digests(copy: IO[bytes], page_bytes: int) -> bytes:
 
 
 def _is_newest(folder: Path, chain: _Chain) -> bool:
-    """Whether no other process has written since the chain was."""
+    """Return whether no other process has written since this chain."""
     generations = [path for _, path in _generations(folder)]
     if not generations or generations[-1] != chain.path:
         return False
@@ -348,10 +348,10 @@ def _write_newest(folder: Path, number: int) -> None:
 
 
 def _drop_old(folder: Path, kept_since: float) -> None:
-    """Drop the generations that are not needed for any moment since then."""
+    """Drop the generations that no moment since `kept_since` needs."""
     generations, first = [path for _, path in _generations(folder)], 0
     for index, path in enumerate(generations):
-        with suppress(StoreError):  # a damaged one goes with those before it
+        with suppress(StoreError):  # a damaged generation is dropped with those before it
             if read_base_description(path).time <= kept_since:
                 first = index
     for path in generations[:first]:
@@ -362,12 +362,14 @@ def _drop_old(folder: Path, kept_since: float) -> None:
 
 def _check_room(folder: Path, num_bytes: int) -> None:
     if shutil.disk_usage(folder).free < num_bytes:
-        raise StoreUnavailable(f"there is no room for {num_bytes >> 20} MiB in {folder}")
+        raise StoreUnavailable(
+            f"not enough disk space in {folder}: {num_bytes >> 20} MiB are needed"
+        )
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """A failure of the folder, as a StoreUnavailable that names it."""
+    """Convert an OSError to a StoreUnavailable that names the backup folder."""
     try:
         yield
     except OSError as error:
@@ -377,8 +379,8 @@ def explained(path: Path) -> Iterator[None]:
 # -- reading --
 
 
-def points(folder: Path) -> list[Points]:
-    """What the descriptions say, the oldest generation first."""
+def points(folder: Path) -> list[RestorePoints]:
+    """Return the restorable moments as the descriptions list them, oldest generation first."""
     return [_points(number, path) for number, path in _generations(folder)]
 
 
@@ -390,20 +392,22 @@ def read_base_description(folder: Path) -> Base:
             raise ValueError
         fields = json.loads(text)
         if fields["format"] > BASE_FORMAT:
-            raise StoreTooNew(f"{path} has a format of a newer Pensieve, which can restore it")
+            raise StoreTooNew(
+                f"{path} has the format of a newer Pensieve; restore it with that version"
+            )
         return Base(**fields)
     except (ValueError, TypeError, KeyError):
         raise BackupDamaged(f"{path} fails its checksum") from None
 
 
 def check_database(path: Path, driver: Any = preferred_driver) -> list[str]:
-    """The problems of a database that nobody uses, at most 100 sentences."""
+    """Return at most 100 problems of a database that nobody uses."""
     problems = verify.integrity_check(path, driver, immutable=True)
     return problems or verify.verify(path, driver, None, "", immutable=True)
 
 
 def _generations(folder: Path) -> list[tuple[int, Path]]:
-    """The complete ones by number, the oldest first."""
+    """Return the complete generations by number, oldest first."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -412,7 +416,7 @@ def _generations(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
-def _points(number: int, path: Path) -> Points:
+def _points(number: int, path: Path) -> RestorePoints:
     times, num_bytes, damage = [], 0, ""
     try:
         base = read_base_description(path)
@@ -422,11 +426,11 @@ def _points(number: int, path: Path) -> Points:
             num_bytes += segment.stat().st_size
     except (BackupDamaged, StoreTooNew) as error:
         damage = str(error)
-    return Points(number, path, tuple(times), num_bytes, damage)
+    return RestorePoints(number, path, tuple(times), num_bytes, damage)
 
 
 def _segment_paths(path: Path) -> list[Path]:
-    """Up to the newest that was written; a missing one stands for itself, and cannot be read."""
+    """Return the paths of all segments up to the newest, including missing files."""
     numbers = [int(found.stem) for found in path.glob("*.segment") if found.stem.isdecimal()]
     newest = path / NEWEST_NAME
     try:
@@ -437,7 +441,7 @@ def _segment_paths(path: Path) -> list[Path]:
 
 
 def _read_head(segment: Path) -> dict[str, Any]:
-    """The description alone; the checksum is not looked at."""
+    """Read only the description of a segment, without checking its checksum."""
     try:
         with segment.open("rb") as file:
             if file.readline(len(FORMAT)) != FORMAT:
@@ -451,7 +455,7 @@ def _read_head(segment: Path) -> dict[str, Any]:
 
 
 def _read_segment(path: Path, previous: str) -> tuple[dict[str, Any], dict[int, bytes], str]:
-    """Its description, its pages by number, and its SHA-256; all of it is checked."""
+    """Read and check a segment: its description, its pages by number, and its SHA-256."""
     data = _read(path)
     whole, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     found = hashlib.sha256(whole)
@@ -459,7 +463,7 @@ def _read_segment(path: Path, previous: str) -> tuple[dict[str, Any], dict[int, 
         raise BackupDamaged(f"{path} fails its checksum")
     head = _read_head(path)
     if head["previous"] != previous:
-        raise BackupDamaged(f"{path} does not follow what is before it")
+        raise BackupDamaged(f"{path} does not continue the file before it")
     content = zlib.decompress(whole.split(b"\n", 2)[2])
     pages_at, page_bytes = 4 * head["num_changed"], head["page_bytes"]
     starts = range(pages_at, len(content), page_bytes)
@@ -477,7 +481,7 @@ def _read(path: Path) -> bytes:
 # -- restoring --
 
 
-class _Wanted(NamedTuple):
+class _RestoreOptions(NamedTuple):
     at: float | None
     to_last_good: bool
     driver: Any
@@ -494,24 +498,26 @@ def restore(
     driver: Any = preferred_driver,
     report: Callable[[str], None] = lambda line: None,
 ) -> Restored:
-    """Make the history of the latest moment, or of the latest one not after `at`, that of `data`.
+    """Restore the latest moment, or the latest one not after `at`, to the data folder.
 
-    A file on the way that is damaged or missing is an error that names it. With `to_last_good` the moment
-    before it is restored instead, if need be of an earlier generation. The data folder is locked meanwhile,
-    and has the old history or the new one as a whole. A backup of an older schema is restored as it is: the
-    next start brings it to the present one and checks it again.
+    A damaged or missing file is an error that names the file. With `to_last_good`, the last moment before
+    the damage is restored instead, if need be from an earlier generation. The data folder is locked
+    meanwhile; it has either the whole old history or the whole new one. A backup with an older schema is
+    restored unchanged: the next start migrates and checks it.
     """
     generations = points(folder)
     if not generations:
-        raise NotFound(f"{folder} has no backup")
+        raise NotFound(f"there is no backup in {folder}")
     target = DataFolder.open(data, "pensieve restore")
     clean = not target.stopped_unclean
     try:
         if target.database_bytes and not replace:
-            raise StoreError(f"{data} has a history; --replace puts the restored one in its place")
+            raise StoreError(f"{data} already has a history; pass --replace to replace it")
         partial = data / RESTORING_NAME
         try:
-            base, restored = _make(generations, partial, _Wanted(at, to_last_good, driver, report))
+            base, restored = _make(
+                generations, partial, _RestoreOptions(at, to_last_good, driver, report)
+            )
             _put_in_place(partial, target, driver)
             set_history_identity(target.database_path, base.history)
             target.mark_damaged(False)
@@ -524,8 +530,10 @@ def restore(
     return restored
 
 
-def _make(generations: list[Points], partial: Path, wanted: _Wanted) -> tuple[Base, Restored]:
-    """The database at `partial`, of the latest moment that is wanted and good; and what it began with."""
+def _make(
+    generations: list[RestorePoints], partial: Path, wanted: _RestoreOptions
+) -> tuple[Base, Restored]:
+    """Write the latest wanted and undamaged moment to `partial`. Return its base and the result."""
     damage = ""
     for index, generation in reversed([*enumerate(generations)]):
         if wanted.at is not None and _is_later(generation, wanted.at, generations[:index]):
@@ -537,25 +545,27 @@ def _make(generations: list[Points], partial: Path, wanted: _Wanted) -> tuple[Ba
         except BackupDamaged as error:
             damage = damage or str(error)
             if not wanted.to_last_good:
-                raise BackupDamaged(f"{error}; --last-good restores what was before it") from error
+                raise BackupDamaged(
+                    f"{error}; pass --last-good to restore the last moment before it"
+                ) from error
             wanted.report(str(error))
     if damage:
-        raise BackupDamaged(f"{damage}; nothing before it is good")
-    raise NotFound("the backup has nothing as old as that; --list shows what it has")
+        raise BackupDamaged(f"{damage}; no earlier moment is usable")
+    raise NotFound("the backup has no moment that old; --list shows its moments")
 
 
-def _is_later(generation: Points, at: float, earlier: list[Points]) -> bool:
-    """Whether it is not needed: it begins later, or an earlier one goes on beyond this moment.
+def _is_later(generation: RestorePoints, at: float, earlier: list[RestorePoints]) -> bool:
+    """Return whether a generation is too late: it begins after `at`, or an earlier one reaches beyond `at`.
 
-    The second is asked only where nobody knows when it begins.
+    The second test is needed only if the generation's begin is unknown.
     """
     if generation.times:
         return generation.times[0] > at
     return any(each.times and each.times[-1] > at for each in earlier)
 
 
-def _files(generation: Points, at: float | None) -> tuple[Base, list[Path]]:
-    """The base and the segments up to `at`; times never fall within a chain, but for a clock set back."""
+def _files(generation: RestorePoints, at: float | None) -> tuple[Base, list[Path]]:
+    """Return the base and the segments up to `at`. Times grow, unless the clock was set back."""
     base = read_base_description(generation.path)
     if base.schema > len(STEPS):
         raise StoreTooNew(
@@ -564,14 +574,19 @@ def _files(generation: Points, at: float | None) -> tuple[Base, list[Path]]:
         )
     segments = _segment_paths(generation.path)
     for index, path in enumerate(segments if at is not None else ()):
-        with suppress(BackupDamaged):  # it is named when it is its turn
+        with suppress(BackupDamaged):  # reported when the segment is read
             if _read_head(path)["time"] > at:
                 return base, segments[:index]
     return base, segments
 
 
 def _write(
-    path: Path, base: Base, segments: list[Path], partial: Path, wanted: _Wanted, damage: str
+    path: Path,
+    base: Base,
+    segments: list[Path],
+    partial: Path,
+    wanted: _RestoreOptions,
+    damage: str,
 ) -> Restored:
     _copy_base(path / BASE_NAME, base, partial)
     last, moment, previous = 0, base.time, base.sha256
@@ -591,14 +606,15 @@ def _write(
             damage = damage or str(error)
         database.flush()
         os.fsync(database.fileno())
-    wanted.report("checking it")
+    wanted.report("checking the restored history")
     problems = verify.integrity_check(partial, wanted.driver, immutable=True)
-    if not problems and base.schema == len(STEPS):  # only its version can check an older one
+    # an older schema can be checked only by its own version
+    if not problems and base.schema == len(STEPS):
         _count_anew(partial, wanted)
         problems = verify.verify(partial, wanted.driver, None, "", immutable=True)
     if problems:
         raise BackupDamaged(
-            f"{path} holds, up to segment {last}, a history that is damaged itself: {problems[0]}"
+            f"the history in {path}, up to segment {last}, was damaged when it was backed up: {problems[0]}"
         )
     with read_only(partial, wanted.driver, immutable=True) as conn:
         (conversations,) = conn.execute("SELECT count(*) FROM conversations").fetchone()
@@ -606,14 +622,14 @@ def _write(
     return Restored(base.generation, last, moment, conversations, messages, damage)
 
 
-def _count_anew(partial: Path, wanted: _Wanted) -> None:
-    """How much a tenant has is derived from what is there: a wrong number is no reason to lose that."""
-    _remove_log(partial)  # of a restore that was killed here
+def _count_anew(partial: Path, wanted: _RestoreOptions) -> None:
+    """Correct the byte counters of tenants. They are derived, so a wrong counter must not block a restore."""
+    _remove_log(partial)  # left by a restore that was killed here
     with read_only(partial, wanted.driver, immutable=True) as conn:
         right = miscounted(conn)
     if not right:
         return
-    wanted.report(f"the bytes of {len(right)} tenants were miscounted, and are counted anew")
+    wanted.report(f"the stored bytes of {len(right)} tenants were wrong and are corrected")
     with closing(wanted.driver.connect(str(partial))) as conn, conn:
         conn.executemany(
             "INSERT OR REPLACE INTO tenants (tenant, stored_bytes) VALUES (?, ?)", right.items()
@@ -637,9 +653,9 @@ def _put_in_place(partial: Path, target: DataFolder, driver: Any) -> None:
     database = target.database_path
     with explained(database):
         remove_copies(database)
-        with suppress(driver.Error):  # of a damaged one, what can be had
+        with suppress(driver.Error):  # a damaged log may not be readable
             _empty_log(database, driver)
-        _remove_log(database)  # of the old history: it must not meet the new one
+        _remove_log(database)  # SQLite must not apply the old log to the new history
         partial.replace(database)
         sync(database.parent)
 
@@ -651,6 +667,6 @@ def _remove_log(database: Path) -> None:
 
 
 def _empty_log(database: Path, driver: Any) -> None:
-    """So that the old history is whole without its log, should we be killed before it is replaced."""
+    """Move the log into the database, so that the old history stays whole if we are killed now."""
     with closing(driver.connect(str(database), isolation_level=None)) as conn:
         conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

@@ -1,31 +1,31 @@
-"""The table of private content (texts, tokens, names), from which deletion leaves no trace.
+"""The table of private content (texts, tokens, names), built so that deletion leaves no trace.
 
 A body is the private part of a conversation, a message or a turn: a JSON object, and for messages the
-packed token ids, under one CRC.  The logprobs of a turn are a body of their own: packed, and no JSON.  All
-other tables hold numbers, states, fixed words and digests.
+packed token ids, under one CRC. The logprobs of a turn are a separate body: packed, without JSON. All other
+tables hold only numbers, states, fixed words and digests.
 
-Why one table.  `secure_delete` overwrites a cell where it lies *now*, but when SQLite balances a B-tree it
-copies cells between pages and leaves the old copies in the unused middle of a page, where no later delete
-finds them (measured: about one text in 500 survived on random traffic).  So the cells of this table must
-never move between pages:
+Why one table: `secure_delete` overwrites a cell where it is *now*. But when SQLite balances a B-tree, it
+copies cells between pages and leaves old copies in unused parts of a page, which no later delete reaches.
+(On random traffic, about one text in 500 survived.) So the cells of this table must never move between
+pages:
 
     insert   appends at the largest rowid; SQLite then adds a new rightmost leaf and moves no existing cell
-    shorten  replaces the JSON by less: like wiping, the row stays in its page
-    wipe     sets the columns to NULL; a row that shrinks stays in its page, its old cell is zeroed,
-             and its overflow pages are zeroed and freed
-    delete   happens in compaction.py only, and far from every row that still has content
+    shorten  replaces the JSON by a shorter one; like wiping, the row stays in its page
+    wipe     sets the columns to NULL; the row stays in its page, its old cell is zeroed, and its overflow
+             pages are zeroed and freed
+    delete   happens only in compaction.py, far from every row that still has content
 
-A wiped row keeps its space in its leaf.  `wiped_bytes` counts that space; when it is more than half of the
-file, compaction.py gives it back.  So the file is at most about twice as large as its content, and the cost
-of moving what is alive is spread over the deletions.
+A wiped row keeps its space. `wiped_bytes` counts that space. When it exceeds half of the file,
+compaction.py returns it. So the file is at most about twice as large as its content, and deletions share
+the cost of moving live rows.
 
-`tenants` has how many bytes each tenant's conversations take, counted in the transactions that change it
-(in PostgreSQL it is a view that adds up what each writing connection has counted):
+`tenants` holds how many bytes each tenant's conversations take. Every transaction updates it (in PostgreSQL
+it is a view over the counts of each connection):
 
     counted       each body that is not wiped: private part, tokens, and ROW_BYTES for rows and indices
-    not counted   what wiped bodies waste, the write-ahead log, backups
+    not counted   space of wiped bodies, the write-ahead log, backups
 
-A message that forks share counts once.  `verify` adds everything up and compares.
+A message that forks share counts once. `verify` recounts everything and compares.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 WIPED_AT_ONCE = 100
-ROW_BYTES = 256  # about what a record takes beside its body, links and chains included
-LOCAL_BYTES_MAX = 4061  # the most of one row that a 4096-byte leaf page holds; the rest overflows
+ROW_BYTES = 256  # estimated size of a record beside its body, with links and chains
+LOCAL_BYTES_MAX = 4061  # the largest part of a row in a 4096-byte leaf page; the rest overflows
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON that is the same for equal values."""
+    """Return JSON that is identical for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32, whatever the machine's byte order."""
+    """Return token ids as little-endian uint32 on any machine."""
     packed = array("I", token_ids)
     assert packed.itemsize == TOKEN_BYTES
     if sys.byteorder == "big":
@@ -73,19 +73,19 @@ def unpack_tokens(tokens: bytes) -> array[int]:
 
 
 def body_crc(private: bytes, tokens: bytes) -> int:
-    """The checksum over both parts of a body."""
+    """Return the checksum over both parts of a body."""
     return zlib.crc32(tokens, zlib.crc32(private))
 
 
 def insert_body(
     conn: Connection, tenant: str, private: Mapping[str, Any], token_ids: Sequence[int] = ()
 ) -> int:
-    """Append a body of a tenant's; returns its row number."""
+    """Append a body and return its row number. It counts for the tenant."""
     return insert_packed_body(conn, tenant, canonical_json(private), pack_tokens(token_ids))
 
 
 def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: bytes) -> int:
-    """The same, of the bytes of both parts."""
+    """Like `insert_body`, for the encoded bytes of both parts."""
     values = body_crc(fields, tokens), fields, tokens
     body = insert_numbered(conn, "bodies", ("crc", "private", "tokens"), values)
     _count(conn, tenant, len(fields) + len(tokens) + ROW_BYTES)
@@ -93,9 +93,9 @@ def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: byt
 
 
 def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | None:
-    """The last of (key, bytes) up to which they are no more than `bytes_max`; the first one may be more.
+    """Return the last key before the total length exceeds `bytes_max`. The first key is always allowed.
 
-    What is read is bounded before it is asked for: a server sends all that a statement finds.
+    This limits a read in advance, because a server sends everything that a statement finds.
     """
     last, num_bytes = None, 0
     for key, length in lengths:
@@ -109,7 +109,7 @@ def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | Non
 def checked_body(
     owner: str, crc: int | None, private: bytes | None, tokens: bytes | None
 ) -> tuple[bytes, bytes]:
-    """The two parts of a body as they were written; raises StoreCorrupt, which names the owner."""
+    """Return both parts of a body. StoreCorrupt, which names `owner`, if the checksum is wrong."""
     if crc is None or private is None or tokens is None:
         raise StoreCorrupt(f"{owner}: a record is missing")
     if body_crc(private, tokens) != crc:
@@ -118,12 +118,12 @@ def checked_body(
 
 
 def read_private(owner: str, crc: int | None, private: bytes | None, tokens: bytes | None) -> Any:
-    """The JSON object of a body, checked."""
+    """Return the JSON object of a body, checked."""
     return json.loads(checked_body(owner, crc, private, tokens)[0])
 
 
 def shorten_body(conn: Connection, tenant: str, body: int, private: Mapping[str, Any]) -> None:
-    """Replace the JSON of a body without tokens by less, and count the space that this wastes."""
+    """Replace the JSON of a body without tokens by a shorter one, and count the wasted space."""
     fields = canonical_json(private)
     ((num_bytes,),) = conn.execute(
         "SELECT coalesce(sum(length(private)), 0) FROM bodies WHERE body = ?", (body,)
@@ -137,7 +137,7 @@ def shorten_body(conn: Connection, tenant: str, body: int, private: Mapping[str,
 
 
 def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
-    """Overwrite bodies of a tenant's with nothing and count the space that they waste."""
+    """Overwrite bodies with NULL and count the space that they waste."""
     numbers = [str(int(body)) for body in bodies]
     for first in range(0, len(numbers), WIPED_AT_ONCE):
         some = ",".join(numbers[first : first + WIPED_AT_ONCE])
@@ -161,7 +161,7 @@ def _waste(conn: Connection, num_bytes: int) -> None:
 
 
 def _count(conn: Connection, tenant: str, num_bytes: int) -> None:
-    """So much more for a tenant, or less."""
+    """Add to a tenant's bytes; `num_bytes` may be negative."""
     if isinstance(conn, ServerSession):
         conn.count_bytes(tenant, num_bytes)
         return
@@ -173,19 +173,19 @@ def _count(conn: Connection, tenant: str, num_bytes: int) -> None:
 
 
 def bytes_of_tenant(conn: Connection, tenant: str) -> int:
-    """What the tenant's conversations take: one row is read, however much is stored."""
+    """Return the size of a tenant's conversations. Reads one row."""
     row = conn.execute("SELECT stored_bytes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
     return 0 if row is None else int(row[0])
 
 
 def bytes_by_tenant(conn: Connection) -> dict[str, int]:
-    """What the conversations of each tenant take, of the tenants that have something."""
+    """Return the size of the conversations of each tenant that has any."""
     rows = conn.execute("SELECT tenant, stored_bytes FROM tenants WHERE stored_bytes <> 0")
     return {tenant: int(stored_bytes) for tenant, stored_bytes in rows}
 
 
 def miscounted(conn: Connection) -> dict[str, int]:
-    """The tenants whose number is wrong, with what their conversations really take."""
+    """Return the correct size for each tenant whose counter is wrong."""
     counted, added = bytes_by_tenant(conn), dict(conn.execute(ADDED_UP))
     return {
         tenant: added.get(tenant, 0)
@@ -194,8 +194,8 @@ def miscounted(conn: Connection) -> dict[str, int]:
     }
 
 
-# (tenant, bytes) added up from the records themselves.  A message belongs to whoever's turn made it, or, when
-# that turn is gone, to whoever's history holds it: forks are of the same tenant.
+# (tenant, bytes), recounted from the records. A message belongs to the tenant of the turn that made it, or,
+# if that turn is gone, to the tenant of a history that holds it: forks have the same tenant.
 ADDED_UP_BEFORE_LOGPROBS = f"""
     WITH owned AS (
         SELECT tenant, body FROM conversations

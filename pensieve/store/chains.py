@@ -1,20 +1,20 @@
 """Find the stored conversation that matches a client's history.
 
-A client without a conversation's id sends the full history each time.  conversations/binding/chain.py makes
-digests of it that compare equal where the histories do.  With each reply the store keeps the digest of the
-history up to that reply, a *state*:
+A client without a conversation id sends the full history each time. conversations/binding/chain.py computes
+digests that are equal for equal histories. With each reply, the store keeps the digest of the history up to
+that reply, a *state*:
 
     chains     key        a digest of tenant and state
                message    the reply that ends this history
                session    a digest of the client's own name for the conversation; empty: none
 
-A state belongs to its reply, and not to a conversation: every conversation that holds the message has passed
-this point of the same history, forks as well.  So a fork needs no rows of its own, a rewind deletes none (a
-history that was cut does not hold the message), and a fork is found when the original is deleted.  When
-nothing holds the message it is deleted, and its states go with it (ON DELETE CASCADE).
+A state belongs to its reply, not to a conversation: every conversation that holds the message has passed
+this point of the same history, and so have its forks. So a fork needs no rows, a rewind deletes none (a cut
+history does not hold the message), and forks are found after the original is deleted. When nothing holds
+the message any more, it is deleted with its states (ON DELETE CASCADE).
 
-A row holds digests and numbers, no text.  Old rows are deleted, a few in a transaction.  A history that was
-last continued before that is new to the store when it comes again.
+A row holds only digests and numbers. Old rows are deleted, a few per transaction. A history that was last
+continued before that is new to the store.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from pensieve.store.transactions import StoreTransactions, repeated
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-STATES_MAX = 16  # that are looked at, of those with the same key, and of each
+STATES_MAX = 16  # limit of the states that are read with one key
 HOLDERS_MAX = 64
 FORGOTTEN_AT_ONCE = 256
 
 
 class Holder(NamedTuple):
-    """A conversation whose history has a message."""
+    """A conversation whose history contains a message."""
 
     conversation: int
-    revision: int  # that the message came with
-    is_head: bool  # it is the last one
+    revision: int  # the revision that added the message
+    is_head: bool  # it is the last message
     running_turn_id: int | None
 
 
 class Chains:
-    """Used outside of transactions, in the thread of the store."""
+    """Used outside of transactions, in the store thread."""
 
     def __init__(self, transactions: StoreTransactions, housekeeper: Housekeeper) -> None:
         self._transactions = transactions
@@ -55,10 +55,10 @@ class Chains:
     def longest(
         self, digests: Sequence[bytes], session: bytes, *, tenant: str = ""
     ) -> ChainMatch | None:
-        """The conversation to go on from; None if no history begins like this.
+        """Return the conversation to continue, or None if no history matches.
 
-        `digests` are those of the beginnings of a client's history, from the longest on.  Of conversations at
-        the same point one is preferred that the turn may be appended to.
+        `digests` are those of the prefixes of a client's history, longest first. Among conversations at the
+        same point, one that the turn may be appended to is preferred.
         """
         with self._transactions.reading(is_snapshot=True) as conn:
             for digest in digests:
@@ -75,9 +75,9 @@ class Chains:
 
     @repeated
     def forget(self, before: float) -> bool:
-        """Delete some of the states from before that time; whether there may be more.
+        """Delete some states that are older than `before`. Return whether there may be more.
 
-        Nothing, where another daemon cleans up.
+        Does nothing if another daemon is the housekeeper.
         """
         if not self._housekeeper.is_ours:
             return False
@@ -96,7 +96,7 @@ class Chains:
     def _best(
         self, conn: Connection, messages: Sequence[int], is_of_session: bool
     ) -> tuple[Holder, bool]:
-        """Who has one of these messages, and whether the turn may be appended there."""
+        """Return a conversation with one of these messages, and whether the turn may be appended there."""
         others = []
         for message in messages:
             for holder in _holders(conn, message):
@@ -105,13 +105,13 @@ class Chains:
                 if is_of_session and holder.is_head and is_idle:
                     return holder, True
                 others.append(holder)
-        return others[0], False  # some history has the messages
+        return others[0], False  # not empty: some history holds the messages
 
 
 def insert_state(
     conn: Connection, tenant: str, state: ChainState, message: int, now: float
 ) -> None:
-    """A history that ends with this message, the reply of a turn."""
+    """Store the state of a history that ends with this reply."""
     conn.execute(
         "INSERT INTO chains (key, message, session, at) VALUES (?, ?, ?, ?)",
         (tenant_key(tenant, state.digest), message, state.session, now),
@@ -119,7 +119,7 @@ def insert_state(
 
 
 def copy_states(conn: Connection, old: int, new: int) -> None:
-    """The same message with other tokens is found as the old one is."""
+    """Give a message with new tokens the states of the old message."""
     conn.execute(
         "INSERT INTO chains (key, message, session, at)"
         " SELECT key, ?, session, at FROM chains WHERE message = ?",
@@ -128,9 +128,9 @@ def copy_states(conn: Connection, old: int, new: int) -> None:
 
 
 def _states(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bool]:
-    """The messages that end a history with this key, of those that some history has.
+    """Return messages that end a history with this key, and whether they are from this session.
 
-    The newest that were made in this session, and true; or else any one, and false.
+    Those of the session come first, newest first; otherwise one message of any session.
     """
     held = " AND EXISTS (SELECT 1 FROM history h WHERE h.message = chains.message)"
     rows = conn.execute(
@@ -144,7 +144,7 @@ def _states(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bo
 
 
 def _holders(conn: Connection, message: int) -> list[Holder]:
-    """The oldest of them."""
+    """Return the oldest conversations that hold the message."""
     rows = conn.execute(
         "SELECT h.conversation, h.revision, NOT EXISTS (SELECT 1 FROM history l"
         " WHERE l.conversation = h.conversation AND l.position > h.position),"

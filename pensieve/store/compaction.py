@@ -1,23 +1,24 @@
-"""Return the space of wiped bodies to the disk, in steps that each take the store thread a few milliseconds.
+"""Return the space of wiped bodies to the disk, in steps of a few milliseconds of the store thread.
 
     rest ──wasteful──> fence ──> move ──> remove ──> trim ──> rest
        └────────────mostly free pages────────────────^
 
-A step is one transaction. Between two steps the history is fully usable and verifiable.
+Each step is one transaction. Between steps, the history is fully usable and verifiable.
 
-    fence    append rows that each fill a leaf of their own; a pass cleans everything before them
-    move     copy live rows to the end of the table, where no existing cell moves, let their holders refer to
-             the copies, and wipe the originals; at the end all rows before the fence are wiped
-    remove   delete these rows from the front on. SQLite then balances the first leaf with the two next to it,
-             and so copies cells between pages, but only cells of wiped rows or of the fence
+    fence    append rows that each fill a whole leaf; a pass cleans everything before them
+    move     copy live rows to the end of the table, where no existing cell moves, point their holders to
+        the
+             copies, and wipe the originals; at the end, all rows before the fence are wiped
+    remove   delete these rows from the front. SQLite then balances the first leaf with the next two, which
+             copies cells between pages, but only cells of wiped rows or of the fence
     trim     move the last pages of the file into free ones, and shorten the file
 
-The database remembers nothing of this. After a crash a pass begins anew if the file is still wasteful. The
-next step retries a statement that failed. A pass copies the live rows, which are less than what it frees. The
-next pass removes the fence.
+The database stores none of this state. After a crash, a new pass begins if the file is still wasteful. A
+failed step is repeated. A pass copies the live rows, which are smaller than the space it frees. The next
+pass removes the fence.
 
-Trimming needs a database made with auto_vacuum=INCREMENTAL. An older database reuses free pages, but its file
-keeps its length.
+Trimming needs a database created with auto_vacuum=INCREMENTAL. An older database reuses free pages, but its
+file keeps its length.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ class CompactionPhase(Enum):
 
 
 class CompactionState(NamedTuple):
-    """Where a pass is; a step makes the next state, which counts once its transaction is committed."""
+    """The position of a pass. Each step returns the next state, which is valid once the step is committed."""
 
     phase: CompactionPhase
-    fence: int = 0  # the first row of it
-    moved: int = 0  # the last row that `move` has looked at
-    wiped_bytes: int = 0  # what the pass gives back
+    fence: int = 0  # first row of the fence
+    moved: int = 0  # last row that `move` has handled
+    wiped_bytes: int = 0  # bytes that the pass will free
 
 
 class Compaction:
-    """A pass over one database; used outside of transactions."""
+    """A pass over one database. Used outside of transactions."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Compaction:
         self._state = CompactionState(first)
 
     def step(self) -> bool:
-        """Take one step, in one transaction; whether there is another one to take."""
+        """Take one step in one transaction. Return whether there is another step."""
         with self._writer.writing(is_serializable=True) as conn:
             if not self._may_go_on(conn):
                 return False
@@ -94,9 +95,10 @@ class Compaction:
 def first_phase(
     writer: WriterConnection, bytes_min: int, *, is_urgent: bool = False
 ) -> CompactionPhase:
-    """Return what a pass begins with: REST unless `bytes_min` and half of the file are wiped, or free.
+    """Return the first phase of a pass: REST unless enough space is wasted.
 
-    `is_urgent`: the disk is full, so give back any free page.
+    Enough is at least `bytes_min` and half of the file, of wiped bytes or of free pages. `is_urgent`: the
+    disk is full, so return any free page.
     """
     with writer.reading() as conn:
         page_bytes = _number(conn, "PRAGMA page_size")
@@ -142,7 +144,7 @@ def _move(conn: Connection, state: CompactionState) -> CompactionState:
 
 
 def _move_body(conn: Connection, body: int) -> None:
-    """Copy a body to the end of the table, and wipe it where it was."""
+    """Copy a body to the end of the table and wipe the original."""
     copy = conn.execute(
         "INSERT INTO bodies (crc, private, tokens)"
         " SELECT crc, private, tokens FROM bodies WHERE body = ?",

@@ -1,34 +1,36 @@
-"""The read-write connection to the database of a history or of a job, and read-only ones.
+"""The read-write connection to a SQLite database of a history or a job, and read-only connections.
 
-One writer.  Nothing else in any process writes or checkpoints this database: the data folder is locked,
-checkpoints happen on this connection, readers open with mode=ro, and there is no mmap.  This also avoids
-the WAL-reset bug of SQLite 3.7.0 to 3.51.2, which needs two connections that write or checkpoint;
-pysqlite3, where installed, brings a version without it.
+One writer. No other process writes or checkpoints this database: the data folder is locked, checkpoints
+happen on this connection, readers use mode=ro, and there is no mmap. This also avoids the WAL-reset bug of
+SQLite 3.7.0 to 3.51.2, which needs two connections that write or checkpoint. pysqlite3, if installed, has a
+fixed version.
 
-Several daemons (shared_file.py) have several writers, in processes of one host and a SQLite without that bug.
-One of them writes at a time: a transaction is IMMEDIATE, and begins when it is this writer's turn.  What is
-done beside transactions stays right:
+Several daemons (shared_file.py) have several writers, in processes of one host, with a SQLite without that
+bug. Only one writes at a time: a transaction is IMMEDIATE and begins when it is this writer's turn. Other
+operations stay safe:
 
-    recovery     is needed where no process has the file open, so it is done by a daemon that is alone, in a
-                 connection that is then closed, as ever (`_recover`).  Where a process dies and others go on,
-                 SQLite has to recover only if it died while it wrote the header of the file -shm; then some
-                 of a survivor's memory stays in -shm until the last daemon has closed the history
-    truncating   takes the turn of a writer, so no other daemon writes or checkpoints meanwhile.  SQLite does
-                 it only when every frame is in the database and no connection of any process reads the log;
-                 it tells, and is tried again.  So what a deletion waits for is the same as with one writer
-    wiping       `secure_delete` wipes in the pages of the transaction, whoever wrote them before.  Pages that
-                 another process has in memory are read again after a commit of others
-    migrations   happen while a daemon is alone, and the copies that they make are removed by any deletion
-    closing      the last connection of all moves the log into the database and removes it
+    recovery     A log is recovered while no process has the file open, by a daemon that is alone, on a
+                 connection that is then closed (`_recover`). If a process dies while others continue,
+                     SQLite
+                 recovers only if it died while writing the header of the -shm file. Then some of a
+                 survivor's memory stays in -shm until the last daemon closes the history.
+    truncating   takes the turn of a writer, so no other daemon writes or checkpoints meanwhile. SQLite
+                 truncates only when every frame is in the database and no process reads the log; otherwise
+                 it reports that, and we try again. So deletions wait for the same events as with one
+                     writer.
+    wiping       `secure_delete` wipes the transaction's pages, whoever wrote them. Pages that another
+                 process has cached are read again after a commit of others.
+    migrations   run while a daemon is alone. Any deletion removes the copies that they make.
+    closing      The last connection moves the log into the database and removes it.
 
-One thread at a time.  The connection may be opened in one thread and used in another, but never in two at
-once; a second user at the same time is a bug of the caller and raises RuntimeError.
+One thread at a time. The connection may move between threads, but two threads must not use it at once. A
+second concurrent user is a bug of the caller and raises RuntimeError.
 
-Durable on return.  With WAL and synchronous=FULL, `writing` syncs the log before it returns.
+Durable on return. With WAL and synchronous=FULL, `writing` syncs the log before it returns.
 
-After an error the transaction is rolled back.  After an I/O error, above all a failed sync, it is unknown
-what the kernel's cache still holds.  So the connection is closed, and the next use opens a new one that
-reads from the disk; nothing is retried on the old one.  The same happens if the rollback fails.
+After an error, the transaction is rolled back. After an I/O error, above all a failed sync, the content of
+the kernel's cache is unknown. So the connection is closed, and the next use opens a new one that reads from
+the disk. Nothing is retried on the old connection. A failed rollback is treated the same way.
 """
 
 from __future__ import annotations
@@ -54,12 +56,12 @@ from pensieve.store.shared_file import SharedFile, WriteTurn
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-preferred_driver: Any = sqlite3  # pysqlite3 where it is installed
+preferred_driver: Any = sqlite3  # pysqlite3 if it is installed
 
 SQLITE_VERSION_MIN = (3, 37, 0)  # STRICT tables
 JOURNAL_BYTES_MAX = 64 * 2**20
 
-# Primary result codes (sqlite.org/rescode.html), in words for error messages.
+# Explanations of primary result codes (sqlite.org/rescode.html) for error messages.
 UNAVAILABLE = {
     3: "permission denied",
     5: "another program holds the database",
@@ -73,17 +75,17 @@ UNAVAILABLE = {
     15: "another program holds the database",
 }
 CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
-UNDECODABLE = "Could not decode to UTF-8"  # which the driver says, and SQLite has no code for
+UNDECODABLE = "Could not decode to UTF-8"  # the driver's message; SQLite has no code for it
 REOPEN_AFTER = {8, 10, 14}
-READERS_MILLISECONDS = 100  # that readers of other daemons are waited for, while nobody writes
+READERS_MILLISECONDS = 100  # wait for readers of other daemons, while nobody writes
 FULL, IO_ERROR, CONSTRAINT = 13, 10, 19
 
 
 class WriterConnection:
-    """The connection for one thread at a time; it opens again after an error.
+    """A read-write connection for one thread at a time. It is reopened after an error.
 
-    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database, and says
-    whether it has changed the schema; `noun` is what errors call it.
+    `driver` is pysqlite3 or sqlite3. `on_open` gets each new sqlite_utils Database, and returns whether it
+    has changed the schema. `noun` names the database in errors.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class WriterConnection:
     ) -> None:
         """`shared`: other daemons have the file open, too.
 
-        A writer that has waited for `patience_seconds` looks why.
+        After `patience_seconds`, a waiting writer checks whether the writing process is stopped.
         """
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
@@ -125,9 +127,9 @@ class WriterConnection:
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
-        """One transaction: at the end of the block it is committed and on the disk, or rolled back.
+        """Run one transaction. At the end of the block it is committed and on the disk, or rolled back.
 
-        All are serializable, because one connection writes at a time.
+        All transactions are serializable, because one connection writes at a time.
         """
         with self._to_write(), self._operation() as db:
             db.conn.execute("BEGIN IMMEDIATE")
@@ -141,14 +143,14 @@ class WriterConnection:
             self.figures.committed(time.perf_counter() - began)
 
     def settle(self) -> None:
-        """Nothing: the outcome of a COMMIT is on the disk when it returns."""
+        """Do nothing: when COMMIT returns, its outcome is on the disk."""
 
     def end_stopped(self) -> None:
-        """Nothing: who waits for its turn to write does it (shared_file.py)."""
+        """Do nothing: a writer that waits for its turn does this (shared_file.py)."""
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
-        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
+        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
         with self._operation() as db:
             if not is_snapshot:
                 yield db.conn
@@ -161,18 +163,18 @@ class WriterConnection:
 
     @property
     def journal_path(self) -> Path:
-        """Where SQLite keeps the write-ahead log."""
+        """The path of the write-ahead log."""
         return self.path.with_name(f"{self.path.name}-wal")
 
     def has_journal(self) -> bool:
-        """Whether there is something in the write-ahead log, or was when a process died."""
+        """Return whether the write-ahead log has content, perhaps from a process that died."""
         return self.figures.journal_bytes > 0
 
     def truncate_journal(self) -> bool:
-        """Move the write-ahead log into the database and leave the log empty; whether that was possible.
+        """Move the write-ahead log into the database and empty the log. Return whether that was possible.
 
-        It is not while another connection reads the log.  This does not wait for that one to end, or a moment
-        only where other daemons read.
+        It is impossible while another connection reads the log. This call does not wait for that
+        connection, except for a moment if other daemons read.
         """
         moment = 0 if self._shared is None else READERS_MILLISECONDS
         with self._to_write(), self.reading() as conn:
@@ -187,9 +189,9 @@ class WriterConnection:
         return not busy
 
     def close(self) -> None:
-        """Checkpoint and close; the connection is closed even if this raises an error.
+        """Checkpoint and close. The connection is closed even if this raises an error.
 
-        If another connection reads the write-ahead log, that stays for the next opening.
+        If another connection reads the write-ahead log, the log stays for the next opening.
         """
         try:
             if self._db is not None:
@@ -200,7 +202,7 @@ class WriterConnection:
                 self._turn.close()
 
     def _to_write(self) -> AbstractContextManager[None]:
-        """The turn among daemons that write."""
+        """Take the turn to write among several daemons."""
         return contextlib.nullcontext() if self._turn is None else self._turn.taken()
 
     def _explained(self, error: Any) -> Exception:
@@ -221,7 +223,7 @@ class WriterConnection:
         except self.driver.Error as error:
             if primary_code(error) in REOPEN_AFTER:
                 self._discard()
-            raise self._explained(error) from error  # a local name would make it a cycle
+            raise self._explained(error) from error  # a local variable would make a reference cycle
         finally:
             if self._db is not None and self._db.conn.in_transaction:
                 self._discard()  # the rollback failed; closing rolls back
@@ -234,10 +236,10 @@ class WriterConnection:
         return self._connect()
 
     def _recover(self) -> None:
-        """Move a log that an earlier connection left into the database, and close again.
+        """Move the log of an earlier connection into the database, and close again.
 
-        A connection that recovers a log copies unused memory into the file -shm, which may be anybody's
-        text (measured).  The file goes with the last connection; the next one then finds no log.
+        A connection that recovers a log copies unused memory, which may contain anybody's text, into the
+        -shm file. That file goes with the last connection, and the next one finds no log.
         """
         with contextlib.closing(self.driver.connect(str(self.path), timeout=0.0)) as conn:
             conn.execute("PRAGMA schema_version").fetchall()
@@ -252,14 +254,16 @@ class WriterConnection:
         try:
             db = Database(conn, recursive_triggers=False, execute_plugins=False)
             if conn.execute("PRAGMA page_count").fetchone() == (0,):
-                # It is made now; then it can be shortened (compaction.py).
+                # The database is being created. Only this setting lets it shrink later (compaction.py).
                 conn.execute("PRAGMA auto_vacuum = INCREMENTAL").fetchall()
             (mode,) = conn.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
-                raise StoreError(f"{self.path} lies where SQLite cannot use a write-ahead log")
+                raise StoreError(
+                    f"SQLite cannot use a write-ahead log at {self.path}: move it to a local file system"
+                )
             for pragma in (
                 f"synchronous = {self._synchronous}",
-                "fullfsync = ON",  # for macOS; no effect elsewhere
+                "fullfsync = ON",  # only macOS has it
                 "secure_delete = ON",
                 "foreign_keys = ON",
                 "mmap_size = 0",
@@ -267,14 +271,15 @@ class WriterConnection:
             ):
                 conn.execute(f"PRAGMA {pragma}").fetchall()
             has_changed = self._on_open(db)
-            # What a savepoint or a statement keeps of pages, to undo it, is in no file outside of the folder.
+            # Copies of pages for undoing savepoints and statements must not reach files outside of the
+            # folder.
             conn.execute("PRAGMA temp_store = MEMORY").fetchall()
             self.limit.watch(conn)
         except BaseException:
             with contextlib.suppress(self.driver.Error):
                 conn.close()
             raise
-        if has_changed:  # after a change of the schema each statement is slower (measured)
+        if has_changed:  # after a schema change, each statement is slower (measured)
             conn.close()
             return self._connect()
         return db
@@ -287,7 +292,7 @@ class WriterConnection:
 
 
 def explained(error: Any, path: Path, noun: str = "the history") -> Exception:
-    """The PensieveError for a driver's error; an error that should not happen is returned as it is."""
+    """Return the PensieveError for a driver's error. Unexpected errors are returned unchanged."""
     primary = primary_code(error)
     if primary == FULL or (primary == IO_ERROR and _has_no_space(path)):
         return DiskFull(f"{noun} {path}: {UNAVAILABLE[FULL]}")
@@ -302,7 +307,7 @@ def explained(error: Any, path: Path, noun: str = "the history") -> Exception:
 
 
 def _has_no_space(path: Path) -> bool:
-    """SQLite reports a file -shm that could not grow as an I/O error."""
+    """Return whether the disk is full. SQLite reports a -shm file that could not grow as an I/O error."""
     try:
         return os.statvfs(path.parent).f_bavail == 0
     except OSError:
@@ -317,9 +322,9 @@ def primary_code(error: Any) -> int:
 def open_read_only(
     path: Path, driver: Any = preferred_driver, *, immutable: bool = False
 ) -> Connection:
-    """A connection that cannot write or checkpoint; any thread may open one.
+    """Open a connection that cannot write or checkpoint. Any thread may open one.
 
-    An `immutable` database is one that nobody has open; no file is made beside it.
+    Nobody may have an `immutable` database open; SQLite creates no file beside it.
     """
     conn: Connection = driver.connect(
         f"file:{quote(str(path))}?mode=ro{'&immutable=1' * immutable}",
@@ -334,7 +339,7 @@ def open_read_only(
 def read_only(
     path: Path, driver: Any = preferred_driver, *, immutable: bool = False
 ) -> Iterator[Connection]:
-    """The same, for a while."""
+    """Open a read-only connection for the length of the block."""
     try:
         with contextlib.closing(open_read_only(path, driver, immutable=immutable)) as conn:
             yield conn

@@ -1,16 +1,17 @@
-"""What may change of a conversation beside its history: metadata, what it begins with, and pending messages.
+"""Changes of a conversation beside its history: metadata, its beginning, and pending messages.
 
-All of it is in the conversation's body, so a change writes that anew and wipes the old one.
+All of these are in the conversation's body, so each change writes a new body and wipes the old one.
 
-    metadata           at any time
-    what it begins     system prompt, tools, template options: as long as it holds no message
-    pending messages   come before those of its next turn; no part of the history until that has ended
+    metadata           may change at any time
+    beginning          system prompt, tools, template options: only while there is no message
+    pending messages   messages that the next turn puts before its own; part of the history once it has
+        ended
 
-**Pending messages are taken once.**  The transaction that begins a turn which brings them notes its revision
-(`taken_at`).  They are pending as long as the conversation is at that revision, so neither a turn that fails
-nor the end of the process loses them, and its end and theirs are one commit.  What changes the revision
-otherwise (a turn that does not bring them, a rewind) gives them back first, in its own transaction; and the
-next one of these, after a turn that took them has ended, removes them from the body.
+**Pending messages are taken once.** The transaction that begins a turn with them records the current
+revision (`taken_at`). They stay pending while the conversation is at that revision. So neither a failed
+turn nor a crash loses them, and they are gone with the commit that ends the turn. Other changes of the
+revision (a turn without them, a rewind) first reset `taken_at` in their own transaction. After a turn that
+took them has ended, the next such change removes them from the body.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ from pensieve.store.transactions import StoreTransactions, repeated
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-CHANGED = "the messages that were pending at revision {} have changed meanwhile"
+CHANGED = "the messages pending at revision {} have changed since they were read"
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Messages, without tokens, that the next turn is to bring; and the revision at which one did."""
+    """Messages without tokens that the next turn brings, and the revision at which a turn took them."""
 
     messages: tuple[NewMessage, ...] = ()
     taken_at: int | None = None
 
 
 class PendingChange(NamedTuple):
-    """What is pending after a change; `is_erasure_due`: what went is not erased from the files yet."""
+    """The pending messages after a change. `is_erasure_due`: removed text is still in the files."""
 
     after: Pending
     is_erasure_due: bool = False
 
 
 class LastDeleted(NamedTuple):
-    """A conversation without the last message that it had."""
+    """A conversation after its last message was deleted."""
 
     conversation: StoredConversation
     is_rewound: bool  # the message was a reply
-    is_erasure_due: bool = False  # as of a PendingChange
+    is_erasure_due: bool = False  # as in PendingChange
 
 
 class ConversationChanges:
-    """Used outside of transactions, in the thread of the store."""
+    """Used outside of transactions, in the store thread."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class ConversationChanges:
         *,
         tenant: str = "",
     ) -> StoredConversation:
-        """Give a conversation without messages what it begins with; StaleRevision if it has some."""
+        """Set the beginning of a conversation without messages. StaleRevision if it has messages."""
         head = [NewMessage("system", system_prompt)] if system_prompt else []
         check_text(head)
         with self._transactions.writing() as conn:
@@ -110,9 +111,9 @@ class ConversationChanges:
     def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], *, tenant: str = ""
     ) -> PendingChange:
-        """What `change` makes of the messages that are pending; no turn may be running.
+        """Replace the pending messages by the result of `change`. No turn may be running.
 
-        A message that goes is deleted: nothing of it stays on the disk.
+        Removed messages are erased from the disk.
         """
         with self._transactions.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
@@ -136,15 +137,15 @@ class ConversationChanges:
         *,
         tenant: str = "",
     ) -> LastDeleted:
-        """Delete the last message of a conversation that is still as the caller has read it.
+        """Delete the last message of a conversation, unless it has changed since the caller read it.
 
-        The caller passes what it read: the revision, the time of creation and all pending messages.
-        If any of these has changed, nothing is deleted.  A pending message is erased from the disk.  A reply
-        is taken back by a rewind, and the messages that it answers become pending in the same transaction.
+        The caller passes what it read: the revision, the time of creation and all pending messages. If any
+        of these has changed, nothing is deleted. A pending message is erased from the disk. A reply is
+        removed by a rewind, and the messages that it answers become pending in the same transaction.
 
         Raises:
             StaleRevision: the conversation has changed since the caller read it.
-            InvalidArgument: the last message is one that the conversation began with, or there is none.
+            InvalidArgument: there is no message, or the last message belongs to the beginning.
         """
         with self._transactions.writing(is_serializable=True) as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
@@ -166,7 +167,7 @@ class ConversationChanges:
     def _take_back(
         self, conn: Connection, number: int, conversation: StoredConversation
     ) -> tuple[NewMessage, ...]:
-        """Rewind the last turn; returns the messages that it answered."""
+        """Rewind the last turn and return the messages that it answered."""
         links = message_rows.links(conn, number, conversation.revision)
         kept = [each for each in links if each.revision < links[-1].revision]
         cut = message_rows.read_messages(
@@ -184,7 +185,7 @@ class ConversationChanges:
         )
 
     def _is_erasure_due(self) -> bool:
-        """Erase what was deleted from the files; whether that is still to be done."""
+        """Erase deleted content from the files. Return whether some is left."""
         try:
             self._erasure.finish()
         except ErasurePending:
@@ -198,10 +199,10 @@ def take_pending(
     conversation: StoredConversation,
     messages: Sequence[NewMessage] | None = None,
 ) -> None:
-    """Before a turn that begins here and brings them, or before a revision that comes without them.
+    """Mark the pending messages as taken by a turn, or reset the mark for a new revision without them.
 
-    StaleRevision, and nothing is taken, if these are not what is pending; None accepts any, and takes none.
-    What a turn that has ended took is removed: it stays no longer than until here.
+    StaleRevision, and nothing changes, if `messages` are not the pending ones; None accepts any and takes
+    none. Messages that an ended turn has taken are removed.
     """
     held = _held(conn, number, conversation)
     if messages is not None:
@@ -210,38 +211,40 @@ def take_pending(
     _put_pending(conn, number, conversation.tenant, held, replace(held.pending, taken_at=taken_at))
 
 
-class _Held(NamedTuple):
-    """A conversation's body, and what is pending by it."""
+class _StoredPending(NamedTuple):
+    """A conversation's body and its pending messages."""
 
     body: int
     private: dict[str, Any]
     pending: Pending
 
 
-def _held(conn: Connection, number: int, conversation: StoredConversation) -> _Held:
+def _held(conn: Connection, number: int, conversation: StoredConversation) -> _StoredPending:
     body, private = _private(conn, number)
     stored = private.get("pending")
     if stored is None or _is_over(stored["taken_at"], conversation.revision):
-        return _Held(body, private, Pending())
+        return _StoredPending(body, private, Pending())
     messages = tuple(NewMessage(**each) for each in stored["messages"])
-    return _Held(body, private, Pending(messages, stored["taken_at"]))
+    return _StoredPending(body, private, Pending(messages, stored["taken_at"]))
 
 
 def _refuse_changed(
-    held: _Held, conversation: StoredConversation, messages: Sequence[NewMessage]
+    held: _StoredPending, conversation: StoredConversation, messages: Sequence[NewMessage]
 ) -> None:
-    """Raises StaleRevision unless these are the messages that are pending."""
+    """Raise StaleRevision unless these are the pending messages."""
     if held.pending.messages != tuple(messages):
         revision = conversation.revision
         raise StaleRevision(revision, revision, CHANGED.format(revision))
 
 
 def _is_over(taken_at: int | None, revision: int) -> bool:
-    """Whether the turn that took them has ended."""
+    """Return whether the turn that took the messages has ended."""
     return taken_at is not None and revision > taken_at
 
 
-def _put_pending(conn: Connection, number: int, tenant: str, held: _Held, after: Pending) -> None:
+def _put_pending(
+    conn: Connection, number: int, tenant: str, held: _StoredPending, after: Pending
+) -> None:
     check_text(after.messages)
     pending = pending_json(after.messages, after.taken_at)
     if pending != held.private.get("pending"):
@@ -258,7 +261,7 @@ def with_pending(
 def pending_json(
     messages: Sequence[NewMessage], taken_at: int | None = None
 ) -> dict[str, Any] | None:
-    """The `pending` member of a conversation's body; None where there is none."""
+    """Return the `pending` member of a conversation's body, or None without messages."""
     if not messages:
         return None
     written = [{"role": each.role, **each.private()} for each in messages]
@@ -266,7 +269,7 @@ def pending_json(
 
 
 def _private(conn: Connection, number: int) -> tuple[int, dict[str, Any]]:
-    """The body's row, and its JSON."""
+    """Return the body's row number and its JSON."""
     row = conn.execute(
         "SELECT c.body, b.crc, b.private, b.tokens FROM conversations c"
         " LEFT JOIN bodies b ON b.body = c.body WHERE c.conversation = ?",
@@ -277,7 +280,7 @@ def _private(conn: Connection, number: int) -> tuple[int, dict[str, Any]]:
 
 
 def _change_private(conn: Connection, number: int, tenant: str, changes: Mapping[str, Any]) -> None:
-    """Members of its JSON."""
+    """Replace members of the body's JSON."""
     old, private = _private(conn, number)
     _put_private(conn, number, tenant, old, {**private, **changes})
 
@@ -285,7 +288,7 @@ def _change_private(conn: Connection, number: int, tenant: str, changes: Mapping
 def _put_private(
     conn: Connection, number: int, tenant: str, old: int, private: Mapping[str, Any]
 ) -> None:
-    """In the place of the old body; a member that is None goes."""
+    """Write a new body and wipe the old one. Members that are None are left out."""
     body = insert_body(
         conn, tenant, {name: each for name, each in private.items() if each is not None}
     )

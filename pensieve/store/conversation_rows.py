@@ -1,7 +1,7 @@
-"""SQL of conversations, as functions on a connection; each runs inside its caller's transaction.
+"""SQL of conversations, as functions on a connection. Each runs inside its caller's transaction.
 
-`ConversationStore` decides; this module, message_rows.py and turn_rows.py read and write rows.  Every
-lookup uses a primary key or an index, so only counting conversations takes longer the more there are.
+`ConversationStore` decides; this module, message_rows.py and turn_rows.py read and write rows. Every lookup
+uses a primary key or an index. Only counting conversations takes longer the more there are.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ KEY_BYTES = 16
 
 
 def digest(*words: str) -> bytes:
-    """A fixed-size key for names that clients choose, which are private and may be long."""
+    """Return a fixed-size key for client-chosen names, which are private and may be long."""
     whole = "\0".join(words).encode(errors="surrogatepass")
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
 def tenant_key(tenant: str, digest: bytes) -> bytes:
-    """A key of what is found in any conversation of its tenant: tenants never meet."""
+    """Return a key for lookups across all conversations of a tenant. Tenants never share keys."""
     whole = tenant.encode(errors="surrogatepass") + b"\0" + digest
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
+LOOKED_AT = 4096  # rows of one look for idle conversations
+IDLE_AT_ONCE = 32
 COLUMNS = (
     "key",
     "tenant",
@@ -55,7 +57,7 @@ CONVERSATION = """
         b.crc, b.private, b.tokens
     FROM conversations c LEFT JOIN bodies b USING (body)
 """
-WITH_REQUEST = CONVERSATION.replace(  # and the turn that a request began, and the owner's session
+WITH_REQUEST = CONVERSATION.replace(  # plus the turn that a request began, and the owner's session
     "SELECT c.conversation,",
     "SELECT (SELECT turn_id FROM turns t WHERE t.conversation = c.conversation"
     " AND t.request_key = ?),"
@@ -92,14 +94,14 @@ def _conversation(row: Any) -> tuple[int, StoredConversation]:
 
 
 def conversation_key(conversation_id: str, tenant: str) -> bytes:
-    """The `key` column of a conversation."""
+    """Return the `key` column of a conversation."""
     return digest(tenant, conversation_id)
 
 
 def find_conversation(
     conn: Connection, conversation_id: str, tenant: str
 ) -> tuple[int, StoredConversation] | None:
-    """A conversation with its row number."""
+    """Return a conversation with its row number; None if there is none."""
     row = conn.execute(
         CONVERSATION + "WHERE c.key = ?", (conversation_key(conversation_id, tenant),)
     ).fetchone()
@@ -109,7 +111,7 @@ def find_conversation(
 def require_conversation(
     conn: Connection, conversation_id: str, tenant: str
 ) -> tuple[int, StoredConversation]:
-    """A conversation with its row number; raises NotFound."""
+    """Return a conversation with its row number. Raises NotFound."""
     found = find_conversation(conn, conversation_id, tenant)
     if found is None:
         raise _no_conversation(conversation_id)
@@ -119,7 +121,7 @@ def require_conversation(
 def require_with_request(
     conn: Connection, conversation_id: str, tenant: str, request_id: str
 ) -> tuple[int, StoredConversation, int | None, int | None]:
-    """The same, and the turn that this request began and the owner's session, if there are any."""
+    """Like `require_conversation`, plus the turn that this request began and the owner's session, or None."""
     row = conn.execute(
         WITH_REQUEST + "WHERE c.key = ?",
         (digest(request_id), conversation_key(conversation_id, tenant)),
@@ -134,7 +136,7 @@ def _no_conversation(conversation_id: str) -> NotFound:
 
 
 def refuse_running(conversation: StoredConversation) -> None:
-    """Raises TurnRunning if a turn of it runs."""
+    """Raise TurnRunning if a turn of the conversation is running."""
     if conversation.running_turn_id is not None:
         raise TurnRunning(conversation.conversation_id, str(conversation.running_turn_id))
 
@@ -142,7 +144,10 @@ def refuse_running(conversation: StoredConversation) -> None:
 def refuse_stale(
     conversation: StoredConversation, expected: int | None, created_at: float | None = None
 ) -> None:
-    """Raises StaleRevision if another revision was expected, or another conversation of the same id."""
+    """Raise StaleRevision unless the conversation has this revision and this time of creation.
+
+    A different time of creation means that it is another conversation with the same id.
+    """
     if expected is not None and (
         expected != conversation.revision or created_at not in (None, conversation.created_at)
     ):
@@ -150,20 +155,20 @@ def refuse_stale(
 
 
 def refuse_taken(conn: Connection, conversation_id: str, tenant: str) -> None:
-    """Raises AlreadyExists if there is a conversation with this id."""
+    """Raise AlreadyExists if there is a conversation with this id."""
     if find_conversation(conn, conversation_id, tenant) is not None:
-        raise AlreadyExists(f"there is a conversation {conversation_id!r} already")
+        raise AlreadyExists(f"conversation {conversation_id!r} already exists")
 
 
 def tenants_of(conn: Connection, conversation_id: str, tenants: Iterable[str]) -> list[str]:
-    """Those of these tenants that have a conversation with this id."""
+    """Return those of these tenants that have a conversation with this id."""
     found = "SELECT 1 FROM conversations WHERE key = ?"
     keys = ((tenant, conversation_key(conversation_id, tenant)) for tenant in tenants)
     return [tenant for tenant, key in keys if conn.execute(found, (key,)).fetchone()]
 
 
 def conversation_numbered(conn: Connection, number: int) -> StoredConversation:
-    """The conversation of a row number; raises NotFound."""
+    """Return the conversation with this row number. Raises NotFound."""
     row = conn.execute(CONVERSATION + "WHERE c.conversation = ?", (number,)).fetchone()
     if row is None:
         raise NotFound(f"there is no conversation number {number}")
@@ -173,7 +178,7 @@ def conversation_numbered(conn: Connection, number: int) -> StoredConversation:
 def first_with_prefix(
     conn: Connection, tenant: str, prefix_id: str
 ) -> tuple[int, StoredConversation] | None:
-    """The oldest conversation with this prefix_id, and its row number."""
+    """Return the oldest conversation with this prefix_id, and its row number."""
     row = conn.execute(
         CONVERSATION + "WHERE c.prefix_key = ? ORDER BY c.conversation LIMIT 1",
         (digest(tenant, prefix_id),),
@@ -182,7 +187,7 @@ def first_with_prefix(
 
 
 def num_conversations(conn: Connection) -> int:
-    """Those of all tenants, without declared prefixes."""
+    """Return the number of conversations of all tenants, without declared prefixes."""
     count: int = conn.execute(
         "SELECT (SELECT count(*) FROM conversations) - (SELECT count(*) FROM prefixes)"
     ).fetchone()[0]
@@ -192,10 +197,9 @@ def num_conversations(conn: Connection) -> int:
 def conversations_before(
     conn: Connection, tenant: str, before: int, limit: int
 ) -> tuple[list[tuple[int, StoredConversation]], bool]:
-    """Conversations with row numbers below `before`, the newest first, and whether there are more.
+    """Return conversations with row numbers below `before`, newest first, and whether there are more.
 
-    A declared prefix is none.
-    At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
+    Without declared prefixes. At most `limit`, and fewer if the page would exceed PAGE_BYTES_MAX.
     """
     lengths = conn.execute(
         "SELECT c.conversation, coalesce(length(b.private), 0) FROM conversations c"
@@ -212,10 +216,38 @@ def conversations_before(
     return [_conversation(row) for row in rows], last != lengths[-1][0]
 
 
+def idle_conversations(
+    conn: Connection, before: float, after: int
+) -> tuple[list[StoredConversation], int | None]:
+    """Return some conversations of all tenants that last changed before that time, without declared prefixes.
+
+    Looks at LOOKED_AT rows with numbers above `after`, and returns the number to look after next; None at the
+    end.
+    """
+    rows = conn.execute(
+        "SELECT conversation, updated_at FROM conversations WHERE conversation > ?"
+        " ORDER BY conversation LIMIT ?",
+        (after, LOOKED_AT),
+    ).fetchall()
+    old = [number for number, updated_at in rows if updated_at < before]
+    found = []
+    for number in old[:IDLE_AT_ONCE]:
+        row = conn.execute(
+            CONVERSATION + "WHERE c.conversation = ? AND NOT EXISTS (SELECT 1 FROM prefixes p"
+            " WHERE p.tenant = c.tenant AND p.conversation = c.conversation)",
+            (number,),
+        ).fetchone()
+        if row is not None:
+            found.append(_conversation(row)[1])
+    if len(old) > IDLE_AT_ONCE:
+        return found, old[IDLE_AT_ONCE - 1]
+    return found, rows[-1][0] if len(rows) == LOOKED_AT else None
+
+
 def insert_conversation(
     conn: Connection, conversation: StoredConversation, pending: Mapping[str, Any] | None = None
 ) -> int:
-    """Insert a row for a conversation without history; returns its number.
+    """Insert a row for a conversation without history, and return its number.
 
     `pending` is the JSON of messages that wait for its first turn.
     """
@@ -232,7 +264,7 @@ def insert_conversation(
     if pending is not None:
         private["pending"] = dict(pending)
     body = insert_body(conn, conversation.tenant, private)
-    # Whose prefix is declared does not say what others under the same name begin with.
+    # A conversation of a declared prefix does not define the beginning of others with the same name.
     prefix_id = "" if is_declared else conversation.prefix_id
     return insert_numbered(
         conn,
@@ -266,7 +298,7 @@ def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> No
 
 
 def delete_conversation(conn: Connection, conversation: int, tenant: str) -> None:
-    """Delete a conversation with its turns, responses and messages; those that a fork holds stay."""
+    """Delete a conversation with its turns, responses and messages, except messages that a fork holds."""
     made_here = "(SELECT turn_id FROM turns WHERE conversation = :conversation)"
     held_here = (
         "(SELECT message FROM history WHERE conversation = :conversation UNION"

@@ -1,31 +1,31 @@
-"""The history of all conversations, token for token, and which turns may change it.
+"""The history of all conversations, token for token, and the turns that change it.
 
     begin_turn ──> running ──finish_turn──> completed | cancelled     user and reply join the log
                       │ ^
                       │ └─begin_turn, same request_id──┐
-                      ├──interrupt_turn──> interrupted ┤              the log is as before
+                      ├──interrupt_turn──> interrupted ┤              the log is unchanged
                       └──fail_turn──────-> failed ─────┘
 
 Invariants, whatever happens to the process or the disk:
 
-* Every public method is one transaction: its effect is all there or not at all.  What `finish_turn`
-  returned is on the disk.
-* A turn's messages are not part of the history until `finish_turn` links them into it, so a turn that
-  did not finish changes nothing in the log.  At most one turn of a conversation is `running`.
-* A turn is `running` as long as the daemon that has its conversation computes it (owners.py).  What others
-  have left becomes `interrupted` when this store is opened or claims the conversation; so does, before the
-  next write, a turn whose end could not be written (a full disk).  Whether that end was committed is then
+* Every public method is one transaction: it takes effect completely or not at all. When `finish_turn` has
+  returned, its result is on the disk.
+* A turn's messages join the history only in `finish_turn`, so an unfinished turn changes nothing in the
+  log. At most one turn of a conversation is `running`.
+* A turn is `running` while the daemon that owns the conversation computes it (owners.py). Turns of dead
+  daemons become `interrupted` when this store is opened or claims the conversation. So does, before the
+  next write, a turn whose end could not be written (a full disk). Whether that end was committed is then
   read from the disk (transactions.py).
-* Revisions only grow.  A rewind takes the next one, and the messages it cuts stay readable through the
-  turn that made them until the conversation is deleted or the request is forgotten (forgetting.py).
-* Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
-  after `delete_conversation` no byte of them is left in SQLite's files (PostgreSQL: postgres/backend.py).
-  Until `erasure` has done what is `due`, the owner calls its `step` from time to time.
+* Revisions only grow. A rewind takes the next one. The messages that it cuts stay readable through their
+  turn until the conversation is deleted or the request is forgotten (forgetting.py).
+* Messages are shared by reference and never changed. They are wiped when nothing holds them any more. After
+  `delete_conversation`, no byte of them is left in SQLite's files (PostgreSQL: postgres/backend.py). While
+  `erasure` is `due`, the caller must call its `step` from time to time.
 
-The caller uses the store from `num_lanes` threads at a time.  PostgreSQL has a connection for each; with
-SQLite they take turns at one, and share its commits (shared_commits.py).  Calls about one conversation come
-from one thread at a time.  `verify`, `integrity_check` and what `reader` returns
-open their own read-only connection and may run in another thread.
+Up to `num_lanes` threads may use the store at a time. PostgreSQL has a connection for each; with SQLite
+they take turns at one connection and share its commits (shared_commits.py). Calls about one conversation
+come from one thread at a time. `verify`, `integrity_check` and the result of `reader` open their own
+read-only connections and may run in other threads.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ LANES = 16  # threads that may use the store at the same time
 
 
 class ConversationStore:
-    """Open it with `ConversationStore.open`; it owns the data folder until `close`."""
+    """The store. `ConversationStore.open` creates one, which owns the data folder until `close`."""
 
     def __init__(
         self,
@@ -108,12 +108,11 @@ class ConversationStore:
         lease_seconds: float = LEASE_SECONDS,
         num_lanes: int = LANES,
     ) -> None:
-        """`url` is that of a PostgreSQL database or a file of SQLite, which several daemons may open.
+        """Open the history in `folder`, or the one at `url`, which several daemons may share.
 
-        Without it the history is in the folder, and nobody else has it.
-
-        `replica` is the name of this daemon among those that share the history.  `num_lanes` is how many
-        threads may use the store at a time.
+        `url` is the address of a PostgreSQL database or a SQLite file. Without it, the history is in the
+        folder, for this process only. `replica` is this daemon's name among the sharing daemons.
+        `num_lanes` is how many threads may use the store at a time.
         """
         self.folder = folder
         self.now = now
@@ -154,7 +153,7 @@ class ConversationStore:
             raise
 
     def _share(self) -> None:
-        """Let other daemons open the history, if they may, and renew the lease from now on."""
+        """Let other daemons open a shared history, and start to renew the lease."""
         self._backend.share()
         if self.is_shared:
             self._leases = Leases(
@@ -166,16 +165,16 @@ class ConversationStore:
     def open(cls, path: Path, holder: str, **options: Any) -> ConversationStore:
         """Lock the folder `path` in the name of `holder` ("pensieve chat") and open its history.
 
-        This empties the write-ahead log and reads the `running` rows, nothing that grows with the history.
-        After an unclean stop `integrity_check_due` is true until an `integrity_check` has passed, also
-        after later starts.
+        This empties the write-ahead log and reads the `running` rows; its time does not grow with the
+        history. After an unclean stop, `integrity_check_due` is true until an `integrity_check` has passed,
+        also after later starts.
         """
         url = options.get("url", "")
         is_file = url.startswith(SQLITE_SCHEME)
         if is_file and path_of(url) == path.resolve() / DATABASE_NAME:
             raise StoreError(
-                f"--data {path} is the folder of the history that is shared: give each daemon a --data folder"
-                " of its own"
+                f"--data {path} is the folder of the shared history: give each daemon its own --data"
+                " folder"
             )
         folder = DataFolder.open(path, holder, has_database=not url)
         try:
@@ -185,16 +184,16 @@ class ConversationStore:
             raise
 
     def close(self) -> None:
-        """Checkpoint, close and release the folder; a second call does nothing.
+        """Checkpoint, close and release the folder. A second call does nothing.
 
-        Other daemons that have the history open may have our conversations at once.
+        Other daemons that share the history may take our conversations at once.
         """
         clean = False
         leases, self._leases = self._leases, None
         try:
             if leases is not None:
                 leases.close()
-                with contextlib.suppress(PensieveError):  # else the lease expires
+                with contextlib.suppress(PensieveError):  # if this fails, the lease expires
                     self.owners.end()
             self._backend.close()
             clean = not self.integrity_check_due
@@ -212,11 +211,11 @@ class ConversationStore:
 
     @repeated
     def create_conversation(self, new: NewConversation) -> StoredConversation:
-        """Create a conversation at revision 0, whose log is its head: most often a system prompt.
+        """Create a conversation at revision 0, whose log is its head, usually a system prompt.
 
         Its pending messages wait for the first turn.
 
-        Raises PrefixTaken if its head differs from that of its prefix_id.
+        Raises PrefixTaken if its head differs from that of earlier conversations with its prefix_id.
         """
         check_id("conversation_id", new.conversation_id)
         if new.prefix_id:
@@ -236,7 +235,7 @@ class ConversationStore:
             return created
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
-        """One conversation, without its messages."""
+        """Return a conversation without its messages."""
         with self._transactions.reading() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             if conversation_id.startswith(PREFIX_MARK):
@@ -244,19 +243,19 @@ class ConversationStore:
             return self._transactions.as_read(conn, found)
 
     def num_conversations(self) -> int:
-        """Those of all tenants, without declared prefixes."""
+        """Return the number of conversations of all tenants, without declared prefixes."""
         with self._transactions.reading() as conn:
             return conversation_rows.num_conversations(conn)
 
     def stored_bytes(self, tenant: str = "") -> int:
-        """That the tenant's conversations take."""
+        """Return the size of the tenant's conversations."""
         with self._transactions.reading() as conn:
             return bytes_of_tenant(conn, tenant)
 
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:
-        """A page of conversations, the newest first; new ones do not move the later pages."""
+        """Return a page of conversations, newest first. New conversations do not shift later pages."""
         with self._transactions.reading(is_snapshot=True) as conn:
             return page_of_conversations(conn, self._transactions, page_size, page_token, tenant)
 
@@ -272,7 +271,7 @@ class ConversationStore:
     ) -> StoredConversation:
         """Create a conversation that shares the source's messages up to `at_revision`.
 
-        A turn of the source may be running: only what is committed is shared.
+        A turn of the source may be running: only committed messages are shared.
         """
         check_id("conversation_id", new_id)
         now = self.now()
@@ -306,7 +305,7 @@ class ConversationStore:
         *,
         tenant: str = "",
     ) -> Rewound:
-        """Cut the messages of later revisions; returns the new revision and the length of the log.
+        """Cut the messages of later revisions. Return the new revision and the length of the log.
 
         StaleRevision if the conversation is not at the expected revision; None accepts any.
         """
@@ -331,7 +330,7 @@ class ConversationStore:
         *,
         tenant: str = "",
     ) -> StoredConversation:
-        """Replace the tokens of the same messages, for another model, tokenizer or template.
+        """Replace the tokens of all messages, for another model, tokenizer or template.
 
         `token_ids` has one sequence per message of the history, in order.
         """
@@ -350,10 +349,10 @@ class ConversationStore:
 
     @repeated
     def delete_conversation(self, conversation_id: str, *, tenant: str = "") -> None:
-        """Leave nothing of the conversation on the disk; messages that a fork holds stay the fork's.
+        """Delete the conversation and erase it from the disk. Messages that a fork holds stay with the fork.
 
-        No turn of it may be running.  ErasurePending means that it is deleted, but not yet erased from the
-        files; this one again then tries that, and raises NotFound once it is done.
+        No turn of it may be running. ErasurePending means that it is deleted but not yet erased from the
+        files. Calling again then retries the erasure, and raises NotFound once it is done.
         """
 
         def delete() -> None:
@@ -377,10 +376,10 @@ class ConversationStore:
     def begin_turn(
         self, conversation_id: str, request: NewTurn, *, tenant: str = ""
     ) -> BeginResult:
-        """Commit a turn as `running`, or find the one that this request_id began before.
+        """Commit a turn as `running`, or find the turn that this request_id began before.
 
-        A turn that is running or has finished is returned as it is.  One that was interrupted or failed
-        begins again, with the messages of this request and its old seed.
+        A running or finished turn is returned unchanged. An interrupted or failed turn begins again, with
+        the messages of this request and its old seed.
         """
         check_id("request_id", request.request_id)
         check_text(request.messages)
@@ -392,7 +391,7 @@ class ConversationStore:
             conversation = self.owners.hold(conn, number, conversation, owner)
             stored = None if known is None else turn_rows.require_turn(conn, known)
             if stored is not None and stored.content_hash != content_hash:
-                raise InvalidArgument("request_id", "was used before with other content")
+                raise InvalidArgument("request_id", "was already used with different content")
             if stored and StoredTurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
                 return BeginResult(stored.turn, must_run=False)
             refuse_running(conversation)
@@ -421,11 +420,11 @@ class ConversationStore:
         response: StoredResponse | None = None,
         attempt: int = 0,
     ) -> int:
-        """Append the turn's messages and its reply to the log; returns the revision it made.
+        """Append the turn's messages and its reply to the log. Return the new revision.
 
-        A `response` is stored with that revision.  The call may be repeated after an error: a turn is not
-        committed twice.  With an `attempt`, NotFound if the turn was begun again since: the late end of one
-        attempt must not end the next.  Unavailable if another daemon has claimed the conversation.
+        A `response` is stored with that revision. The call may be repeated after an error: a turn is not
+        committed twice. With an `attempt`, NotFound if the turn was begun again since: the late end of one
+        attempt must not end the next one. Unavailable if another daemon has claimed the conversation.
         """
         is_cancelled = finish_reason == StoredTurnState.CANCELLED.value
         state = StoredTurnState.CANCELLED if is_cancelled else StoredTurnState.COMPLETED
@@ -440,7 +439,7 @@ class ConversationStore:
             if not is_ours:
                 raise Unavailable(TAKEN)
             if found is not StoredTurnState.RUNNING:
-                raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
+                raise NotFound(f"turn {turn_id} is not running any more, it is {found}")
             revision += 1
             links = [message_rows.HistoryRow(each, revision, length) for each, length in messages]
             message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
@@ -457,7 +456,7 @@ class ConversationStore:
 
     @repeated
     def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
-        """End a turn that the engine could not finish; its messages stay out of the history."""
+        """End a turn that the engine could not finish. Its messages stay out of the history."""
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, fence)
@@ -470,9 +469,9 @@ class ConversationStore:
 
     @repeated
     def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
-        """End a turn that no client waits for any more; its messages stay out of the history.
+        """End a turn that no client waits for any more. Its messages stay out of the history.
 
-        One that another daemon computes by now goes on.
+        A turn that another daemon computes by now continues.
         """
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
@@ -482,28 +481,28 @@ class ConversationStore:
             return turn_rows.require_turn(conn, turn_id).turn
 
     def get_turn(self, turn_id: int) -> StoredTurn:
-        """One turn by its id."""
+        """Return a turn by its id."""
         with self._transactions.reading() as conn:
             return self._transactions.turn_as_read(conn, turn_rows.require_turn(conn, turn_id).turn)
 
     def find_turn(
         self, conversation_id: str, request_id: str, *, tenant: str = ""
     ) -> StoredTurn | None:
-        """The turn that a request_id began; None also if there is no such conversation."""
+        """Return the turn that a request_id began; None also if there is no such conversation."""
         with self._transactions.reading() as conn:
             key = conversation_rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
             return None if found is None else self._transactions.turn_as_read(conn, found.turn)
 
     def find_by_idempotency_key(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
-        """The turn that a keyed request began, in whichever conversation, if it runs or has its reply."""
+        """Return the turn of a keyed request, in any conversation, if it is running or has its reply."""
         with self._transactions.reading() as conn:
             return turn_rows.find_by_idempotency_key(conn, tenant, request_id)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""
     ) -> LookedUp:
-        """`get_conversation`, `find_turn` and `log_end`, where there may be something to find."""
+        """Combine `get_conversation`, `find_turn` and `log_end`, without lookups that find nothing."""
         found, known, log_end = (
             self.get_conversation(conversation_id, tenant=tenant),
             None,
@@ -516,7 +515,7 @@ class ConversationStore:
         return LookedUp(found, known, log_end)
 
     def turn_messages(self, turn_id: int) -> TurnMessages:
-        """The messages and the reply of a turn, even if a rewind has cut them."""
+        """Return the messages and the reply of a turn, even if a rewind has cut them."""
         with self._transactions.reading(is_snapshot=True) as conn:
             turn_rows.require_turn(conn, turn_id)
             return turn_rows.read_turn_messages(conn, turn_id)
@@ -535,38 +534,38 @@ class ConversationStore:
 
     @property
     def keeps_house(self) -> bool:
-        """Whether this daemon cleans up the history (housekeeper.py); any thread may ask."""
+        """Whether this daemon is the housekeeper (housekeeper.py). Any thread may ask."""
         return self.housekeeper.is_ours
 
     @property
     def came_from(self) -> MutableMapping[tuple[str, str], str]:
-        """The addresses of daemons that may still have KV of a conversation, by tenant and its id."""
+        """Addresses of daemons that may still have KV of a conversation, by tenant and conversation id."""
         return self.owners.came_from
 
     def watch(self, on_stale: Callable[[str, str], None]) -> None:
-        """`on_stale` gets the tenant and the id of each conversation whose KV may be outdated.
+        """Set `on_stale`, which gets tenant and id of each conversation whose KV may be outdated.
 
-        It is called in the store's thread, before the call that finds it returns.
+        It is called in the store's thread, before the call that notices this returns.
         """
         self.owners.on_stale = on_stale
 
     def claim(self, conversation_id: str, *, tenant: str = "") -> None:
-        """Make a conversation ours, for what the history does not see; OwnedElsewhere if it is not to be had.
+        """Make a conversation ours, for work outside of the history. OwnedElsewhere if another daemon has it.
 
-        Without such a conversation this does nothing.
+        Does nothing if the conversation does not exist.
         """
         self.owners.claim(conversation_id, tenant=tenant)
 
     def take(self, conversation_id: str, *, tenant: str = "") -> None:
-        """The same, also from a daemon that goes on, unless a turn of the conversation runs there."""
+        """Like `claim`, but also from a live daemon, unless a turn of the conversation is running there."""
         self.owners.claim(conversation_id, tenant=tenant, takes=True)
 
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
-        """Where this daemon is reached, by other daemons too."""
+        """Publish where this daemon can be reached."""
         self.owners.announce(address, http_address, metrics_address)
 
     def drain(self) -> None:
-        """This daemon takes no more turns: others may have each conversation whose turn has ended."""
+        """Accept no more turns: other daemons may take each conversation whose turn has ended."""
         self.owners.drain()
 
     # -- reading --
@@ -574,13 +573,13 @@ class ConversationStore:
     def log(
         self, conversation_id: str, num_tokens: int | None = None, *, tenant: str = ""
     ) -> array[int]:
-        """The exact token ids of the conversation, or the first so many of them, checked ('I')."""
+        """Return the exact token ids of the conversation, or the first `num_tokens`, checked ('I')."""
         with self._transactions.reading(is_snapshot=True) as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log(conn, number, conversation, num_tokens)
 
     def log_end(self, conversation_id: str, num_tokens: int, *, tenant: str = "") -> array[int]:
-        """The last token ids of the conversation; the time it takes does not grow with the conversation."""
+        """Return the last token ids. The time does not depend on the length of the conversation."""
         with self._transactions.reading() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log_end(conn, number, conversation, num_tokens)
@@ -594,28 +593,28 @@ class ConversationStore:
         include_token_ids: bool = False,
         tenant: str = "",
     ) -> list[StoredMessage]:
-        """The messages at positions [start, start + limit), or all from start on."""
+        """Return the messages at positions [start, start + limit), or all from `start` on."""
         with self._transactions.reading(is_snapshot=True) as conn:
             return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
 
     def reader(self) -> HistoryReader:
-        """For reading in another thread."""
+        """Return a reader for another thread."""
         return HistoryReader(
             self._backend.snapshots(), self._transactions, lambda: self.erasure.pending
         )
 
     def scrub(self) -> ScrubSteps:
-        """For reading all of it, in the thread of reads."""
+        """Return a scrub of the whole history, for the thread of reads."""
         return self._backend.scrub()
 
     # -- checking --
 
     def verify(self, conversation_id: str | None = None, *, tenant: str = "") -> list[str]:
-        """Check that the records agree with each other; returns the problems found."""
+        """Check that the records agree with each other. Return the problems found."""
         return self._backend.verify(conversation_id, tenant)
 
     def integrity_check(self) -> list[str]:
-        """The database's own check of what it holds, and `verify` where damage was found before."""
+        """Run the database's own check, and `verify` if damage was found before. Return the problems."""
         problems = self._backend.integrity_check()
         if not problems and self.marks.is_damaged:
             problems = self.verify()
@@ -626,11 +625,11 @@ class ConversationStore:
 
 
 def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.HistoryRow]:
-    """The messages that a new conversation shares with others of its prefix_id; empty if it needs its own.
+    """Return the head messages that a new conversation shares through its prefix_id, or an empty list.
 
-    The first conversation with a prefix_id fixes system prompt and tools: PrefixTaken if these are others.
-    Later ones hold the messages of the first, so that their KV can be shared too, unless their tokens differ
-    because the model or tokenizer has changed since.
+    The first conversation with a prefix_id fixes system prompt and tools; PrefixTaken if these differ.
+    Later ones hold the messages of the first, so that their KV can be shared, too, unless their tokens
+    differ because the model or tokenizer has changed since.
     """
     if not new.prefix_id:
         return []
@@ -641,7 +640,9 @@ def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.Hi
     head = message_rows.links(conn, number, until_revision=0)
     messages = message_rows.read_messages(conn, number, holder, 0, len(head), True)
     if _texts(messages) != _texts(new.messages) or list(holder.tools) != list(new.tools):
-        raise PrefixTaken(f"prefix {new.prefix_id!r} has another system prompt or other tools")
+        raise PrefixTaken(
+            f"prefix {new.prefix_id!r} was already used with a different system prompt or tools"
+        )
     same_tokens = all(
         list(each.token_ids or ()) == list(other.token_ids)
         for each, other in zip(messages, new.messages, strict=True)
@@ -665,9 +666,9 @@ def open_backend(
     num_lanes: int = 1,
     is_exclusive: bool = True,
 ) -> Backend:
-    """Of the address of a PostgreSQL database, of a shared file of SQLite, or of the data folder without one.
+    """Create the backend for `url` (PostgreSQL or a shared SQLite file) or for the data folder.
 
-    The first use opens it.
+    The first use opens the database.
     """
     if url and not url.startswith(SQLITE_SCHEME):
         from pensieve.store.postgres.backend import PostgresBackend

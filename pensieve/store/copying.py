@@ -1,12 +1,12 @@
-"""Copy a whole history from one database to another, row for row.
+"""Copy a whole history from one database to another, row by row.
 
-All tables with all numbers, in one transaction of the target, which has to be empty: an interruption leaves
-it so.  Each body is checked against its checksum on its way.  Wiped rows stay behind, as nothing is in them.
-A turn that was running is interrupted where the copy is opened, as after a crash.  The number of a turn that
-is gone is given to no other one there either.
+One transaction of the target copies all tables with all row numbers. The target must be empty; an
+interruption leaves it empty. Each body's checksum is checked on the way. Wiped rows are not copied, because
+they are empty. Turns that were running are interrupted when the copy is opened, as after a crash. The
+target never reuses the number of a deleted turn either.
 
-Both ends are locked while it runs, like by a daemon, so none can serve either of them.  What is known of a
-history beside its rows (that it is damaged, who has it) is not copied: the copy is checked instead.
+Both ends are locked during the copy, so no daemon can serve them. Facts outside of the rows (damage marks,
+holder) are not copied: the copy is checked instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE = 512
 BYTES_AT_ONCE = 4 * 2**20
 STATEMENT_SECONDS = 24 * 3600.0
-COLUMNS = {  # by table, in an order in which what a row refers to comes before it
+COLUMNS = {  # by table; a table comes after the tables that it refers to
     "bodies": "body crc private tokens",
     "conversations": "conversation key tenant prefix_key revision fingerprint created_at updated_at body",
     "turns": "turn_id conversation request_key state attempts seed finish_reason failure usage revision"
@@ -47,7 +47,7 @@ COLUMNS = {  # by table, in an order in which what a row refers to comes before 
     "chains": "chain key message session at",
     "responses": "response key conversation revision last_revision is_ours body",
 }
-GIVEN_OUT = (  # the highest number of a turn: of SQLite, of PostgreSQL
+GIVEN_OUT = (  # highest turn number: in SQLite, in PostgreSQL
     "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'turns'",
     "SELECT last_value FROM turns_turn_id_seq",
 )
@@ -60,7 +60,7 @@ class Copied(NamedTuple):
 
 @contextlib.contextmanager
 def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
-    """A history for copying, held alone until the end of the block: that of `data`, or of `url`."""
+    """Open the history of `data`, or of `url`, for copying. It is held exclusively until the block ends."""
     with contextlib.ExitStack() as stack:
         if url:
             data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -85,14 +85,14 @@ def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
 
 
 def copy_history(source: Backend, target: Backend) -> Copied:
-    """StoreError if the target has something already; StoreCorrupt if the source is damaged."""
+    """Copy the history. StoreError if the target is not empty; StoreCorrupt if the source is damaged."""
     with source.writer.reading():
-        pass  # it is locked, and has the newest schema
+        pass  # locks it and migrates it to the newest schema
     reads = source.snapshots()
     try:
         with reads.snapshot() as old, target.writer.writing() as new:
             if any(_count(new, table) for table in ("bodies", "conversations")):
-                raise StoreError("there is a history already; a copy needs an empty place")
+                raise StoreError("the target already has a history; a copy needs an empty target")
             for table in COLUMNS:
                 _copy_table(old, new, table)
             _go_on_from(new, _highest(old))
@@ -118,7 +118,7 @@ def _copy_table(old: Connection, new: Connection, table: str) -> None:
                 new.count_bytes(*row)
             else:
                 new.execute(insert, tuple(row))
-        new.execute("SELECT 1").fetchall()  # no more than this is under way
+        new.execute("SELECT 1").fetchall()  # limits the statements in flight
 
 
 def _batches(old: Connection, table: str, columns: list[str]) -> Iterator[list[Any]]:
@@ -154,7 +154,7 @@ def _highest(conn: Connection) -> int:
 
 
 def _go_on_from(conn: Connection, highest_turn: int) -> None:
-    """New rows get numbers above all that were given out."""
+    """Make sure that new rows get numbers above all that were ever used."""
     if isinstance(conn, ServerSession):
         for table, key in NUMBER_COLUMNS.items():
             found = conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()

@@ -1,17 +1,18 @@
-"""Prefixes that were declared: what conversations under them begin with, stored as a conversation.
+"""Declared prefixes: common beginnings of conversations, each stored as a conversation.
 
-A declared prefix is a row of `prefixes` and the conversation that it names, which no client can: its id has
-a mark that ids cannot have.  That conversation's messages are the system prompt and the few-shot turns, with
-the tokens that the template writes for them; no turn of it ever runs.  So a prefix is kept, verified,
-counted, backed up and erased like any conversation, and a conversation under it begins as its fork:
+A declared prefix is a row of `prefixes` and the conversation that the row names. Clients cannot name that
+conversation: its id contains a character that client ids cannot have. Its messages are the system prompt
+and the few-shot turns, with the tokens that the template writes for them. No turn of it ever runs. So a
+prefix is kept, verified, counted, backed up and erased like any conversation, and a conversation under it
+begins as its fork:
 
-* It holds the very messages of the prefix, at revision 0, so no rewind removes them, and they stay whole when
-  the prefix is deleted.
-* As long as both hold the same messages, their first tokens are the same, and so is the KV of these.  Under
-  another tokenizer each is tokenized again by itself (`replace_log`); then they share no more.
+* It holds the same messages as the prefix, at revision 0. No rewind removes them, and they survive the
+  deletion of the prefix.
+* While both hold the same messages, their first tokens and their KV are equal. With another tokenizer, each
+  is tokenized again on its own (`replace_log`), and they share nothing any more.
 
-Prefixes are not among the conversations that are listed and counted.  Those of a tenant are few, since the
-service limits them.
+Prefixes are not among the listed and counted conversations. A tenant has few, because the service limits
+them.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ log = logging.getLogger("pensieve")
 
 
 def stored_id(prefix_id: str) -> str:
-    """The id of the conversation that a prefix is stored as."""
+    """Return the id of the conversation that stores a prefix."""
     return PREFIX_MARK + prefix_id
 
 
 class PrefixStore:
-    """Used outside of transactions, in the thread of the store."""
+    """Used outside of transactions, in the store thread."""
 
     def __init__(
         self, transactions: StoreTransactions, owners: Owners, now: Callable[[], float]
@@ -60,12 +61,12 @@ class PrefixStore:
 
     @repeated
     def declare(self, new: NewPrefix) -> StoredPrefix:
-        """Raises AlreadyExists if the tenant has declared one with this id."""
+        """Store a prefix. AlreadyExists if the tenant has one with this id."""
         check_id("prefix_id", new.prefix_id)
         check_text(new.messages)
         with self._transactions.writing() as conn:
             if find(conn, new.prefix_id, new.tenant) is not None:
-                raise AlreadyExists(f"there is a prefix {new.prefix_id!r} already")
+                raise AlreadyExists(f"prefix {new.prefix_id!r} already exists")
             declared = NewConversation(
                 stored_id(new.prefix_id),
                 new.fingerprint,
@@ -87,7 +88,7 @@ class PrefixStore:
 
     @repeated
     def begin(self, new: NewConversation) -> StoredConversation:
-        """Create a conversation under its declared prefix, whose messages, tools and options it takes."""
+        """Create a conversation under its declared prefix, with the prefix's messages, tools and options."""
         check_id("conversation_id", new.conversation_id)
         check_text(new.pending)
         now = self._now()
@@ -113,7 +114,7 @@ class PrefixStore:
             return begun
 
     def find(self, prefix_id: str, *, tenant: str = "") -> StoredPrefix | None:
-        """None if the tenant has not declared it."""
+        """Return a prefix; None if the tenant has not declared it."""
         with self._transactions.reading() as conn:
             return find(conn, prefix_id, tenant)
 
@@ -123,7 +124,7 @@ class PrefixStore:
             return int(count.fetchone()[0])
 
     def to_keep_warm(self) -> list[tuple[str, str]]:
-        """(tenant, id) of the prefixes that are to be kept warm, in the order of their declaration."""
+        """Return (tenant, id) of the prefixes to keep warm, in the order of their declaration."""
         with self._transactions.reading() as conn:
             rows = conn.execute(
                 "SELECT conversation FROM prefixes WHERE keep_warm <> 0 ORDER BY conversation"
@@ -132,12 +133,12 @@ class PrefixStore:
             for (number,) in rows:
                 try:
                     found.append(conversation_rows.conversation_numbered(conn, number))
-                except StoreCorrupt as error:  # the others are as they were
+                except StoreCorrupt as error:  # one damaged prefix must not affect the others
                     log.error("a prefix cannot be kept warm: %s", error)
         return [(each.tenant, each.conversation_id.removeprefix(PREFIX_MARK)) for each in found]
 
     def num_shared_tokens(self, conversation: StoredConversation) -> int:
-        """How many first tokens of a conversation are those of its declared prefix, message by message."""
+        """Return how many first tokens a conversation shares with its declared prefix."""
         with self._transactions.reading(is_snapshot=True) as conn:
             found = conversation_rows.find_conversation(
                 conn, stored_id(conversation.prefix_id), conversation.tenant
@@ -159,7 +160,7 @@ class PrefixStore:
         return prefix.num_tokens if num_held == prefix.num_messages else 0
 
     def has_turns(self, conversation: StoredConversation) -> bool:
-        """Whether its history has more than what it began with."""
+        """Return whether the history is longer than its beginning."""
         with self._transactions.reading(is_snapshot=True) as conn:
             row = conn.execute(
                 "SELECT h.revision FROM history h JOIN conversations c USING (conversation)"
@@ -180,7 +181,7 @@ def find(conn: Connection, prefix_id: str, tenant: str) -> StoredPrefix | None:
 
 
 def require(conn: Connection, prefix_id: str, tenant: str) -> StoredPrefix:
-    """Raises NotFound."""
+    """Return a prefix. Raises NotFound."""
     if (found := find(conn, prefix_id, tenant)) is None:
         raise NotFound(f"there is no prefix {prefix_id!r}")
     return found
@@ -189,9 +190,9 @@ def require(conn: Connection, prefix_id: str, tenant: str) -> StoredPrefix:
 def page_of_tenant(
     conn: Connection, tenant: str, after: int, limit: int
 ) -> tuple[list[tuple[int, StoredPrefix]], bool]:
-    """Those with row numbers above `after`, in the order of their declaration, and whether there are more.
+    """Return prefixes with row numbers above `after`, oldest first, and whether there are more.
 
-    At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
+    At most `limit`, and fewer if the page would exceed PAGE_BYTES_MAX.
     """
     found = conn.execute(
         PREFIX + "WHERE p.tenant = ? AND p.conversation > ? ORDER BY p.conversation LIMIT ?",
@@ -208,17 +209,17 @@ def page_of_tenant(
 
 
 def num_by_tenant(conn: Connection) -> dict[str, int]:
-    """How many each tenant has declared that has any."""
+    """Return the number of prefixes of each tenant that has any."""
     return dict(conn.execute("SELECT tenant, count(*) FROM prefixes GROUP BY tenant"))
 
 
 def of_all(conn: Connection) -> list[StoredPrefix]:
-    """Those of all tenants, in the order of their declaration."""
+    """Return the prefixes of all tenants, oldest first."""
     rows = conn.execute(PREFIX + "ORDER BY p.conversation").fetchall()
     return [_prefix(conn, row) for row in rows]
 
 
-# Who holds its last message holds all of them.
+# A conversation that holds the prefix's last message holds all of them.
 PREFIX = """
     SELECT p.conversation, p.keep_warm,
         (SELECT count(*) - 1 FROM history held WHERE held.message =

@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, whatever happens to the process or the machine."""
+"""Write files that exist completely or not at all, whatever happens to the process or the machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 @contextmanager
 def new_file(path: Path, mode: int = 0o600, *, shared: bool = False) -> Iterator[BufferedRandom]:
-    """Written under another name, synced, and only then renamed; its name is durable as well."""
+    """Write a file under another name, sync it, and rename it durably when the block ends."""
     partial = path.with_name(f"{path.name}.partial")
-    if shared:  # with another process that writes the same at the same time
+    if shared:  # another process may write the same file at the same time
         partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.partial")
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -31,7 +31,7 @@ def new_file(path: Path, mode: int = 0o600, *, shared: bool = False) -> Iterator
 
 
 def sync(path: Path) -> None:
-    """So that a file's bytes, or the names in a folder, are on the disk."""
+    """Sync a file's content, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

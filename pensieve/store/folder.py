@@ -1,19 +1,19 @@
-"""Locks the data folder: one process holds it at a time, and it records whether it was closed cleanly.
+"""The lock of the data folder. One process holds it at a time, and it records a clean close.
 
-The file `lock` serves both.  It is locked with an advisory lock of the operating system, which ends with
-the process, however that dies.  Its text names the holder ("123 pensieve chat"); it is written when the
-folder is opened and emptied when it is closed cleanly.  A process that takes the lock and finds text knows
-that the last holder did not close.
+Both use the file `lock`. It has an advisory lock of the operating system, which ends with the process,
+however that dies. Its text names the holder ("123 pensieve chat"). It is written when the folder is opened
+and emptied on a clean close. So a process that takes the lock and finds text knows that the last holder did
+not close.
 
-What is known of the history here (`Marks` of backend.py) is nothing to a holder whose history is somewhere
-else, and such a holder changes nothing of it.  It writes a second line into the file, which says how the last
-one that had this history left it, and leaves the file as it found it; if it is killed, that line counts.
+If the holder's history is elsewhere (a shared one), it must not change what is known about the history in
+the folder (`Marks` of backend.py). It adds a second line to the file, which says how the last holder of
+this folder's history left it, and restores that state on close. If it is killed, the line counts.
 
-If the folder's `conversations.db` is a symbolic link, the lock beside the file itself is taken, too. So the
-history has one holder, by whatever name it is opened.
+If the folder's `conversations.db` is a symbolic link, the lock beside the linked file is taken, too. So a
+history has one holder under all its names.
 
-The folder is its owner's alone.  One that was there and open to others (systemd makes it so) is closed to
-them, unless it holds anything that is not ours: then it may be a folder that others need.
+The folder is private. An existing folder that others may read (systemd creates it so) is closed to them,
+unless it contains files that are not ours: then others may need it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ JOBS_NAME = "jobs"
 RESERVE_NAME = "reserve"
 HOLDER_BYTES_MAX = 256
 LOCK_BYTES_MAX = 512
-ELSEWHERE = {  # the second line of a holder whose history is somewhere else
+ELSEWHERE = {  # the second line, if the holder's history is elsewhere
     True: "the history of this folder was not closed\n",
     False: "the history of this folder was closed\n",
 }
@@ -55,7 +55,7 @@ OUR_NAMES = (
 
 
 class DataFolder:
-    """A folder that this process holds; `DataFolder.open` makes one, and `close` releases it."""
+    """A folder that this process holds. `DataFolder.open` takes it, and `close` releases it."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class DataFolder:
         holder: str,
         lock_beside: int | None = None,
     ) -> None:
-        """`before`: what the file `lock` has to say when we have left, if we change nothing of it.
+        """`before`: the text that the file `lock` gets on close, if the history in the folder was not used.
 
-        `lock_beside`: that of the database itself, if `conversations.db` is a link to it.
+        `lock_beside`: the lock of the database itself, if `conversations.db` is a link to it.
         """
         self.path = path
         self.holder = holder
-        self.stopped_unclean = bool(before)  # the last holder that had the history did not close it
+        self.stopped_unclean = bool(before)  # the last holder of the history did not close it
         self._before = before
         self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock
@@ -81,9 +81,9 @@ class DataFolder:
 
     @classmethod
     def open(cls, path: Path, holder: str, *, has_database: bool = True) -> DataFolder:
-        """Lock the folder, creating it if it is missing; another process that tries is shown `holder`.
+        """Lock the folder, creating it if it is missing. Other processes that try are told `holder`.
 
-        Without a database the history is somewhere else, and one that is in the folder is left alone.
+        With `has_database=False`, the history is elsewhere, and a history in the folder is left alone.
         """
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ class DataFolder:
             database = None
             if has_database:
                 with contextlib.suppress(FileNotFoundError):
-                    (path / RESTORING_NAME).unlink()  # of a restore that was killed
+                    (path / RESTORING_NAME).unlink()  # left by a restore that was killed
                 # Other users must not read conversations; SQLite gives its side files the same mode.
                 database = os.open(
                     path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -127,7 +127,7 @@ class DataFolder:
 
     @property
     def database_path(self) -> Path:
-        """Where the history is."""
+        """The path of the history."""
         return self.path / DATABASE_NAME
 
     @property
@@ -139,9 +139,9 @@ class DataFolder:
         return self.is_damaged or self.stopped_unclean
 
     def mark_damaged(self, is_damaged: bool) -> None:
-        """Remember it for the next start."""
+        """Remember for the next start whether the history is damaged."""
         path = self.path / DAMAGED_NAME
-        with contextlib.suppress(OSError):  # the log has said it
+        with contextlib.suppress(OSError):  # the damage was logged anyway
             if is_damaged:
                 path.touch(mode=0o600)
             else:
@@ -149,15 +149,15 @@ class DataFolder:
 
     @property
     def database_bytes(self) -> int:
-        """The length of the file of the database."""
+        """Size of the database file."""
         return 0 if self._database is None else os.fstat(self._database).st_size
 
     def close(self, clean: bool) -> None:
-        """Release the folder; pass `clean` only if the database was closed without an error."""
+        """Release the folder. Pass `clean` only if the database was closed without an error."""
         if self._lock is None:
             return
         if clean or self._database is None:
-            # If the disk refuses even this, the next start makes an integrity check.
+            # If this write fails, the next start runs an integrity check.
             with contextlib.suppress(OSError):
                 if self._lock_beside is not None:
                     _write(self._lock_beside, b"")
@@ -171,12 +171,12 @@ class DataFolder:
 
 
 def beside(database: Path, name: str) -> Path:
-    """A file that belongs to a database, which is that of a data folder or a shared one."""
+    """Return the path of a file that belongs to a database, of a data folder or a shared one."""
     return database.with_name(name if database.name == DATABASE_NAME else f"{database.name}.{name}")
 
 
 def history_identity(database: Path) -> str:
-    """The name of the history in this file, made now if it has none."""
+    """Return the identity of the history in this file, creating one if needed."""
     file = beside(database, IDENTITY_NAME)
     try:
         if not file.exists():
@@ -187,7 +187,7 @@ def history_identity(database: Path) -> str:
 
 
 def daemon_identity(path: Path) -> str:
-    """The name of the daemon whose data folder this is, among daemons that share a history."""
+    """Return the identity of the daemon with this data folder, among daemons that share a history."""
     file = path / DAEMON_NAME
     try:
         if not file.exists():
@@ -204,7 +204,7 @@ def set_history_identity(database: Path, identity: str) -> None:
 
 
 def holder_of(path: Path) -> str:
-    """Who holds the folder, or held it and did not close it; empty where nobody is named."""
+    """Return who holds the folder, or held it and did not close it; empty if nobody is named."""
     try:
         lock = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -216,7 +216,7 @@ def holder_of(path: Path) -> str:
 
 
 def _is_open_to_others(path: Path) -> bool:
-    """Whether others may look into the folder after we have closed it to them where we may."""
+    """Close the folder to other users if possible. Return whether they can still look into it."""
     try:
         if not path.stat().st_mode & 0o077:
             return False
@@ -224,7 +224,7 @@ def _is_open_to_others(path: Path) -> bool:
         if not names <= set(OUR_NAMES):
             return True
         path.chmod(0o700)
-    except OSError:  # somebody else's, whose permissions let us in
+    except OSError:  # the folder belongs to another user
         return True
     return False
 
@@ -237,13 +237,13 @@ def _take(lock: int, name: str) -> None:
 
 
 def _text_before(lock: int) -> bytes:
-    """What the last holder has left; empty if it has closed the history."""
+    """Return the text that the last holder left; empty if it closed the history."""
     text = os.pread(lock, LOCK_BYTES_MAX, 0)
     return b"" if text.endswith(ELSEWHERE[False].encode()) else text
 
 
 def holder_in(lock: int) -> str:
-    """Who the file `lock` names."""
+    """Return who the file `lock` names."""
     text = os.pread(lock, HOLDER_BYTES_MAX, 0).decode(errors="replace")
     pid, _, command = text.partition("\n")[0].strip().partition(" ")
     if pid == "shared":
@@ -255,6 +255,7 @@ def holder_in(lock: int) -> str:
 
 
 def _write(lock: int, text: bytes) -> None:
-    os.pwrite(lock, text, 0)  # first: a full disk must not leave the file empty, which means clean
+    # before truncating: a full disk must not leave the file empty, which means clean
+    os.pwrite(lock, text, 0)
     os.ftruncate(lock, len(text))
     os.fsync(lock)

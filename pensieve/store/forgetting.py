@@ -1,14 +1,14 @@
-"""Forgets the request_ids of turns that ended long ago, in steps of a few milliseconds.
+"""Forget the request_ids of turns that ended long ago, in steps of a few milliseconds.
 
-A turn that is forgotten can neither be replayed nor begun again by its request_id; the same id is then new.
-If some history holds its messages the turn stays, with a key that no request has, without logprobs, and
-without what its request said.  If none does (it was interrupted, it failed, or a rewind cut it), nothing
-needs it any more, and it goes with its messages.  There is no third case: a history holds a turn's messages
-all or not at all.
+A forgotten turn can no longer be replayed or begun again by its request_id; the same id then counts as new.
+If a history holds its messages, the turn stays, with a key that no request has, without logprobs and
+without its request's details. If no history does (the turn was interrupted, failed, or cut by a rewind),
+the turn is deleted with its messages. There is no third case: a history holds all messages of a turn or
+none.
 
-A pass looks at the turns in the order of their beginnings, up to the first that began too late.  A step is
-one transaction, if there is something to forget, else a read.  The next pass begins behind the turns that
-were forgotten without a gap; that is remembered as long as the process lives.
+A pass visits the turns in the order of their begin, up to the first that is too young. A step is one
+transaction if there is something to forget, otherwise a read. The next pass begins behind the leading turns
+that are all forgotten; this position is kept only in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pensieve.store.turn_rows import wipe_logprobs
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-LOOKED_AT = 4096  # turns of a step
+LOOKED_AT = 4096  # turns per step
 FORGOTTEN_AT_ONCE = 64
-FORGOTTEN_BYTES = 2**20  # of logprobs; those of one turn may be more
+FORGOTTEN_BYTES = 2**20  # limit for logprobs per step; a single turn may exceed it
 FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
 
 
@@ -38,13 +38,13 @@ class Forgetting:
         self._housekeeper = housekeeper
         self._first = 0  # turns up to here are forgotten
         self._after = 0  # where the next step begins
-        self._has_gap = False  # in this pass: a turn that cannot be forgotten yet
+        self._has_gap = False  # this pass has met a turn that cannot be forgotten yet
 
     @repeated
     def step(self, before: float) -> bool:
-        """Forget some of the turns that ended before that time; whether the pass goes on.
+        """Forget some turns that ended before `before`. Return whether the pass continues.
 
-        Nothing, where another daemon cleans up.
+        Does nothing if another daemon is the housekeeper.
         """
         if not self._housekeeper.is_ours:
             return False
@@ -93,7 +93,7 @@ def _forget(conn: Connection, turn_id: int, body: int) -> None:
         " WHERE turn_id = ? AND turns.body = ? AND state <> 'running'",
         (turn_id, body),
     ).fetchone()
-    if found is None:  # another daemon has deleted it, or begun it again
+    if found is None:  # another daemon has deleted the turn or begun it again
         return
     (tenant,) = found
     wipe_logprobs(conn, tenant, turn_id)

@@ -1,9 +1,9 @@
-"""Reads the history beside the store thread, on a connection of its own.
+"""Read the history beside the store thread, on a separate connection.
 
-A read sees what was committed when it began, all of it and nothing newer; it waits for no writer, and no
-writer waits for it.  Its snapshot ends with it: one that stayed open would keep deleted text in the
-write-ahead log.  While deleted text waits to be erased, a read begins a moment later now and
-then, so that reads without a pause between them do not keep it.  One thread reads at a time.
+A read sees the state that was committed when it began. It waits for no writer, and no writer waits for it.
+Its snapshot ends with it, because an open snapshot would keep deleted text in the write-ahead log. While
+deleted text waits to be erased, some reads are delayed a little, so that back-to-back reads do not block
+the erasure. One thread reads at a time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from pensieve.store.records import (
     StoredTurn,
 )
 from pensieve.store.responses import StoredResponse
+from pensieve.store.titles import with_titles
 from pensieve.store.transactions import StoreTransactions
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 MAKE_WAY_SECONDS = 0.1
-MAKE_WAY_EVERY_SECONDS = 1.0  # another program may keep it pending for long
+MAKE_WAY_EVERY_SECONDS = 1.0  # another program may block the erasure for long
 TURN_ID_PATTERN = re.compile("[0-9]{1,18}")
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
@@ -54,22 +55,30 @@ class HistoryReader:
     def __init__(
         self, snapshots: Reads, transactions: StoreTransactions, is_pending: Callable[[], bool]
     ) -> None:
-        """`is_pending`: deleted text waits for a moment without a reader, to be erased."""
+        """`is_pending`: whether deleted text waits for a moment without a reader."""
         self._snapshots = snapshots
         self._is_pending = is_pending
         self._transactions = transactions
-        self._makes_way_at = 0.0  # not before
+        self._makes_way_at = 0.0  # the next time a read may be delayed
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
-        """One conversation, without its messages."""
+        """Return a conversation without its messages."""
         with self._snapshot() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             return self._transactions.as_read(conn, found)
 
+    def conversation_with_title(
+        self, conversation_id: str, *, tenant: str = ""
+    ) -> StoredConversation:
+        """Return a conversation as a list shows it."""
+        with self._snapshot() as conn:
+            number, found = require_conversation(conn, conversation_id, tenant)
+            return with_titles(conn, [(number, self._transactions.as_read(conn, found))])[0]
+
     def find_turn(
         self, conversation_id: str, turn_id: str, request_id: str, *, tenant: str = ""
     ) -> StoredTurn | None:
-        """A turn of this conversation, by its request_id, or else by its own id."""
+        """Return a turn of this conversation, by its request_id if given, else by its turn id."""
         with self._snapshot() as conn:
             if request_id:
                 key = conversation_rows.conversation_key(conversation_id, tenant)
@@ -85,27 +94,27 @@ class HistoryReader:
         return turn if is_of_it else None
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
-        """Who has a conversation; None if nobody has claimed it, or if it is not there."""
+        """Return the owner of a conversation; None if nobody has claimed it, or if it does not exist."""
         with self._snapshot() as conn:
             return owners.owner_of(conn, conversation_id, tenant, self._transactions.session)
 
     def sessions(self) -> list[Session]:
-        """The daemons that have the history open, the oldest first."""
+        """Return the daemons that have the history open, oldest first."""
         with self._snapshot() as conn:
             return owners.sessions(conn)
 
     def num_conversations(self) -> int:
-        """Those of all tenants."""
+        """Return the number of conversations of all tenants."""
         with self._snapshot() as conn:
             return conversation_rows.num_conversations(conn)
 
     def stored_bytes(self) -> dict[str, int]:
-        """That the conversations of each tenant take."""
+        """Return the size of each tenant's conversations."""
         with self._snapshot() as conn:
             return bytes_by_tenant(conn)
 
     def tenants_of(self, conversation_id: str) -> list[str]:
-        """Those that have a conversation with this id, by name."""
+        """Return the tenants that have a conversation with this id, by name."""
         with self._snapshot() as conn:
             tenants = sorted(bytes_by_tenant(conn))
             return conversation_rows.tenants_of(conn, conversation_id, tenants)
@@ -113,14 +122,26 @@ class HistoryReader:
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:
-        """A page of conversations, the newest first; new ones do not move the later pages."""
+        """Return a page of conversations, newest first. New conversations do not shift later pages."""
         with self._snapshot() as conn:
             return page_of_conversations(conn, self._transactions, page_size, page_token, tenant)
+
+    def idle_conversations(
+        self, before: float, after: int = 0
+    ) -> tuple[list[StoredConversation], int | None]:
+        """Return some conversations that last changed before that time, and where to look next.
+
+        The second value is None at the end. Conversations whose turn runs are left out.
+        """
+        with self._snapshot() as conn:
+            found, last = conversation_rows.idle_conversations(conn, before, after)
+            found = [self._transactions.as_read(conn, each) for each in found]
+        return [each for each in found if each.running_turn_id is None], last
 
     def prefix(
         self, prefix_id: str, *, tenant: str = ""
     ) -> tuple[StoredPrefix, list[StoredMessage]]:
-        """A declared prefix and its messages."""
+        """Return a declared prefix and its messages."""
         with self._snapshot() as conn:
             found = declared_prefixes.require(conn, prefix_id, tenant)
             stored_id = declared_prefixes.stored_id(prefix_id)
@@ -129,7 +150,7 @@ class HistoryReader:
     def prefixes(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> PrefixPage:
-        """A page of those that a tenant has declared, the oldest first."""
+        """Return a page of a tenant's prefixes, oldest first."""
         _check_page(page_size, page_token)
         with self._snapshot() as conn:
             after = int(page_token or 0)
@@ -137,12 +158,12 @@ class HistoryReader:
         return PrefixPage(tuple(each for _, each in page), str(page[-1][0]) if more else "")
 
     def all_prefixes(self) -> list[StoredPrefix]:
-        """Those of all tenants."""
+        """Return the prefixes of all tenants."""
         with self._snapshot() as conn:
             return declared_prefixes.of_all(conn)
 
     def num_prefixes(self) -> dict[str, int]:
-        """By tenant."""
+        """Return the number of prefixes by tenant."""
         with self._snapshot() as conn:
             return declared_prefixes.num_by_tenant(conn)
 
@@ -153,7 +174,7 @@ class HistoryReader:
     def with_pending(
         self, conversation_id: str, *, tenant: str = ""
     ) -> tuple[StoredConversation, Pending]:
-        """One conversation, and the messages that come before those of its next turn."""
+        """Return a conversation and the pending messages of its next turn."""
         with self._snapshot() as conn:
             found, pending = with_pending(conn, conversation_id, tenant)
             return self._transactions.as_read(conn, found), pending
@@ -167,7 +188,7 @@ class HistoryReader:
         include_token_ids: bool = False,
         tenant: str = "",
     ) -> MessagePage:
-        """The messages from a position on: so many, or fewer where they are long."""
+        """Return `size` messages from position `start` on, or fewer if they are long."""
         with self._snapshot() as conn:
             found = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_page(conn, *found, start, start + size, include_token_ids)
@@ -176,7 +197,7 @@ class HistoryReader:
         self._snapshots.close()
 
     def _make_way(self) -> None:
-        """Leave a moment without a reader where one is waited for."""
+        """Wait a moment without a snapshot if an erasure waits for one."""
         now = time.monotonic()
         if not self._is_pending() or now < self._makes_way_at:
             return
@@ -198,7 +219,8 @@ def page_of_conversations(
     _check_page(page_size, page_token)
     before = int(page_token) if page_token else 2**63 - 1
     page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
-    conversations = tuple(transactions.as_read(conn, each) for _, each in page)
+    read = [(number, transactions.as_read(conn, each)) for number, each in page]
+    conversations = tuple(with_titles(conn, read))
     tokens = tuple(str(number) for number, _ in page)
     return Page(conversations, tokens[-1] if more else "", tokens)
 
@@ -207,7 +229,7 @@ def _check_page(page_size: int, page_token: str) -> None:
     if not 1 <= page_size <= PAGE_SIZE_MAX:
         raise InvalidArgument("page_size", f"must lie in 1..{PAGE_SIZE_MAX}")
     if page_token and not PAGE_TOKEN_PATTERN.fullmatch(page_token):
-        raise InvalidArgument("page_token", "is not one that was given out")
+        raise InvalidArgument("page_token", "is not a token from an earlier page")
 
 
 def some_messages(

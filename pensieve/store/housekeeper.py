@@ -1,11 +1,11 @@
-"""Which daemon cleans up the history: compacts, forgets, scrubs.
+"""Decide which of several daemons cleans up the history: compacts, forgets, scrubs.
 
-Of several daemons the one that has the row of `housekeeping` does, as long as its session is open and its
-lease has not expired. A daemon looks whenever it renews its lease (leases.py). It gets a new epoch when it
-takes the row. Work in several transactions, such as a pass of compaction, goes on only in the epoch in which
-it began (`fence`). A daemon that has the history for itself does all of it, and has no need of the row.
+The daemon in the row of `housekeeping` is the housekeeper, while its session is open and its lease has not
+expired. Each daemon checks the row when it renews its lease (leases.py). A daemon that takes the row gets a
+new epoch. Work in several transactions, such as a compaction pass, continues only in the epoch in which it
+began (`fence`). A daemon with an exclusive history is always the housekeeper and does not use the row.
 
-A deletion erases its content itself, in any daemon.
+Erasing the content of a deletion is different: the deleting daemon does it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ if TYPE_CHECKING:
 
 
 class Housekeeper:
-    """Any thread may ask `is_ours`."""
+    """Tracks whether this daemon is the housekeeper. Any thread may read `is_ours`."""
 
     def __init__(self, *, is_ours: bool) -> None:
         self.is_ours = is_ours
         self._is_alone = is_ours
-        self._held: tuple[int, int] | None = (
-            None  # our session, and the epoch in which it has the row
-        )
+        # Our session, and the epoch in which it has the row.
+        self._held: tuple[int, int] | None = None
 
     def look(self, conn: Connection, session: int, next_epoch: Callable[[Connection], int]) -> None:
-        """Take the row if nobody has it; a part of the transaction that renews the lease."""
+        """Take the row if its daemon is gone. Part of the transaction that renews the lease."""
         owner, epoch, is_alive = conn.execute(
             "SELECT h.session, h.epoch, s.session IS NOT NULL AND"
             f" (s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})"
@@ -42,11 +41,11 @@ class Housekeeper:
         self._held = (owner, epoch) if owner == session else None
 
     def looked(self) -> None:
-        """That transaction is committed."""
+        """Apply the result of `look` after its transaction is committed."""
         self.is_ours = self._is_alone or self._held is not None
 
     def fence(self) -> Callable[[Connection], bool]:
-        """For work that begins now: says in a transaction whether it may go on."""
+        """Return a test for work that begins now: whether a transaction of it may go on."""
         if self._is_alone:
             return lambda conn: True
         held = self._held

@@ -1,14 +1,14 @@
-"""Which daemon has a batch job, where several daemons share the history.
+"""Record which daemon has a batch job, if several daemons share the history.
 
-The file of a job stays in the data folder of the daemon that received it (jobs/job_store.py). So the owner in
-a row is the name of that folder, which stays the same when the daemon starts again. The daemon is reached if
-a session of this folder is open (owners.py).
+The file of a job stays in the data folder of the daemon that received it (jobs/job_store.py). So a row
+names that folder, whose identity survives restarts. The daemon is reachable while a session of this folder
+is open (owners.py).
 
-A job is known by a digest of its tenant and id. A row that is left without a job does no harm: the owner says
-that there is no such job, and removes the row when it next calls `keep`.
+The key of a row is a digest of tenant and job id. A row without a job does no harm: its owner answers that
+there is no such job, and removes the row with the next `keep`.
 
-`keep` also sets `created_at` of the rows that stay. So the other daemons can tell how long ago the owner was
-last there, and forget the rows of a folder that does not come back.
+`keep` also refreshes `created_at` of its rows. So other daemons can tell when the owner was last active,
+and forget the rows of a folder that does not come back.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from pensieve.store.transactions import StoreTransactions, repeated
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-OF_JOBS = "job"  # sets their keys apart from those of conversations
+JOB_KEYS = "job"  # separates the keys of jobs from those of conversations
 
 
 class JobOwner(NamedTuple):
     replica: str
-    address: str  # of its gRPC; empty while the daemon cannot be reached
+    address: str  # gRPC address; empty while the daemon cannot be reached
     is_ours: bool
 
 
 class JobOwners:
-    """Used outside of transactions, in the threads of the store."""
+    """Used outside of transactions, in the store's threads."""
 
     def __init__(self, transactions: StoreTransactions, owners: Owners) -> None:
         self._transactions, self._owners = transactions, owners
 
     @repeated
     def take(self, tenant: str, job_id: str, now: float) -> None:
-        """Make a job ours; AlreadyExists if another daemon has a job of this id."""
+        """Make a job ours. AlreadyExists if another daemon has a job with this id."""
         with self._transactions.writing() as conn:
             self._insert(conn, _key(tenant, job_id), now)
             owner = self._find(conn, _key(tenant, job_id))
             if owner is None or not owner.is_ours:
-                raise AlreadyExists(f"there is a job {job_id!r} already, at another daemon")
+                raise AlreadyExists(f"job {job_id!r} already exists, at another daemon")
 
     @repeated
     def release(self, tenant: str, job_id: str) -> None:
-        """A job of ours is gone; without a row of ours this does nothing."""
+        """Remove our row of a job that is gone. Does nothing without such a row."""
         with self._transactions.writing() as conn:
             conn.execute(
                 "DELETE FROM job_owners WHERE key = ? AND folder = ?",
@@ -61,9 +61,9 @@ class JobOwners:
     def keep(
         self, jobs: Iterable[tuple[str, str]], since: float, forget_before: float | None = None
     ) -> None:
-        """Make our rows those of `jobs` (tenant and id), but for rows that were written after `since`.
+        """Make our rows match `jobs` (tenant and id), except rows that were written after `since`.
 
-        `forget_before`: remove the rows of folders that no daemon has open, or had open since.
+        `forget_before`: also remove the rows of folders that no daemon has had open since then.
         """
         keys = {_key(*each) for each in jobs}
         with self._transactions.writing() as conn:
@@ -118,4 +118,4 @@ class JobOwners:
 
 
 def _key(tenant: str, job_id: str) -> bytes:
-    return digest(tenant, OF_JOBS, job_id)
+    return digest(tenant, JOB_KEYS, job_id)

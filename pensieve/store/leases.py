@@ -1,7 +1,7 @@
-"""Renews the lease of a session, in a thread with a connection of its own.
+"""Renew the lease of this daemon's session, in a separate thread and connection.
 
-So the lease lives as long as the process runs, whatever the store's thread does. A lease that could not be
-renewed in time only lets other daemons claim what this one has (owners.py).
+So the lease lives as long as the process runs, even if the store's threads are blocked. An expired lease
+only lets other daemons claim this daemon's conversations (owners.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pensieve.store.owners import Owners, next_number
 from pensieve.store.transactions import CALLS_MAX
 
 log = logging.getLogger("pensieve")
-RENEWALS = 5  # in the time of a lease
+RENEWALS = 5  # renewals per lease
 TIDY_SECONDS = 60.0
 
 
@@ -31,23 +31,23 @@ class Leases:
         housekeeper: Housekeeper,
         tidy: Callable[[], None],
     ) -> None:
-        """`tidy` is called in the thread, now and then while this daemon cleans up."""
+        """`tidy` is called regularly in this thread while this daemon is the housekeeper."""
         self._transactions, self._owners, self._housekeeper = transactions, owners, housekeeper
         self._tidy = tidy
         self._tidied_at = time.monotonic()
-        self._is_late = False  # and the log says so
-        self._is_end_refused = False  # likewise, of transactions that stand still
+        self._is_late = False  # a renewal failed, and was logged
+        self._is_end_refused = False  # ending hanging transactions failed, and was logged
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 
     def start(self) -> None:
-        """Renew it once, in the caller's thread; then from time to time."""
+        """Renew the lease once, in the caller's thread, and start the thread."""
         self.renew()
         self._thread.start()
 
     def renew(self) -> None:
         for _ in range(CALLS_MAX - 1):
-            with contextlib.suppress(Conflict):  # two daemons took over the cleaning
+            with contextlib.suppress(Conflict):  # two daemons took the housekeeper's row
                 self._renew()
                 return
         self._renew()
@@ -59,7 +59,7 @@ class Leases:
         self._housekeeper.looked()
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Stop the thread and close the connection. A second call does nothing."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -72,7 +72,7 @@ class Leases:
                 self._renew_and_tidy()
             except Exception:  # without this thread, others would claim what this daemon has
                 if not self._is_late:
-                    log.exception("the lease thread goes on after an unexpected error")
+                    log.exception("unexpected error in the lease thread, which continues")
                 self._is_late = True
 
     def _renew_and_tidy(self) -> None:
@@ -80,11 +80,11 @@ class Leases:
             self.renew()
         except PensieveError as error:
             if not self._is_late:
-                log.warning("the lease of this daemon could not be renewed: %s", error)
+                log.warning("cannot renew this daemon's lease, will retry: %s", error)
             self._is_late = True
         else:
             if self._is_late:
-                log.warning("the lease of this daemon is renewed again")
+                log.warning("this daemon's lease is renewed again")
             self._is_late = False
         self._end_stopped()
         if self._is_late:
@@ -94,12 +94,12 @@ class Leases:
             self._tidy()
 
     def _end_stopped(self) -> None:
-        """Also if the lease could not be renewed: they may keep what that needs."""
+        """End hanging transactions, also after a failed renewal: they may hold the locks that it needs."""
         try:
             self._transactions.end_stopped()
-        except Exception as error:  # whatever it is, the lease has to be renewed
+        except Exception as error:  # any error: the next renewal must still happen
             if not self._is_late and not self._is_end_refused:
-                log.warning("no transaction that stands still could be ended: %s", one_line(error))
+                log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
                 self._is_end_refused = True
         else:
             self._is_end_refused = False

@@ -1,6 +1,6 @@
 """SQL of messages and of the histories that hold them, as functions on a connection.
 
-A history is a list of links to messages; forks share the messages.  See conversation_rows.py.
+A history is a list of links to messages; forks share the messages. See conversation_rows.py.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 COLUMNS = ("turn_id", "role", "finish_reason", "num_tokens", "body")
-LINKS_AT_ONCE = 8  # in one statement
+LINKS_AT_ONCE = 8  # rows per statement
 NO_END = 2**62
-LENGTHS = (  # of a message, without and with its token ids; one that is missing has none
+LENGTHS = (  # length of a message, without and with its token ids; 0 if it is missing
     "coalesce(length(b.private), 0)",
     "coalesce(length(b.private) + length(b.tokens), 0)",
 )
 
 
 class HistoryRow(NamedTuple):
-    """One row of a history: a message, the revision that added it, and its length."""
+    """A row of a history: a message, the revision that added it, and its number of tokens."""
 
     message: int
     revision: int
@@ -59,7 +59,7 @@ def insert_message(
     turn_id: int | None,
     finish_reason: str | None = None,
 ) -> int:
-    """Insert a message that no history holds yet; returns its row number."""
+    """Insert a message that no history holds yet. Return its row number."""
     body = insert_body(conn, tenant, message.private(), message.token_ids)
     reason = finish_reason and str(finish_reason)
     values = turn_id, str(message.role), reason, len(message.token_ids), body
@@ -73,7 +73,7 @@ def insert_messages(
     turn_id: int | None,
     revision: int,
 ) -> list[HistoryRow]:
-    """Insert messages that no history holds yet; returns the links that will add them to one."""
+    """Insert messages that no history holds yet. Return the links that will add them to one."""
     return [
         HistoryRow(insert_message(conn, tenant, message, turn_id), revision, len(message.token_ids))
         for message in messages
@@ -83,7 +83,7 @@ def insert_messages(
 def append_history(
     conn: Connection, conversation: int, links: Iterable[HistoryRow], end: tuple[int, int] = (0, 0)
 ) -> None:
-    """Add messages to a history behind its `end`: how many messages and tokens it has."""
+    """Add messages to a history behind its `end`, its number of messages and tokens."""
     position, first_token = end
     rows = []
     for link in links:
@@ -100,7 +100,7 @@ def append_history(
 
 
 def links(conn: Connection, conversation: int, until_revision: int) -> list[HistoryRow]:
-    """The messages of a history up to a revision, in order."""
+    """Return the messages of a history up to a revision, in order."""
     found = conn.execute(
         "SELECT h.message, h.revision, m.num_tokens FROM history h JOIN messages m USING (message)"
         " WHERE h.conversation = ? AND h.revision <= ? ORDER BY h.position",
@@ -112,7 +112,7 @@ def links(conn: Connection, conversation: int, until_revision: int) -> list[Hist
 def require_links(
     conn: Connection, number: int, conversation: StoredConversation, revision: int
 ) -> list[HistoryRow]:
-    """The history up to a revision that is in it: 0, a message's, or the present one."""
+    """Return the history up to a revision. NotFound unless it is 0, a message's, or the current revision."""
     found = links(conn, number, revision)
     if revision not in (0, conversation.revision) and (not found or found[-1].revision != revision):
         raise NotFound(
@@ -140,10 +140,10 @@ def cut_history(conn: Connection, conversation: int, tenant: str, after_revision
 def replace_tokens(
     conn: Connection, conversation: int, tenant: str, token_ids: Sequence[Sequence[int]]
 ) -> None:
-    """Replace every message of a history by a new row with other tokens; forks keep the old rows.
+    """Replace every message of a history by a new row with other tokens. Forks keep the old rows.
 
-    A message that a turn of this conversation made stays that turn's; its old row is deleted if no fork
-    holds it.  The turn's logprobs go: they are those of other tokens.
+    A message that a turn of this conversation made stays with that turn; its old row is deleted if no fork
+    holds it. The turn's logprobs are deleted, because they belong to the old tokens.
     """
     old = conn.execute(
         "SELECT h.revision, m.message, m.role, m.finish_reason, t.turn_id,"
@@ -177,9 +177,9 @@ def _bodies_between(
     stop: int,
     tokens_end: int = NO_END,
 ) -> Iterator[tuple[Any, bytes, bytes]]:
-    """(row, private, tokens) of the messages at positions [start, stop), each checked.
+    """Yield (row, private, tokens) of the messages at positions [start, stop), each checked.
 
-    Of those only that begin before the position `tokens_end` of the log.
+    Only messages that begin before position `tokens_end` of the log.
     """
     found = conn.execute(
         "SELECT h.position, h.revision, h.first_token, m.role, m.finish_reason, m.num_tokens,"
@@ -200,9 +200,9 @@ def _bodies_between(
 def read_log(
     conn: Connection, number: int, conversation: StoredConversation, num_tokens: int | None = None
 ) -> array[int]:
-    """The token ids of a conversation, or the first so many of them.
+    """Return the token ids of a conversation, or the first `num_tokens`.
 
-    StoreCorrupt if its messages do not tile the log.
+    StoreCorrupt if its messages do not cover the log exactly.
     """
     log = array("I")
     num_messages = 0
@@ -217,7 +217,7 @@ def read_log(
             return log[:num_tokens]
     if num_messages != conversation.num_messages:
         raise StoreCorrupt(
-            f"conversation {conversation.conversation_id!r}: its messages do not tile the log"
+            f"conversation {conversation.conversation_id!r}: its messages do not cover the log exactly"
         )
     return log
 
@@ -225,7 +225,7 @@ def read_log(
 def read_log_end(
     conn: Connection, number: int, conversation: StoredConversation, num_tokens: int
 ) -> array[int]:
-    """The last so many token ids of a conversation, or all there are: reads its last messages only."""
+    """Return the last token ids of a conversation, reading only its last messages."""
     end, stop = array("I"), conversation.num_messages
     while stop and len(end) < num_tokens:
         start = max(stop - 2, 0)
@@ -244,7 +244,7 @@ def read_messages(
     stop: int,
     include_token_ids: bool,
 ) -> list[StoredMessage]:
-    """The messages at positions [start, stop)."""
+    """Return the messages at positions [start, stop)."""
     return [
         _message(row, private, tokens, include_token_ids)
         for row, private, tokens in _bodies_between(conn, number, conversation, start, stop)
@@ -259,7 +259,7 @@ def read_page(
     stop: int,
     include_token_ids: bool,
 ) -> MessagePage:
-    """The same, but for those of the end that would go beyond PAGE_BYTES_MAX."""
+    """Like `read_messages`, but stops before PAGE_BYTES_MAX is exceeded."""
     lengths = conn.execute(
         f"SELECT h.position, {LENGTHS[include_token_ids]} FROM history h"
         " JOIN messages m USING (message) LEFT JOIN bodies b USING (body)"

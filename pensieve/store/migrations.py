@@ -1,30 +1,29 @@
-"""The schema of the database, as a list of migrations.
+"""The SQLite schema, as a list of migrations.
 
-Each migration runs in one transaction together with the record that it ran, and sets `user_version` to its
-number.  A database that already holds conversations is copied to a file beside it first; the next deletion
-removes the copy, because it must reach everything.  A database of a newer Pensieve is refused.
-The tables:
+Each migration runs in one transaction with the record that it ran, and sets `user_version` to its number. A
+database with conversations is first copied to a file beside it. The next deletion removes the copy, because
+deletions must reach everything. A database of a newer Pensieve is refused. The tables:
 
     conversations   one row each; `key` is a digest of (tenant, conversation_id)
-    turns           one row per request; `request_key` is a digest of its request_id, which is known in its
-                    conversation; one with an Idempotency-Key is known in any: `idempotency_key`
+    turns           one row per request; `request_key` is a digest of its request_id, unique within the
+                    conversation; `idempotency_key` finds a request with an Idempotency-Key in all of them
     messages        one row per message, shared by every conversation whose history holds it
-    history         which messages a conversation has, in order: (position, message)
-    bodies          the private part of all three, logprobs of turns, responses (see bodies.py)
+    history         the messages of a conversation, in order: (position, message)
+    bodies          the private part of all three, logprobs of turns, responses (bodies.py)
     space           one row: the bytes that wiped bodies waste
     tenants         the bytes that each tenant's conversations take (bodies.py)
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
-    chains          digests by which a history that a client sends is found again (chains.py)
-    responses       which turns of a conversation are responses that clients may fetch (responses.py)
+    chains          digests that find the stored history of a client's messages (chains.py)
+    responses       turns that clients may fetch as responses (responses.py)
     sessions        daemons that have the history open (owners.py)
-    owners          which of them may write to a conversation, and since which epoch
-    epochs          one row: the last number that a session or an epoch has got
-    housekeeping    one row: the session that cleans up (housekeeper.py)
+    owners          which session may write to a conversation, and since which epoch
+    epochs          one row: the last number given to a session or an epoch
+    housekeeping    one row: the session of the housekeeper (housekeeper.py)
     job_owners      which daemon's data folder has a batch job (job_owners.py)
 
-A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
-replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
-count that could be wrong.  A fork copies rows of `history` and no text or token; a rewind deletes them.
+A message exists while something holds it: a row of `history`, or the turn that made it, which may be
+replayed. Both are indexed, so a lookup finds whether a message is held, and no reference count can be
+wrong. A fork copies rows of `history` but no text or token; a rewind deletes them.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from pensieve.errors import StoreCorrupt, StoreError, StoreTooNew, StoreUnavaila
 from pensieve.store.bodies import ADDED_UP_BEFORE_LOGPROBS
 
 APPLICATION_ID = 0x50656E73  # "Pens"
-LAST_RESORT = "restore a backup from before that (`pensieve restore`)"
-Steps = Mapping[str, Sequence[str]]  # the statements of each migration, by its name, in order
+LAST_RESORT = "restore an older backup (`pensieve restore`)"
+Steps = Mapping[str, Sequence[str]]  # the statements of each migration, in order
 
 STEPS: Steps = {
     "m001_initial": (
@@ -115,31 +114,30 @@ STEPS: Steps = {
         "CREATE UNIQUE INDEX history_message ON history (message, conversation)",
     ),
     "m002_holders_by_body": (
-        # Compaction asks who holds a body.
+        # Compaction looks up the holders of a body.
         *(
             f"CREATE INDEX {table}_body ON {table} (body)"
             for table in ("conversations", "turns", "messages")
         ),
     ),
     "m003_bytes_of_tenants": (
-        # What a tenant stores is limited, so it is counted.
+        # Limits per tenant need a counter.
         "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes INTEGER NOT NULL)"
         " STRICT, WITHOUT ROWID",
         f"INSERT INTO tenants (tenant, stored_bytes) {ADDED_UP_BEFORE_LOGPROBS}",
     ),
     "m004_logprobs": (
-        # Megabytes that only a replay reads have a body of their own.
+        # Logprobs may take megabytes, and only a replay reads them.
         "ALTER TABLE turns ADD COLUMN logprobs INTEGER",
         "CREATE INDEX turns_logprobs ON turns (logprobs) WHERE logprobs IS NOT NULL",
     ),
     "m005_prefixes": (
-        # What conversations begin with can be declared. A foreign key would need one more index, for a
-        # check that `verify` does.
+        # A foreign key would need one more index, for a check that `verify` does.
         "CREATE TABLE prefixes (tenant TEXT NOT NULL, conversation INTEGER NOT NULL,"
         " keep_warm INTEGER NOT NULL, PRIMARY KEY (tenant, conversation)) STRICT, WITHOUT ROWID",
     ),
     "m006_chains": (
-        # A reply goes when nothing holds it any more, and what it was found by goes with it.
+        # States are deleted with their reply, when nothing holds it any more.
         """
         CREATE TABLE chains (
             chain INTEGER PRIMARY KEY,
@@ -153,7 +151,7 @@ STEPS: Steps = {
         "CREATE INDEX chains_message ON chains (message)",
     ),
     "m007_responses": (
-        # Clients fetch the response that a turn was, and go on from it, by an id of its own.
+        # Clients fetch a response and continue from it by the response's id.
         """
         CREATE TABLE responses (
             response INTEGER PRIMARY KEY,
@@ -169,7 +167,7 @@ STEPS: Steps = {
         "CREATE INDEX responses_body ON responses (body)",
     ),
     "m008_owners": (
-        # Several daemons share the history: each conversation is one's.
+        # Several daemons may share the history. Each conversation has one owner.
         """
         CREATE TABLE sessions (
             session INTEGER PRIMARY KEY,
@@ -194,7 +192,7 @@ STEPS: Steps = {
         "INSERT INTO epochs (last) VALUES (0)",
     ),
     "m009_idempotency_keys": (
-        # A request with a key was a chain of its first message, of the session "request".
+        # Requests with a key were stored as chains of their first message, with the session "request".
         "ALTER TABLE turns ADD COLUMN idempotency_key BLOB",
         "UPDATE turns SET idempotency_key = c.key FROM chains c JOIN messages m USING (message)"
         " WHERE length(c.session) = 7 AND m.turn_id = turns.turn_id AND length(request_key) = 16",
@@ -203,7 +201,7 @@ STEPS: Steps = {
         " WHERE idempotency_key IS NOT NULL",
     ),
     "m010_leases": (
-        # Daemons open the database themselves; `folder` is the name of a daemon's data folder.
+        # Daemons open the database directly; `folder` identifies a daemon's data folder.
         "ALTER TABLE sessions ADD COLUMN folder TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE sessions ADD COLUMN lease_until REAL",
         "ALTER TABLE sessions ADD COLUMN is_draining INTEGER NOT NULL DEFAULT 0",
@@ -214,7 +212,7 @@ STEPS: Steps = {
         "INSERT INTO housekeeping (session, epoch) VALUES (0, 0)",
     ),
     "m011_job_owners": (
-        # Any daemon that shares the history finds the daemon that has a job.
+        # Any sharing daemon must find the daemon that has a job.
         "CREATE TABLE job_owners (key BLOB PRIMARY KEY, folder TEXT NOT NULL, replica TEXT NOT NULL,"
         " created_at REAL NOT NULL) STRICT, WITHOUT ROWID",
     ),
@@ -229,11 +227,10 @@ def migrate(
     last_resort: str = LAST_RESORT,
     is_alone: bool = True,
 ) -> bool:
-    """Bring the database at `path` to the newest schema; raises StoreError if that is not possible.
+    """Bring the database at `path` to the newest schema. Return whether it has changed.
 
-    Returns whether the schema was another one.
-
-    `last_resort` is what its owner may do with one of a newer schema.  `is_alone`: nobody else has it open.
+    Raises StoreError if that is not possible. `last_resort` tells the user what to do about a newer schema.
+    `is_alone`: no other process has the database open.
     """
     migrations = Migrations("pensieve")
     for number, (name, statements) in enumerate(steps.items(), 1):
@@ -244,16 +241,16 @@ def migrate(
     unknown = set(applied) - steps.keys()
     if version > len(steps) or unknown:
         raise StoreTooNew(
-            f"{path} has schema version {max(version, len(applied))} and this Pensieve knows"
-            f" versions up to {len(steps)}; open it with the newer Pensieve that wrote it, or"
+            f"{path} has schema version {max(version, len(applied))}, but this Pensieve knows only"
+            f" versions up to {len(steps)}. Open it with the newer Pensieve that wrote it, or"
             f" {_way_back(path, len(steps)) or last_resort}"
         )
     if version == len(steps):
         return False
     if not is_alone:
         raise StoreError(
-            f"{path} has schema version {version} and this Pensieve needs version {len(steps)}, but"
-            " daemons of an older Pensieve have it open; stop all of them, then start this one"
+            f"{path} has schema version {version}, this Pensieve needs version {len(steps)}, and"
+            " daemons of an older Pensieve have it open. Stop all of them, then start this one"
         )
     if version:
         _back_up(db, path, version)
@@ -261,8 +258,8 @@ def migrate(
     (reached,) = db.conn.execute("PRAGMA user_version").fetchone()
     if reached != len(steps):
         raise StoreCorrupt(
-            f"{path} is damaged: it has schema version {version}, but says that all"
-            f" {len(steps)} changes of its schema were made"
+            f"{path} is damaged: it has schema version {version}, but records all"
+            f" {len(steps)} migrations as done"
         )
     return True
 
@@ -276,18 +273,18 @@ def _refuse_foreign(db: Any, path: Path, our_id: int) -> None:
     (application_id,) = db.conn.execute("PRAGMA application_id").fetchone()
     names = {name for (name,) in db.conn.execute("SELECT name FROM sqlite_schema")}
     ours = application_id == our_id
-    # sqlite-utils creates its own table before the first migration; a crash in between leaves only that.
+    # A crash before the first migration leaves only the table of sqlite-utils.
     fresh = application_id == 0 and all(Migrations.migrations_table in name for name in names)
     if not ours and not fresh:
-        raise StoreError(f"{path} is a database of another program")
+        raise StoreError(f"{path} is a database of another program, not of Pensieve")
 
 
 def _way_back(path: Path, version: int) -> str:
-    """The copy that this version opens of a database of a newer schema; empty if there is none."""
+    """Describe the copy that this version can open, if a newer schema replaced it; empty if there is none."""
     for older in range(version, 0, -1):
         copy = path.with_name(f"{path.name}.version{older}")
         if copy.exists():
-            return f"put {copy.name} in its place: the history before that, and without what came since"
+            return f"replace it by {copy.name}, the history before the upgrade (without later messages)"
     return ""
 
 
@@ -299,17 +296,17 @@ def _back_up(db: Any, path: Path, version: int) -> None:
         copy.chmod(0o600)
     except Exception as error:
         raise StoreUnavailable(
-            f"{path} cannot be copied to {copy.name}, as it is before its schema changes: {error};"
-            " it is unchanged"
+            f"cannot copy {path} to {copy.name} before the schema changes: {error}. The database is"
+            " unchanged"
         ) from error
 
 
 def remove_copies(path: Path) -> None:
-    """Remove the copies of the database at `path` that migrations made."""
+    """Remove the copies that migrations made of the database at `path`."""
     for copy in path.parent.glob(f"{path.name}.version*"):
         try:
             copy.unlink()
         except OSError as error:
             raise StoreUnavailable(
-                f"{copy.name} holds what is to be deleted and cannot be removed: {error.strerror}"
+                f"cannot remove {copy.name}, which may contain the deleted text: {error.strerror}"
             ) from error

@@ -1,30 +1,32 @@
-"""Which daemon may write to which conversation.
+"""Decide which daemon may write to which conversation.
 
 A daemon that opens the history gets a *session*: a row with its name, its addresses and its lease. A
-conversation has an *owner*, the session whose engine keeps its KV, and the *epoch* since which that is so:
+conversation has an *owner*, the session whose engine keeps its KV, and an *epoch*, the number of that
+claim:
 
-    none ──made by A──> A, epoch 7 ──claimed by B──> B, epoch 12
-                                      only if A's session has ended, A's lease has expired, or A drains
-                                      and no turn of the conversation runs
+    none ──created by A──> A, epoch 7 ──claimed by B──> B, epoch 12
+                                        only if A's session has ended, A's lease has expired, or A drains
+                                        and no turn of the conversation is running
 
 Rules:
 
-* Each claim is part of the transaction that writes to the conversation (`hold`). A daemon that may not have
-  the conversation gets OwnedElsewhere and has written nothing.
-* No epoch is given out twice, so two owners never share one.
-* A conversation belongs to the daemon that made it. So a conversation that somebody else deleted and made
-  again is never taken for the one that it was.
-* A claim interrupts the turn that runs for the owner before. That owner cannot end its turn any more
+* Each claim is part of the transaction that writes to the conversation (`hold`). If another daemon keeps
+  the conversation, the transaction fails with OwnedElsewhere and writes nothing.
+* No epoch is ever reused, so two owners never share one.
+* A conversation belongs to the daemon that created it. So a conversation that was deleted and created again
+  by another daemon is never mistaken for the earlier one.
+* A claim interrupts the previous owner's running turn. The previous owner can no longer end it
   (`StoreTransactions.may_end`).
-* A claim that takes a conversation from another session calls `on_stale` in its transaction: what the engine
-  has of the conversation may be outdated. It is called even if the commit fails, since a commit may get
-  through in spite of an error. The engine then only drops KV that it might have kept.
+* A claim from another session calls `on_stale` in its transaction, because the engine's KV may be outdated.
+  The call comes even if the commit fails, since a failed commit may still happen. The engine then only
+  drops KV that it could have kept.
 
-A session ends when its row is deleted: its daemon closes the history, opens it again from the same folder,
-or another daemon has it exclusively. `opened` does that, and interrupts the turns that ran for sessions that
-have ended. An exclusive session has no lease: the lock on the history says whether its process lives.
+A session ends when its row is deleted: its daemon closes the history, reopens it from the same folder, or
+another daemon opens it exclusively. `opened` does this, and interrupts the turns of ended sessions. An
+exclusive session has no lease: the lock on the history shows whether its process lives.
 
-An expired lease only lets others claim. A daemon with an expired lease goes on with what nobody has claimed.
+An expired lease only lets other daemons claim. A daemon with an expired lease keeps serving conversations
+that nobody has claimed.
 """
 
 from __future__ import annotations
@@ -45,19 +47,20 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 LEASE_SECONDS = 10.0
-FORGOTTEN_AFTER_SECONDS = 86_400.0  # a session whose lease expired so long ago has ended
-CAME_FROM_MAX = 20_000  # conversations that have moved here and had no turn since
-EPOCHS_LOCK_KEY = 0x50656E7300000002  # beside the lock of the database (postgres/connection.py)
-DECLARED_MAX = 20_000  # prefixes whose declarations are remembered
+FORGOTTEN_AFTER_SECONDS = 86_400.0  # a session ends this long after its lease expired
+CAME_FROM_MAX = 20_000  # bound for conversations that have moved here and had no turn since
+# another lock than that of the database (postgres/connection.py)
+EPOCHS_LOCK_KEY = 0x50656E7300000002
+DECLARED_MAX = 20_000  # bound for remembered declarations of prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Who opens the history."""
+    """How a process opens the history."""
 
     replica: str = ""  # the daemon's name
-    folder: str = ""  # the name of its data folder; sessions of the same folder have ended
-    lease_seconds: float | None = None  # None: exclusively
+    folder: str = ""  # identity of its data folder; earlier sessions of the same folder end
+    lease_seconds: float | None = None  # None: exclusive
 
 
 class Session(NamedTuple):
@@ -65,7 +68,7 @@ class Session(NamedTuple):
 
     number: int
     replica: str
-    address: str  # of its gRPC
+    address: str  # gRPC address
     http_address: str
     metrics_address: str
     is_draining: bool
@@ -73,18 +76,18 @@ class Session(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """Who has a conversation."""
+    """The owner of a conversation."""
 
     session: int
     epoch: int
-    replica: str = ""  # these are of a session that has not ended
+    replica: str = ""  # set if the session has not ended
     address: str = ""
     is_alive: bool = False  # the session has not ended, and its lease has not expired
     is_ours: bool = False
 
 
 class Owners:
-    """Used in the threads of the store, like the transactions; `on_stale` is called in them."""
+    """Used in the store's threads, like the transactions. `on_stale` is called in them."""
 
     def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:
         self._transactions = transactions
@@ -93,13 +96,13 @@ class Owners:
         # Addresses of daemons that may still have KV of a conversation, by (tenant, conversation_id).
         self.came_from: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._declared: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # guards both dicts
         self._opening = Opening()
         self._places = ("", "", "")
 
     @property
     def session(self) -> int:
-        """The number of ours."""
+        """The number of our session."""
         return self._transactions.session
 
     @property
@@ -110,7 +113,7 @@ class Owners:
 
     @repeated
     def opened(self, opening: Opening) -> list[int]:
-        """Open our session; returns the turns that were interrupted, of sessions that have ended."""
+        """Open our session. Return the turns of ended sessions, which were interrupted."""
         with self._transactions.opening() as conn:
             clock = database_clock(conn)
             _begin_epochs(conn, round(1_000_000 * self._now()))
@@ -132,9 +135,10 @@ class Owners:
         return interrupted
 
     def renew(self, conn: Connection) -> None:
-        """Our lease, in a transaction of the thread of leases.
+        """Renew our lease, in a transaction of the lease thread.
 
-        A session that others have ended is there again: what it has lost is another session's by now.
+        If another daemon has ended our session, it is inserted again. Conversations that were claimed
+        meanwhile stay with their new owners.
         """
         renewed = conn.execute(
             f"UPDATE sessions SET lease_until = {database_clock(conn)} + ? WHERE session = ?"
@@ -163,7 +167,7 @@ class Owners:
 
     @property
     def folder(self) -> str:
-        """The name of this daemon's data folder; empty if the history is opened exclusively."""
+        """The identity of this daemon's data folder; empty if the history is opened exclusively."""
         return self._opening.folder
 
     @property
@@ -172,7 +176,7 @@ class Owners:
 
     @repeated
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
-        """Tell the other daemons where this one is reached."""
+        """Tell the other daemons where this one can be reached."""
         self._places = address, http_address, metrics_address
         with self._transactions.writing() as conn:
             conn.execute(
@@ -183,7 +187,7 @@ class Owners:
 
     @repeated
     def drain(self) -> None:
-        """Let other daemons claim each conversation of ours without a running turn."""
+        """Let other daemons claim our conversations as soon as no turn of them is running."""
         with self._transactions.writing() as conn:
             conn.execute(
                 "UPDATE sessions SET is_draining = 1 WHERE session = ?",
@@ -192,7 +196,7 @@ class Owners:
 
     @repeated
     def end(self) -> None:
-        """End our session; its running turns are interrupted."""
+        """End our session and interrupt its running turns."""
         session = self._transactions.session
         with self._transactions.writing() as conn:
             conn.execute("DELETE FROM sessions WHERE session = ?", (session,))
@@ -210,10 +214,10 @@ class Owners:
         *,
         takes: bool = False,
     ) -> StoredConversation:
-        """Make the conversation ours; returns it as it then is, perhaps without its running turn.
+        """Make the conversation ours. Return it as it then is, perhaps without its running turn.
 
-        `owner` is its owner's session if the caller has read that. With `takes`, also from a daemon that goes
-        on, unless a turn runs there. A declared prefix has no owner.
+        `owner` is the owner's session, if the caller has read it. With `takes`, also take it from a live
+        daemon, unless a turn is running there. A declared prefix has no owner.
 
         Raises:
             OwnedElsewhere: another daemon has the conversation.
@@ -245,34 +249,34 @@ class Owners:
         return conversation if running is None else replace(conversation, running_turn_id=None)
 
     def keep(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
-        """Let no turn of the conversation begin at the same time; one without an owner becomes ours."""
+        """Prevent a turn of the conversation from beginning at the same time. Claim it if it has no owner."""
         if isinstance(conn, ServerSession) and _owner_number(conn, number) is None:
             self.hold(conn, number, conversation)
         else:
             keep_owner(conn, number)
 
     def made(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
-        """A conversation is made here, and is ours; KV under its name is that of an earlier one.
+        """Make a newly created conversation ours. Any KV under its name is from an earlier conversation.
 
-        The caller has read it since it was inserted, so no other transaction makes it at the same time.
+        The caller has read the conversation after inserting it, so no other transaction creates it too.
         """
         self._own(conn, number)
         self.forget(conversation)
 
     def forget(self, conversation: StoredConversation) -> None:
-        """What the engine has under the name of this conversation is outdated."""
+        """Drop the engine's KV under this conversation's name."""
         key = conversation.tenant, conversation.conversation_id
         self.came_from.pop(key, None)
         self.on_stale(*key)
 
     def look_at_source(self, conn: Connection, number: int, source: StoredConversation) -> None:
-        """Before a fork: the engine has the source's KV only if the source is ours."""
+        """Before a fork: the engine's KV of the source is valid only if the source is ours."""
         ours = self._transactions.session
         if _owner_number(conn, number) != ours:
             self.on_stale(source.tenant, source.conversation_id)
 
     def look_at_prefix(self, prefix: StoredConversation) -> None:
-        """Before its KV is used: it may have been declared anew, by another daemon."""
+        """Before a prefix's KV is used: another daemon may have declared the prefix again."""
         key = prefix.tenant, prefix.conversation_id
         forgotten = []
         with self._lock:
@@ -287,7 +291,7 @@ class Owners:
     def _refuse_owned(
         self, conn: Connection, owner: int, conversation: StoredConversation, takes: bool
     ) -> str:
-        """Raise OwnedElsewhere unless it may be taken; returns the address of an owner that goes on."""
+        """Raise OwnedElsewhere unless the conversation may be taken. Return the address of a live owner."""
         row = conn.execute(
             f"SELECT s.replica, s.address, s.is_draining, {is_alive(conn)} FROM sessions s"
             " WHERE s.session = ?",
@@ -304,7 +308,8 @@ class Owners:
 
     def _own(self, conn: Connection, number: int) -> None:
         values: tuple[int, ...] = number, self._transactions.session
-        epoch = "nextval('epoch_numbers')"  # not asked for, so that nobody waits for the answer
+        # computed by the server, so that nobody waits for an answer
+        epoch = "nextval('epoch_numbers')"
         if not isinstance(conn, ServerSession):
             epoch, values = "?", (*values, next_number(conn))
         conn.execute(
@@ -318,9 +323,9 @@ class Owners:
 
     @repeated
     def claim(self, conversation_id: str, *, tenant: str = "", takes: bool = False) -> None:
-        """Make a conversation ours, for what is not written to the history; `hold` has the rest.
+        """Make a conversation ours, for work that is not written to the history. See `hold`.
 
-        Without such a conversation this does nothing.
+        Does nothing if the conversation does not exist.
         """
         owner = self.owner(conversation_id, tenant=tenant)
         if owner is not None and owner.is_ours:
@@ -331,7 +336,7 @@ class Owners:
                 self.hold(conn, *found, takes=takes)
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
-        """None of a conversation that nobody has claimed, or that is not there."""
+        """Return the owner of a conversation; None if nobody has claimed it, or if it does not exist."""
         with self._transactions.reading() as conn:
             return owner_of(conn, conversation_id, tenant, self._transactions.session)
 
@@ -344,7 +349,7 @@ ABANDONED = """
 
 
 def is_alive(conn: Connection) -> str:
-    """SQL: the session `s` has not expired."""
+    """Return SQL that tests whether the session `s` has not expired."""
     return f"(s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})"
 
 
@@ -364,7 +369,7 @@ def owner_of(conn: Connection, conversation_id: str, tenant: str, ours: int) -> 
 
 
 def sessions(conn: Connection) -> list[Session]:
-    """Those that have not ended, the oldest first."""
+    """Return the sessions that have not ended, oldest first."""
     rows = conn.execute(
         "SELECT s.session, s.replica, s.address, s.http_address, s.metrics_address, s.is_draining,"
         f" {is_alive(conn)} FROM sessions s ORDER BY s.session"
@@ -379,9 +384,9 @@ def _session(number: int, *row: Any) -> Session:
 
 
 def keep_owner(conn: Connection, number: int) -> None:
-    """Let no claim of the conversation succeed at the same time, though it reads an older snapshot.
+    """Prevent a concurrent claim of the conversation, even from an older snapshot.
 
-    Nor does a turn begin: that claims the conversation, or keeps it.
+    This also prevents a turn from beginning, because that claims or keeps the conversation.
     """
     if isinstance(conn, ServerSession):
         conn.execute("UPDATE owners SET epoch = epoch WHERE conversation = ?", (number,))
@@ -393,7 +398,7 @@ def _owner_number(conn: Connection, number: int) -> int | None:
 
 
 def next_number(conn: Connection) -> int:
-    """A number that no session and no epoch has had."""
+    """Return a number that no session and no epoch has had."""
     statement = "UPDATE epochs SET last = last + 1 RETURNING last"
     if isinstance(conn, ServerSession):
         statement = "SELECT nextval('epoch_numbers')"
@@ -402,15 +407,15 @@ def next_number(conn: Connection) -> int:
 
 
 def _begin_epochs(conn: Connection, at_least: int) -> None:
-    """Give out higher numbers than ever before, also where the history was restored from a backup.
+    """Make sure that new numbers are higher than all earlier ones, also after a restore from a backup.
 
-    `at_least` is the time in microseconds: no history has given out as many numbers.
+    `at_least` is the time in microseconds: no history has used as many numbers.
 
     Raises:
         StoreCorrupt: the row of `epochs` is damaged.
     """
     if isinstance(conn, ServerSession):
-        # One at a time, so that none sets back what another one has set.
+        # Serialized, so that no process sets the sequence back.
         conn.execute("SELECT pg_advisory_xact_lock(?::bigint)", (EPOCHS_LOCK_KEY,))
         conn.execute(
             "SELECT setval('epoch_numbers', ?::bigint) FROM epoch_numbers WHERE last_value < ?::bigint",

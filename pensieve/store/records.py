@@ -1,9 +1,9 @@
 """The frozen values that the store takes and returns.
 
-A conversation's *log* is its token ids from the first to the last.  Its messages tile the log:
-message n covers positions [first_token, first_token + num_tokens), and the next one begins where it
-ends.  Every commit to a conversation makes its next *revision*, and each message records the revision that
-added it; the messages of a new conversation have revision 0.
+A conversation's *log* is its token ids from first to last. Its messages cover the log without gaps: message
+n has positions [first_token, first_token + num_tokens), and the next message begins where it ends. Every
+commit to a conversation creates its next *revision*, and each message records the revision that added it.
+The messages of a new conversation have revision 0.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from pensieve.errors import InvalidArgument
 from pensieve.store.bodies import canonical_json
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-PREFIX_MARK = "prefix:"  # begins the id of the conversation that a declared prefix is stored as
+PREFIX_MARK = "prefix:"  # begins the id of a conversation that stores a declared prefix
 PAGE_SIZE_MAX = 1000
-PAGE_BYTES_MAX = 2 << 20  # of a page's records; one of a single record may be larger
+PAGE_BYTES_MAX = 2 << 20  # limit of a page's records; a page with a single record may be larger
 
 
 class StoredTurnState(StrEnum):
-    """The states of a turn's row; LEGAL_TRANSITIONS says which may follow which."""
+    """The states of a turn's row. LEGAL_TRANSITIONS lists the allowed changes."""
 
     RUNNING = "running"
     COMPLETED = "completed"
-    CANCELLED = "cancelled"  # ended by the client; what was delivered is in the history
-    INTERRUPTED = "interrupted"  # the process stopped or the client left; not in the history
+    CANCELLED = "cancelled"  # ended by the client; the delivered part is in the history
+    # the process stopped or the client disconnected; not in the history
+    INTERRUPTED = "interrupted"
     FAILED = "failed"  # the engine could not finish it; not in the history
 
 
-# A retry of a request finds its turn in one of these states, and does not begin it again.
+# A retry that finds its turn in one of these states does not begin it again.
 KNOWN_STATES = frozenset(
     {StoredTurnState.RUNNING, StoredTurnState.COMPLETED, StoredTurnState.CANCELLED}
 )
@@ -51,7 +52,7 @@ LEGAL_TRANSITIONS: Mapping[StoredTurnState, frozenset[StoredTurnState]] = {
     ),
     StoredTurnState.COMPLETED: frozenset(),
     StoredTurnState.CANCELLED: frozenset(),
-    StoredTurnState.INTERRUPTED: frozenset({StoredTurnState.RUNNING}),  # its request_id came again
+    StoredTurnState.INTERRUPTED: frozenset({StoredTurnState.RUNNING}),  # the request was retried
     StoredTurnState.FAILED: frozenset({StoredTurnState.RUNNING}),
 }
 
@@ -60,8 +61,8 @@ LEGAL_TRANSITIONS: Mapping[StoredTurnState, frozenset[StoredTurnState]] = {
 class NewMessage:
     """A message to append to the log, with exactly the tokens that it adds.
 
-    `extra` holds what else a template needs to render it again (tool calls, thinking).  `logprobs` are those
-    of a reply, in whatever form; the turn has them, and only who reads its messages gets them.
+    `extra` holds data that a template needs to render the message again (tool calls, thinking). `logprobs`
+    are those of a reply, in any encoding; they are stored with the turn and read only with its messages.
     """
 
     role: str
@@ -72,7 +73,7 @@ class NewMessage:
     logprobs: bytes = b""
 
     def private(self) -> dict[str, Any]:
-        """The JSON object of its body."""
+        """Return the JSON object of the message's body."""
         return {
             "content": self.content,
             "tool_call_id": self.tool_call_id,
@@ -82,9 +83,9 @@ class NewMessage:
 
 @dataclass(frozen=True, slots=True)
 class NewConversation:
-    """A conversation to create.  `messages` is its head, most often a system prompt: no rewind removes it.
+    """A conversation to create. `messages` is its head, usually a system prompt: no rewind removes it.
 
-    If the head has its tokens already, the template takes `began_at` as the current time, in every turn.
+    If the head already has its tokens, the template uses `began_at` as the current time in every turn.
     """
 
     conversation_id: str
@@ -97,10 +98,10 @@ class NewConversation:
     tenant: str = ""
     began_at: float | None = None
     created_at: float | None = None  # None: now
-    pending: Sequence[NewMessage] = ()  # that its first turn is to bring
+    pending: Sequence[NewMessage] = ()  # messages that wait for its first turn
 
     def at_first(self, now: float) -> StoredConversation:
-        """The conversation without its messages."""
+        """Return the conversation without its messages."""
         return StoredConversation(
             conversation_id=self.conversation_id,
             tenant=self.tenant,
@@ -121,9 +122,9 @@ class NewConversation:
 
 @dataclass(frozen=True, slots=True)
 class NewPrefix:
-    """A prefix to declare: what conversations under it begin with, and the tokens of that.
+    """A prefix to declare: the beginning of conversations under it, with its tokens.
 
-    To the template it is `began_at`; for conversations under it that stays so.
+    The template takes `began_at` as the current time, also in conversations under the prefix.
     """
 
     prefix_id: str
@@ -140,10 +141,10 @@ class NewPrefix:
 class NewTurn:
     """A turn to begin, as its client requested it.
 
-    `sampling` is what the client sent, without defaults and without a seed that the service chose, so that
-    a repeated request compares equal; `seed` is the seed to use.  The token ids of `messages` were made for
-    `expected_revision` of the conversation that was created at `expected_created_at`, since another one may
-    have its id by now; None accepts any.
+    `sampling` is the client's own, without defaults and without a seed that the service chose, so that a
+    repeated request compares equal. `seed` is the seed to use. The token ids of `messages` belong to
+    `expected_revision` of the conversation created at `expected_created_at`, since a later conversation may
+    have the same id; None accepts any.
     """
 
     request_id: str
@@ -152,12 +153,12 @@ class NewTurn:
     seed: int = 0
     expected_revision: int | None = None
     expected_created_at: float | None = None
-    # The conversation's pending messages, which the turn brings among its own; None: it brings none.
+    # The conversation's pending messages, which are among the turn's own; None if it brings none.
     pending: Sequence[NewMessage] | None = None
-    history_digest: bytes = b""  # of a keyed request, of all messages that its client sent
+    history_digest: bytes = b""  # for a keyed request: digest of all messages that its client sent
 
     def content_hash(self) -> str:
-        """Return a digest that is the same for the same messages, sampling and client history."""
+        """Return a digest that is equal for equal messages, sampling and client history."""
         messages = [[message.role, message.private()] for message in self.messages]
         content = [messages, dict(self.sampling)]
         if self.history_digest:
@@ -174,7 +175,7 @@ class StoredConversation:
     revision: int
     num_messages: int
     num_tokens: int  # the length of the log
-    fingerprint: str  # of the model, tokenizer and template that the token ids belong to
+    fingerprint: str  # identifies model, tokenizer and template of the token ids
     tools: tuple[Any, ...]
     template_options: dict[str, Any]
     metadata: dict[str, Any]
@@ -183,11 +184,12 @@ class StoredConversation:
     created_at: float
     updated_at: float
     began_at: float | None = None  # if the head has its own tokens: the template's current time
-    has_pending: bool = False  # messages that its next turn may bring, or has brought
+    has_pending: bool = False  # messages are pending, or were taken by the last turn
+    title: str = field(default="", compare=False)  # only readers of lists set it: titles.py
 
     @property
     def template_time(self) -> float:
-        """The time that it is to the template."""
+        """The current time for the template."""
         return self.created_at if self.began_at is None else self.began_at
 
 
@@ -196,9 +198,9 @@ class StoredPrefix:
     """A declared prefix."""
 
     prefix_id: str
-    conversation: StoredConversation  # that it is stored as
+    conversation: StoredConversation  # the conversation that stores it
     keep_warm: bool
-    num_conversations: int  # that hold its messages
+    num_conversations: int  # conversations that hold its messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class StoredMessage:
     revision: int
     first_token: int
     num_tokens: int
-    finish_reason: str | None  # of a reply; None for every other message
+    finish_reason: str | None  # for replies; None for other messages
     token_ids: array[int] | None  # 'I'; None unless requested
 
 
@@ -226,53 +228,53 @@ class StoredTurn:
     tenant: str
     request_id: str
     state: StoredTurnState
-    attempts: int  # how often it has begun; above 1 after an interruption or failure
+    attempts: int  # number of starts; above 1 after an interruption or failure
     sampling: dict[str, Any]
     seed: int
     finish_reason: str | None
     failure: str | None  # why it failed
     usage: dict[str, Any]
-    revision: int | None  # the one it made
+    revision: int | None  # the revision that it created
     created_at: float
     finished_at: float | None
 
 
 class ChainState(NamedTuple):
-    """A history as a client sends it, up to and with a reply; see chains.py."""
+    """The digest of a history as a client sends it, up to and including a reply. See chains.py."""
 
     digest: bytes
-    session: bytes  # the digest of the client's own name for the conversation; empty: none
+    session: bytes  # digest of the client's own name for the conversation; empty: none
 
 
 class ChainMatch(NamedTuple):
     """A conversation whose history begins like a client's."""
 
-    digest: bytes  # the longest of those that were looked for
+    digest: bytes  # the longest matching digest
     conversation_id: str
-    revision: int  # that made it
+    revision: int  # the revision at the end of the match
     present_revision: int  # of the conversation
-    may_append: bool  # nothing comes behind it, no turn runs, and the session is the same
+    may_append: bool  # nothing follows the match, no turn is running, and the session is the same
 
 
 class KeyedTurn(NamedTuple):
     """A turn that a request with an Idempotency-Key began."""
 
     conversation_id: str
-    num_messages: int  # that the request added
+    num_messages: int  # messages that the request added
 
 
 class BeginResult(NamedTuple):
-    """A turn, and whether the caller must compute it; if not, it is running or has finished already."""
+    """A turn, and whether the caller must compute it. If not, it is already running or finished."""
 
     turn: StoredTurn
     must_run: bool
 
 
 class LookedUp(NamedTuple):
-    """What a turn goes on from."""
+    """The state that a turn continues from."""
 
     conversation: StoredConversation
-    known: StoredTurn | None  # that its request_id began before
+    known: StoredTurn | None  # the turn that its request_id began before
     log_end: array[int]
 
 
@@ -288,7 +290,7 @@ class Page(NamedTuple):
 
     conversations: tuple[StoredConversation, ...]
     next_page_token: str  # empty on the last page
-    tokens: tuple[str, ...]  # of the page that begins behind each of them
+    tokens: tuple[str, ...]  # page token behind each conversation
 
 
 class PrefixPage(NamedTuple):
@@ -313,13 +315,13 @@ class Rewound(NamedTuple):
 
 
 def check_id(name: str, value: str) -> None:
-    """Raises InvalidArgument unless the value can be an id."""
+    """Raise InvalidArgument unless the value is a valid id."""
     if not ID_PATTERN.fullmatch(value):
-        raise InvalidArgument(name, "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+        raise InvalidArgument(name, "must be 1 to 128 characters of A-Z a-z 0-9 . _ ~ -")
 
 
 def check_text(messages: Iterable[NewMessage]) -> None:
-    """Raises InvalidArgument for text that UTF-8 cannot express, before anything is written."""
+    """Raise InvalidArgument for text that UTF-8 cannot express, before anything is written."""
     for message in messages:
         try:
             (message.role + message.content).encode()

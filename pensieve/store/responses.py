@@ -1,15 +1,16 @@
-"""Responses that clients may fetch, go on from and delete: each belongs to the turn of a conversation.
+"""Responses that clients may fetch, continue from and delete. Each belongs to a turn of a conversation.
 
-A response is a row of `responses` and a body: the JSON that its client got.  It goes with its conversation,
-and it may go before.
+A response is a row of `responses` and a body, the JSON that its client got. It is deleted with its
+conversation, or earlier.
 
-    revision         of its conversation after its turn: what a client goes on from; none until the turn is
-                     in the history, which is one commit with this, and none where it never is
-    is_ours          nobody asked for the conversation: it was made to hold responses
-    last_revision    the highest that a response made or found there, deleted ones included
+    revision         of its conversation after its turn; a client continues from there. Set in the commit
+        that
+                     adds the turn to the history; otherwise none
+    is_ours          the conversation was created only to hold responses; no client asked for it
+    last_revision    the highest revision that a response created or found there, deleted ones included
 
-When the last response of a conversation of ours is deleted, the conversation has to go, too, unless
-somebody has gone on with it: then a turn runs there, or its revision is higher than `last_revision`.
+When the last response of a conversation with `is_ours` is deleted, the conversation must be deleted, too,
+unless somebody has continued it: then a turn is running, or its revision is above `last_revision`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pensieve.store.transactions import StoreTransactions, repeated
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-OF_RESPONSES = "response"  # sets their keys apart from those of conversations
+RESPONSE_KEYS = "response"  # separates the keys of responses from those of conversations
 RAISED = "last_revision = CASE WHEN last_revision < ? THEN ? ELSE last_revision END"
 
 
@@ -39,22 +40,22 @@ class StoredResponse:
     response_id: str
     conversation_id: str
     body: Mapping[str, Any]  # JSON
-    request: str = ""  # a digest of what was asked for
+    request: str = ""  # a digest of the request
     revision: int | None = None
     is_ours: bool = False
-    began_at_revision: int = 0  # of its conversation, before its turn
+    began_at_revision: int = 0  # the conversation's revision before its turn
     tenant: str = ""
 
 
 class Removed(NamedTuple):
-    """A response that is deleted, and the conversation that nothing needs any more."""
+    """A deleted response, and the conversation that is no longer needed."""
 
-    conversation_id: str = ""  # empty: it stays
-    revision: int = 0  # of the conversation, at which that was so
+    conversation_id: str = ""  # empty: the conversation stays
+    revision: int = 0  # the conversation's revision at that time
 
 
 class ResponseStore:
-    """Used outside of transactions, in the thread of the store."""
+    """Used outside of transactions, in the store thread."""
 
     def __init__(self, transactions: StoreTransactions, erasure: ErasureSteps) -> None:
         self._transactions = transactions
@@ -62,7 +63,7 @@ class ResponseStore:
 
     @repeated
     def save(self, response: StoredResponse) -> None:
-        """Store a response, in place of what is stored of it; NotFound without its conversation."""
+        """Insert or replace a response. NotFound without its conversation."""
         with self._transactions.writing() as conn:
             number, _ = conversation_rows.require_conversation(
                 conn, response.conversation_id, response.tenant
@@ -70,7 +71,7 @@ class ResponseStore:
             put_response(conn, number, response)
 
     def is_made_for(self, conversation_id: str, *, tenant: str = "") -> bool:
-        """Whether a conversation was made to hold responses, and holds some; NotFound without it."""
+        """Return whether a conversation exists only to hold responses, and has some. NotFound without it."""
         with self._transactions.reading(is_snapshot=True) as conn:
             number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
             row = conn.execute(
@@ -79,15 +80,15 @@ class ResponseStore:
         return row is not None
 
     def goes_with(self, response_id: str, *, tenant: str = "") -> Removed:
-        """What its deletion would leave unneeded; NotFound if there is none."""
+        """Return the conversation that deleting the response would leave unneeded. NotFound without it."""
         with self._transactions.reading(is_snapshot=True) as conn:
             return _unneeded_without(conn, _require(conn, response_id, tenant))
 
     @repeated
     def delete(self, response_id: str, *, tenant: str = "") -> Removed:
-        """Leave nothing of a response on the disk; NotFound if there is none.
+        """Delete a response and erase it from the disk. NotFound without it.
 
-        ErasurePending, as of a conversation, if it is deleted and not yet erased from the files.
+        ErasurePending if it is deleted but not yet erased from the files, as for a conversation.
         """
 
         def delete() -> Removed:
@@ -101,15 +102,15 @@ class ResponseStore:
         except NotFound:
             self._erasure.finish()
             raise
-        if not removed.conversation_id:  # else the deletion of that erases both
+        if not removed.conversation_id:  # otherwise deleting the conversation erases both
             self._erasure.finish()
         return removed
 
 
 def put_response(conn: Connection, number: int, response: StoredResponse) -> None:
-    """Of the conversation with this row number, in place of what is stored of the response.
+    """Insert or replace a response of the conversation with this row number.
 
-    One whose turn is in the history stays: what says that it runs was written too late.
+    A response whose turn is in the history is not replaced by its running state, which arrives too late.
     """
     tenant = response.tenant
     last_revision = response.revision or response.began_at_revision
@@ -123,7 +124,7 @@ def put_response(conn: Connection, number: int, response: StoredResponse) -> Non
         "SELECT response, conversation, body, revision FROM responses WHERE key = ?", (key,)
     ).fetchone()
     if row is not None and row[1] != number:
-        raise AlreadyExists(f"there is a response {response.response_id!r} already")
+        raise AlreadyExists(f"response {response.response_id!r} already exists")
     if row is not None and row[3] is not None and response.revision is None:
         return
     body = insert_body(conn, tenant, private)
@@ -172,7 +173,7 @@ def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
 
 
 def _unneeded_without(conn: Connection, row: _Row) -> Removed:
-    """The conversation that nothing needs any more without this response."""
+    """Return the conversation that nothing needs any more without this response."""
     has_others = conn.execute(
         "SELECT 1 FROM responses WHERE conversation = ? AND response <> ? LIMIT 1",
         (row.conversation, row.response),
@@ -209,4 +210,4 @@ def find(conn: Connection, response_id: str, tenant: str) -> StoredResponse | No
 
 
 def _key(response_id: str, tenant: str) -> bytes:
-    return digest(tenant, OF_RESPONSES, response_id)
+    return digest(tenant, RESPONSE_KEYS, response_id)

@@ -1,38 +1,40 @@
-"""A connection to SQLite for several threads, whose transactions share a commit.
+"""A SQLite connection for several threads, whose transactions share a commit.
 
-SQLite has one writer at a time, and a commit costs a sync of the disk.  So threads that wait for the
-connection join the transaction that is open, each in a savepoint of its own.  One COMMIT serves them all:
+SQLite has one writer at a time, and a commit costs a disk sync. So waiting threads join the open
+transaction, each in a savepoint. One COMMIT serves them all:
 
     first thread     BEGIN, its statements ─┐                                  ┌─ COMMIT ─┬─ returns
     second thread    waits                  └─ SAVEPOINT … RELEASE ─┐          │          ├─ returns
     third thread     waits                                          └─ … ──────┘          └─ returns
 
-* The first thread leads.  If nobody waits, its transaction is like any other: no savepoint, no delay.
-* Only a thread that waits already may join, and only until GROUP_SECONDS after BEGIN.  Then another daemon
-  has its turn to write.
-* A call fails: its savepoint is rolled back.  The others are as they were.  The error may come from a row
-  that the group has not committed yet.  So the call returns its error after the commit.  If the commit
-  fails, the call gets Conflict, and the store makes it again.
-* The database fails at a statement: SQLite may have rolled back the whole transaction.  So the connection is
-  closed.  The call with that statement fails.  The others get Conflict, and the store makes them again
-  (transactions.py).
-* COMMIT fails: all that succeeded so far fail with its error.
+* The first thread leads. If nobody waits, its transaction is an ordinary one: no savepoint, no delay.
+* Only a thread that is already waiting may join, and only until GROUP_SECONDS after BEGIN. Then another
+  daemon gets its turn to write.
+* If a call fails, its savepoint is rolled back and the others are unaffected. Its error may depend on a row
+  that the group has not committed yet, so the call returns the error after the commit. If the commit fails,
+  the call gets Conflict, and the store repeats it.
+* If the database fails at a statement, SQLite may have rolled back the whole transaction. So the connection
+  is closed and that call fails. The others get Conflict, and the store repeats them (transactions.py).
+* If COMMIT fails, all calls that succeeded so far fail with its error.
 
-`writing` returns when what its block wrote is on the disk.  So whatever a caller does behind the block
-(remember, answer, tell the event loop) comes after the commit.
+`writing` returns when the writes of its block are on the disk. So everything that a caller does after the
+block (remember, answer, notify the event loop) comes after the commit.
 
 These never share a transaction:
 
-    reads               They come between transactions, so they see what is committed.  Reads that wait at the
-                        end of a group go before the next group, since most of them are the first half of a
-                        turn that then joins it.
-    `is_serializable`   Deletions, rewinds, forks, compaction and forgetting.  They are rare and may be large,
-                        so nobody should wait for them.  And a deletion on a full disk is tried again with the
+    reads               They run between transactions and see only committed data. Reads that wait at the
+        end
+                        of a group go before the next group, because most of them are the first half of a
+                            turn
+                        that then joins it.
+    `is_serializable`   Deletions, rewinds, forks, compaction and forgetting. They are rare and may be
+        large,
+                        so nobody should wait for them. And a deletion on a full disk is repeated with the
                         space of a reserve.
     truncating the log  No transaction may be open.
-    leases              They have a connection of their own (`SqliteBackend.beside`).
+    leases              They have a separate connection (`SqliteBackend.beside`).
 
-A claim joins: it calls `on_stale` before the commit, and owners.py says why that is right.
+A claim may join: it calls `on_stale` before the commit; owners.py explains why that is safe.
 """
 
 from __future__ import annotations
@@ -52,21 +54,21 @@ from pensieve.store.shared_file import SLICE_SECONDS
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-GROUP_SECONDS = SLICE_SECONDS  # from BEGIN, until nobody may join any more
-LOST = "the transaction was lost with that of another call"
-INTERRUPTED = "the call that was to commit this one was interrupted"
+GROUP_SECONDS = SLICE_SECONDS  # after BEGIN, during which threads may join
+LOST = "the transaction was lost because another call's transaction failed"
+INTERRUPTED = "the call that should have committed this one was interrupted"
 NOBODY = 0
 
 
 class Waiter:
-    """A thread that waits until another one wakes it, once."""
+    """A thread that waits until another thread wakes it, once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def wait(self) -> None:
-        """Returns at once when it is woken already."""
+        """Wait; return at once if already woken."""
         with self._lock:
             pass
 
@@ -75,17 +77,17 @@ class Waiter:
 
 
 class ConnectionTurns:
-    """Whose turn it is to use the connection: threads one after the other."""
+    """A queue of threads that use the connection one after the other."""
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
         """`pass_on` is called by a thread that was interrupted when its turn had come."""
         self._lock = threading.Lock()
         self._pass_on = pass_on
         self._is_taken = False
-        self._user = NOBODY  # the thread
+        self._user = NOBODY  # the thread whose turn it is
         self._alone: deque[Waiter] = deque()
         self._joining: deque[Waiter] = deque()
-        self._num_first = 0  # of those alone, that go before the next group
+        self._num_first = 0  # waiters of `_alone` that go before the next group
 
     @property
     def is_mine(self) -> bool:
@@ -93,19 +95,19 @@ class ConnectionTurns:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a thread would join."""
+        """Whether a thread is waiting to join."""
         return bool(self._joining)
 
     def take_alone(self) -> None:
-        """The connection between transactions."""
+        """Take the connection between transactions."""
         self._take(self._alone)
 
     def take(self) -> None:
-        """The connection for a transaction: in the middle of one that others may join, or to begin one."""
+        """Take the connection for a transaction, either to begin one or to join the open one."""
         self._take(self._joining)
 
     def leave(self, *, is_group: bool = False) -> None:
-        """It is free; no transaction is open."""
+        """Release the connection; no transaction is open."""
         with self._lock:
             self._user = NOBODY
             if is_group:
@@ -116,16 +118,16 @@ class ConnectionTurns:
             waiter.wake()
 
     def joining(self) -> Waiter | None:
-        """Who is the next one to join; it has its turn once it is woken."""
+        """Remove and return the next thread to join, if any. It has its turn once it is woken."""
         with self._lock:
             return self._joining.popleft() if self._joining else None
 
     def have(self) -> None:
-        """The thread that calls was woken, and goes on with the connection."""
+        """Note that the calling thread was woken and now uses the connection."""
         self._user = threading.get_ident()
 
     def give(self, waiter: Waiter) -> None:
-        """In the middle of a transaction."""
+        """Pass the connection on in the middle of a transaction."""
         self._user = NOBODY
         waiter.wake()
 
@@ -143,12 +145,12 @@ class ConnectionTurns:
         try:
             waiter.wait()
             self.have()
-        except BaseException:  # a signal's, for one
+        except BaseException:  # such as KeyboardInterrupt
             self._withdraw(queue, waiter)
             raise
 
     def _withdraw(self, queue: deque[Waiter], waiter: Waiter) -> None:
-        """The thread that calls wants its turn no more, which may have come already."""
+        """Give up the calling thread's place in the queue. Its turn may have come already."""
         with self._lock:
             if waiter in queue:
                 queue.remove(waiter)
@@ -166,28 +168,28 @@ class ConnectionTurns:
 
 
 class Group:
-    """A transaction that several threads share, since its leader let others join."""
+    """A transaction that several threads share, from when its leader lets others join."""
 
     def __init__(self, conn: Connection, until: float) -> None:
         self.conn = conn
         self.until = until
         self.leader = Waiter()
-        self.joined: list[Waiter] = []  # that wait for the commit
-        self.is_lost = False  # the database has failed, and rolled back what it would
-        self.failure: Exception | None = None  # why it is not committed; never raised itself
+        self.joined: list[Waiter] = []  # threads that wait for the commit
+        self.is_lost = False  # the database has failed and may have rolled back everything
+        self.failure: Exception | None = None  # why it was not committed; raised only as a copy
 
 
 class SharedCommits(WriterConnection):
-    """Used in any number of threads, each with a transaction or a read at a time."""
+    """Used in any number of threads, each with one transaction or read at a time."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._turns = ConnectionTurns(self._pass_on)
-        self._group: Group | None = None  # that is open; belongs to the thread whose turn it is
+        self._group: Group | None = None  # the open group; accessed by the thread whose turn it is
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
-        """One transaction, perhaps together with others: then it is committed with them."""
+        """Run one transaction, perhaps together with others, which are then committed together."""
         if is_serializable:
             with self._alone(), super().writing(is_serializable) as conn:
                 yield conn
@@ -201,13 +203,13 @@ class SharedCommits(WriterConnection):
         try:
             with super().writing() as conn:
                 until = time.monotonic() + GROUP_SECONDS
-                yield conn  # where it fails nobody has joined
+                yield conn  # if the block fails, nobody has joined yet
                 if self._turns.is_awaited:
                     group = Group(conn, until)
                     self._let_join(group)
         except BaseException as error:
             if group is not None:
-                group.failure = _of_group(error)
+                group.failure = _group_error(error)
             raise
         finally:
             if group is not None and group.is_lost:
@@ -218,8 +220,8 @@ class SharedCommits(WriterConnection):
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
-        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
-        if self._turns.is_mine:  # within `truncate_journal`, or by mistake
+        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
+        if self._turns.is_mine:  # within `truncate_journal`, or a bug
             with super().reading(is_snapshot) as conn:
                 yield conn
             return
@@ -243,7 +245,7 @@ class SharedCommits(WriterConnection):
             self._turns.leave()
 
     def _let_join(self, group: Group) -> None:
-        """Return when nobody joins any more; Conflict if the transaction is lost."""
+        """Return when nobody joins any more. Conflict if the transaction is lost."""
         first = self._joining_in(group)
         if first is None:
             return
@@ -251,7 +253,7 @@ class SharedCommits(WriterConnection):
         self._turns.give(first)
         try:
             group.leader.wait()
-        except BaseException:  # a signal's, for one; the others use the connection
+        except BaseException:  # such as KeyboardInterrupt; the others still use the connection
             group.until = time.monotonic()
             group.leader.wait()
             raise
@@ -280,10 +282,10 @@ class SharedCommits(WriterConnection):
             raise
         me.wait()
         if group.failure is not None:
-            raise _like(group.failure)
+            raise _copied_error(group.failure)
 
     def _pass_on(self) -> None:
-        """The turn of this thread is over, perhaps in the middle of a transaction."""
+        """End this thread's turn, perhaps in the middle of a transaction."""
         group = self._group
         if group is None:
             self._turns.leave()
@@ -293,7 +295,7 @@ class SharedCommits(WriterConnection):
     @contextlib.contextmanager
     def _savepoint(self, group: Group) -> Iterator[None]:
         conn = group.conn
-        group.is_lost = True  # but for what is known to be well
+        group.is_lost = True  # until the block is known to have ended well
         try:
             with self.limit.counting():
                 conn.execute("SAVEPOINT call")
@@ -311,21 +313,21 @@ class SharedCommits(WriterConnection):
             raise self._explained(error) from error
 
     def _blames_database(self, error: Exception) -> bool:
-        """Whether it is the database's; a constraint is the statement's, which alone was undone."""
+        """Return whether the database failed. A constraint error undoes only its own statement."""
         return isinstance(error, self.driver.Error) and primary_code(error) != CONSTRAINT
 
     def _joining_in(self, group: Group) -> Waiter | None:
-        """Who joins next, if anybody may."""
+        """Return the next thread to join, if one may."""
         if group.is_lost or time.monotonic() >= group.until:
             return None
         return self._turns.joining()
 
 
-def _of_group(error: BaseException) -> Exception:
-    """What the others get for what the leader got."""
+def _group_error(error: BaseException) -> Exception:
+    """Return the error that the others get when the leader fails."""
     return error if isinstance(error, Exception) else StoreUnavailable(INTERRUPTED)
 
 
-def _like(error: Exception) -> Exception:
-    """The same for another thread: what is raised in two would get the traceback of both."""
+def _copied_error(error: Exception) -> Exception:
+    """Return a copy of the error: raised in two threads, one object would collect both tracebacks."""
     return type(error)(*error.args)

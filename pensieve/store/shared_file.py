@@ -1,31 +1,32 @@
-"""The files beside a database in SQLite that several daemons of one host have open.
+"""The files beside a SQLite database that several daemons of one host share.
 
-    FILE.lock          locked shared by each daemon, for as long as it has the database open.  A daemon that
-                       finds it free takes it exclusively first, and is *alone* until `share`.  Its text is
-                       there while the database is open, so a text that is found by who is alone means that
-                       it was not closed (a power loss, or every daemon was killed)
-    FILE.write         locked by who writes, for one transaction (WriteTurn)
-    FILE.write-next    locked by who writes next
-    FILE.write-done    a pipe with a byte from each writer whose time is over, read by who writes next
-    FILE.damaged       damage was found
+    FILE.lock          locked in shared mode by each daemon while it has the database open. A daemon that
+                       finds it free locks it exclusively first, and is *alone* until `share`. It has a text
+                       while the database is open. So a daemon that is alone and finds a text knows that the
+                       database was not closed (a power loss, or all daemons were killed).
+    FILE.write         locked by the writer, for one transaction (WriteTurn)
+    FILE.write-next    locked by the next writer
+    FILE.write-done    a pipe; each writer whose time is over puts a byte in, which wakes the next writer
+    FILE.damaged       exists if damage was found
     FILE.reserve       space for deletions on a full disk
-    FILE.history       names the history to its backup (backup.py)
+    FILE.history       identity of the history for its backup (backup.py)
 
-Where FILE is the `conversations.db` of a data folder, all but the files of writers are those of the folder
-(folder.py).  So a daemon that has such a folder for itself and daemons that share its database exclude each
+If FILE is the `conversations.db` of a data folder, all files except the writers' are those of the folder
+(folder.py). So a daemon with an exclusive data folder and daemons that share its database exclude each
 other.
 
-**Why a lock of our own for writers.**  SQLite's connections wait for its write lock by sleeping longer and
-longer, and whoever comes by in the right moment gets it.  A process that writes all the time would starve the
-others.  Here a writer first waits to be the next one, and only the next one waits for the lock itself.  So
-whoever has written for SLICE_SECONDS cannot overtake the next one, and a byte in the pipe wakes that.  Within
-this time it may, since after a transaction of another process SQLite reads every page anew.
+**Why a separate lock for writers.** SQLite's connections wait for its write lock by sleeping longer and
+longer, and whoever tries at the right moment gets it. A process that writes all the time would starve the
+others. Here a writer first waits to be next, and only the next writer waits for the lock itself. So a
+writer that has written for SLICE_SECONDS cannot overtake the next one, and wakes it with a byte in the
+pipe. Within its slice it may overtake, because SQLite reads every page again after a transaction of another
+process.
 
-**A writer that stands still.**  A process that was stopped (SIGSTOP) within a transaction keeps SQLite's
-write lock and this one, and no other daemon could write, or take over what it had.  Only the end of the
-process frees SQLite's lock.  So a writer that has waited for half of a lease, and finds that the process with
-the lock is stopped, kills it.  SQLite then forgets what it had not committed.  A process that was stopped
-while it was to write next has nothing open.  It is not killed: the others stop waiting to be the next one.
+**Stopped writers.** A process that was stopped (SIGSTOP) within a transaction keeps SQLite's write lock and
+this lock. No other daemon could write or take over its conversations. Only the end of the process frees
+SQLite's lock. So a writer that has waited for half a lease and finds that the lock's process is stopped
+kills that process. SQLite then discards its uncommitted changes. A process that was stopped while it was
+next has nothing open. It is not killed: the others stop waiting to be next.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 from pensieve.store.folder import DAMAGED_NAME, LOCK_NAME, RESERVE_NAME, beside, holder_in
 
 log = logging.getLogger("pensieve")
-OPEN_SECONDS_MAX = 10.0  # that a daemon which is alone needs until it shares
-EXCLUSIVE_SECONDS = 1.0  # that another text than SHARED_TEXT is there, until it is believed
+OPEN_SECONDS_MAX = 10.0  # limit for waiting until a daemon that is alone shares
+EXCLUSIVE_SECONDS = 1.0  # time for a new holder to write its text
 OPEN_PAUSE_SECONDS = 0.02
-STOPPED_SECONDS = 1.0  # between two looks that find a writer stopped
-PAUSES = ((0.05, 0.001), (1.0, 0.005), (float("inf"), 0.02))  # until so long, look so often
+STOPPED_SECONDS = 1.0  # a writer must stay stopped this long before it is killed
+# (until this wait, pause between tries)
+PAUSES = ((0.05, 0.001), (1.0, 0.005), (float("inf"), 0.02))
 SHARED_TEXT = b"shared by daemons with --store sqlite://\n"
 SLICE_SECONDS = 0.005
 SQLITE_SCHEME = "sqlite://"
-SHARED_SQLITE_MIN = (3, 51, 3)  # without the bug that resets a log which others write to
-NOT_LOCAL = {  # file systems on which other hosts may have the file open, too
+SHARED_SQLITE_MIN = (3, 51, 3)  # without the WAL-reset bug
+NOT_LOCAL = {  # file systems on which other hosts may have the file open
     *("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"),
     *("orangefs", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs"),
 }
@@ -65,26 +67,26 @@ LOCKS = Path("/proc/locks")
 
 
 def open_shared(url: str, driver: Any, holder: str = "") -> SharedFile:
-    """Open the file of an address of SQLite; with a `holder`, for that process alone."""
+    """Open the SQLite file of a URL. With a `holder`, for that process exclusively."""
     if driver.sqlite_version_info < SHARED_SQLITE_MIN:
         needed = ".".join(map(str, SHARED_SQLITE_MIN))
         raise StoreError(
-            f"SQLite {driver.sqlite_version} may damage a history that several daemons have open; {needed} is"
-            " needed: install pysqlite3, or use postgresql://"
+            f"SQLite {driver.sqlite_version} may damage a history that several daemons share; {needed} is"
+            " needed. Install pysqlite3, or use postgresql://"
         )
     return SharedFile.open(path_of(url), holder)
 
 
 def path_of(url: str) -> Path:
-    """The file of an address such as `sqlite:///var/lib/pensieve/history.db`.
+    """Return the file of a URL such as `sqlite:///var/lib/pensieve/history.db`.
 
-    SQLite resolves links, too; the lock and the turn to write have to be beside the same file.
+    Links are resolved, as SQLite does: the locks must be beside the same file.
     """
     return Path(unquote(url.removeprefix(SQLITE_SCHEME))).resolve()
 
 
 class SharedFile:
-    """A database that this process has open with others; `open` makes one, `close` releases it."""
+    """A database that this process shares with others. `open` creates one, `close` releases it."""
 
     def __init__(self, path: Path, lock: int, *, is_alone: bool, stopped_unclean: bool) -> None:
         self.path = path
@@ -98,11 +100,11 @@ class SharedFile:
     def open(cls, path: Path, holder: str = "") -> SharedFile:
         """Lock the database at `path`, and create it if it is missing.
 
-        With a `holder` nobody else may have it open until `close`, and others are told who has it.
+        With a `holder`, nobody else may open it until `close`, and others are told who has it.
 
         Raises:
-            StoreLocked: another process has it for itself; with a `holder`, any process has it.
-            StoreError: its file system may be another host's.
+            StoreLocked: another process has it exclusively; with a `holder`, any process has it.
+            StoreError: its file system may belong to another host.
         """
         refuse_network(path.parent)
         lock_path = beside(path, LOCK_NAME)
@@ -128,9 +130,9 @@ class SharedFile:
         return cls(path, lock, is_alone=is_alone, stopped_unclean=bool(before))
 
     def share(self) -> None:
-        """Let other daemons open it: what only one of them may do is done.
+        """Let other daemons open it, now that the work for a single daemon is done.
 
-        The system may free the lock for a moment.  If another process takes it then, StoreLocked.
+        The system may free the lock for a moment. StoreLocked if another process takes it exclusively then.
         """
         if self.is_alone and self._lock is not None:
             self.is_alone = False
@@ -142,10 +144,6 @@ class SharedFile:
                 except BlockingIOError:
                     is_exclusive = _lock_either(self._lock, self.path)
 
-    def write_turn(self, seconds: float, patience: float) -> WriteTurn:
-        """For one connection; `seconds` that a writer waits, and how long before it looks for the cause."""
-        return WriteTurn(self.path, seconds, patience)
-
     @property
     def is_damaged(self) -> bool:
         return self._damaged_path.exists()
@@ -155,15 +153,15 @@ class SharedFile:
         return self.is_damaged or self.stopped_unclean
 
     def mark_damaged(self, is_damaged: bool) -> None:
-        """Remember it for the next start."""
-        with contextlib.suppress(OSError):  # the log has said it
+        """Remember for the next start whether the history is damaged."""
+        with contextlib.suppress(OSError):  # the damage was logged anyway
             if is_damaged:
                 self._damaged_path.touch(mode=0o600)
             else:
                 self._damaged_path.unlink(missing_ok=True)
 
     def close(self, *, clean: bool) -> None:
-        """Release it; the last one says that it was closed, if it was `clean`."""
+        """Release the file. The last process records that it was closed, if it was `clean`."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -176,7 +174,7 @@ class SharedFile:
 
 
 class WriteTurn:
-    """Whose turn it is to write; for one connection, in one thread at a time."""
+    """The turn to write, for one connection in one thread at a time."""
 
     def __init__(self, path: Path, seconds: float, patience: float) -> None:
         self.waited: Callable[[float], None] = lambda seconds: None
@@ -189,13 +187,13 @@ class WriteTurn:
         self._seconds, self._patience = seconds, patience
         self._files: tuple[int, int] | None = None
         self._depth = 0
-        self._until = 0.0  # until then it may overtake
-        self._stopped = (0, 0.0)  # the process that has the lock and is stopped, and since when
-        self._stopped_next = 0  # the stopped process that was to write next, once it is known
+        self._until = 0.0  # end of the slice in which it may overtake
+        self._stopped = (0, 0.0)  # a stopped process that has the lock, and since when
+        self._stopped_next = 0  # a stopped process that was to write next
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """For one transaction; StoreUnavailable if it is not to be had in time.  It may be nested."""
+        """Take the turn for one transaction. StoreUnavailable if it does not come in time. May be nested."""
         if not self._depth:
             self._take()
         self._depth += 1
@@ -206,7 +204,7 @@ class WriteTurn:
             if not self._depth and self._files is not None:
                 fcntl.flock(self._files[1], fcntl.LOCK_UN)
                 if self._pipe is not None and time.monotonic() >= self._until:
-                    with contextlib.suppress(OSError):  # it is full of what nobody waited for
+                    with contextlib.suppress(OSError):  # the pipe may be full of unread bytes
                         os.write(self._pipe, b".")
 
     def close(self) -> None:
@@ -241,9 +239,9 @@ class WriteTurn:
         self.waited(now - began)
 
     def _wait_to_be_next(self, following: int, began: float) -> None:
-        """For as long as its patience: without being the next one, a writer may only be overtaken.
+        """Wait up to `patience` to be next. A writer that is not next can only be overtaken.
 
-        A stopped process for which it has waited that long is not waited for again.
+        A stopped process that blocked a wait this long is not waited for again.
         """
         is_known = self._stopped_next != 0 and self._stopped_next == stopped_holder(self._paths[0])
         if self._wait(following, began, patience=0.0 if is_known else self._patience):
@@ -254,7 +252,7 @@ class WriteTurn:
     def _wait(
         self, file: int, began: float, pipe: int | None = None, patience: float = math.inf
     ) -> bool:
-        """Whether it has the lock; False after `patience`."""
+        """Return whether it got the lock; False after `patience`."""
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -265,7 +263,7 @@ class WriteTurn:
                 return False
             if waited > self._seconds:
                 raise StoreUnavailable(
-                    f"the history {self._paths[1].stem}: another daemon has been writing for"
+                    f"the history {self._paths[1].stem} is busy: other daemons have been writing for"
                     f" {waited:.0f} s"
                 )
             if waited > self._patience - STOPPED_SECONDS:
@@ -278,7 +276,7 @@ class WriteTurn:
                     os.read(pipe, 1 << 16)
 
     def _end_stopped(self, path: Path) -> None:
-        """Kill who has the lock if that process is stopped."""
+        """Kill the process that has the lock, if it is stopped."""
         pid, now = stopped_holder(path), time.monotonic()
         if pid in (0, os.getpid()):
             self._stopped = (0, 0.0)
@@ -288,8 +286,8 @@ class WriteTurn:
         if now - self._stopped[1] < STOPPED_SECONDS:
             return
         log.error(
-            "process %d was stopped in the middle of a write to the history, which keeps all others from"
-            " writing; it is killed",
+            "killing process %d: it was stopped in the middle of a write to the history and blocks all other"
+            " daemons",
             pid,
         )
         with contextlib.suppress(OSError):
@@ -297,7 +295,7 @@ class WriteTurn:
 
 
 def _open_pipe(path: Path) -> int | None:
-    """None where the file system has none."""
+    """Open the pipe; None if the file system has no pipes."""
     try:
         with contextlib.suppress(FileExistsError):
             os.mkfifo(path, 0o600)
@@ -307,7 +305,7 @@ def _open_pipe(path: Path) -> int | None:
 
 
 def holder_of_lock(path: Path) -> int | None:
-    """The process that has the file locked with `flock`; None if nobody has, or nobody can tell."""
+    """Return the process that has the file locked with `flock`; None if nobody has, or if unknown."""
     try:
         inode = path.stat().st_ino
         for line in LOCKS.read_text().splitlines():
@@ -321,7 +319,7 @@ def holder_of_lock(path: Path) -> int | None:
 
 
 def stopped_holder(path: Path) -> int:
-    """The process that has the file locked and is stopped; 0 if there is none."""
+    """Return the process that has the file locked and is stopped; 0 if there is none."""
     pid = holder_of_lock(path)
     return pid if pid is not None and is_stopped(pid) else 0
 
@@ -329,12 +327,12 @@ def stopped_holder(path: Path) -> int:
 def _is_same(descriptor: Path, path: Path) -> bool:
     try:
         return descriptor.samefile(path)
-    except OSError:  # it was closed, or is no file
+    except OSError:  # the descriptor was closed, or is no file
         return False
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process was stopped by a signal or a debugger."""
+    """Return whether a signal or a debugger has stopped the process."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
     except OSError:
@@ -343,17 +341,17 @@ def is_stopped(pid: int) -> bool:
 
 
 def refuse_network(folder: Path) -> None:
-    """StoreError on a file system that other hosts may have: SQLite's locks and the file -shm are local."""
+    """Raise StoreError on a network file system: SQLite's locks and the -shm file are local to one host."""
     kind = file_system(folder)
     if kind in NOT_LOCAL or kind == "fuse" or kind.startswith("fuse."):
         raise StoreError(
-            f"--store: {folder} is on {kind}; several daemons share a file in SQLite only on a disk of"
-            " their own host. Use postgresql:// to share a history between hosts"
+            f"--store: {folder} is on {kind}, but daemons can share a SQLite file only on a local"
+            " disk of one host. Use postgresql:// to share a history between hosts"
         )
 
 
 def file_system(folder: Path) -> str:
-    """The kind of the file system; empty if that is not known (not on Linux)."""
+    """Return the type of the file system; empty if unknown (not on Linux)."""
     try:
         real = folder.resolve()
         lines = MOUNTS.read_text().splitlines()
@@ -369,16 +367,19 @@ def file_system(folder: Path) -> str:
 
 
 def _lock_either(lock: int, path: Path, *, is_exclusive: bool = False) -> bool:
-    """Lock it exclusively if it is free, else shared unless `is_exclusive`; whether it was free."""
+    """Lock the file exclusively if it is free, otherwise shared. Return whether it was free.
+
+    With `is_exclusive`, never shared: StoreLocked if it does not become free in time.
+    """
     end = time.monotonic() + OPEN_SECONDS_MAX
     while True:
         for how in (fcntl.LOCK_EX,) if is_exclusive else (fcntl.LOCK_EX, fcntl.LOCK_SH):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
                 return how == fcntl.LOCK_EX
-        # By one that is alone yet.
+        # The holder is still alone and will share soon.
         is_shared = not is_exclusive and os.pread(lock, len(SHARED_TEXT), 0) == SHARED_TEXT
-        # Who has just locked it has not written who it is.
+        # A process that has just locked the file may not have written its text yet.
         if time.monotonic() > end - (0 if is_shared else OPEN_SECONDS_MAX - EXCLUSIVE_SECONDS):
             raise StoreLocked(f"the history {path} is in use by {holder_in(lock)}")
         time.sleep(OPEN_PAUSE_SECONDS)

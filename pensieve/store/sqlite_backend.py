@@ -1,4 +1,4 @@
-"""A history in SQLite, in the data folder: its connections, its erasure, and how it is checked."""
+"""A history in SQLite: its connections, erasure and checks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ SCRUB_CACHE_PAGES = 16
 EVERY_ROW = "body > 0"
 EVERY_CHAIN = "message > 0"
 RESERVE_BYTES = 8 * 2**20
-PENDING = "what was deleted is not yet erased from the files of the history, which is tried again"
+PENDING = (
+    "the deleted content is not yet erased from the files of the history; this will be retried"
+)
 
 
 class SqliteBackend:
@@ -58,13 +60,13 @@ class SqliteBackend:
         lease_seconds: float = math.inf,
         num_lanes: int = 1,
     ) -> None:
-        """`shared`: the database is that file, which other daemons have open, too."""
+        """`shared`: the database is that file, which other daemons share."""
         self.num_lanes = num_lanes
-        # SQLite resolves a link, too: its log is beside the file itself.
+        # SQLite resolves links, too, and keeps its log beside the real file.
         self.path = folder.database_path if shared is None else shared.path
         self.path = self.path.resolve() if self.path.is_symlink() else self.path
         self._shared = shared
-        # Half of the lease: a stopped writer is killed before the leases of those that wait have expired.
+        # Half of the lease: a stopped writer is killed before the leases of the waiting daemons expire.
         self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
         self._busy_timeout_seconds = busy_timeout_seconds
         kind = WriterConnection if num_lanes == 1 else SharedCommits
@@ -93,7 +95,7 @@ class SqliteBackend:
             self._shared.share()
 
     def beside(self) -> WriterConnection:
-        """For leases."""
+        """Return a connection for leases."""
         return WriterConnection(
             self.path,
             lambda db: None,
@@ -105,7 +107,7 @@ class SqliteBackend:
         )
 
     def close(self) -> None:
-        self._reserve.release()  # the last checkpoint may need the space
+        self._reserve.release()  # the final checkpoint may need the space
         self.writer.close()
 
     def release(self, *, clean: bool) -> None:
@@ -113,14 +115,18 @@ class SqliteBackend:
             self._shared.close(clean=clean)
 
     def give_up(self) -> None:
-        """What is open is closed with the last reference to it; a checkpoint may be what failed."""
+        """Close a shared file.
+
+        An exclusive one closes with the last reference to the connection: its checkpoint may be what
+        failed.
+        """
         if self._shared is not None:
             with contextlib.suppress(PensieveError):
                 self.writer.close()
             self._shared.close(clean=False)
 
     def snapshots(self) -> Snapshots:
-        """For reads beside the writer."""
+        """Return a connection for reads beside the writer."""
         return Snapshots(self.path, self.writer.driver, self.writer.limit.seconds)
 
     def scrub(self) -> Scrub:
@@ -130,21 +136,21 @@ class SqliteBackend:
         return verify.verify(self.path, self.writer.driver, conversation_id, tenant)
 
     def integrity_check(self) -> list[str]:
-        """SQLite's own check of every page and index."""
+        """Run SQLite's check of every page and index."""
         return verify.integrity_check(self.path, self.writer.driver)
 
 
 class Snapshots:
-    """Reads beside the writer, each of what was committed when it began; in one thread at a time.
+    """Reads beside the writer. Each sees the state that was committed when it began. One thread at a time.
 
-    The connection stays open, since there may be no file descriptor for another one; after an error it is
-    opened anew.
+    The connection stays open, because a file descriptor for another one may not be available. It is
+    reopened after an error.
     """
 
     def __init__(
         self, path: Path, driver: Any, seconds: float = math.inf, cache_pages: int | None = None
     ) -> None:
-        """`seconds`: that a read may take."""
+        """`seconds`: time limit of a read."""
         self._limit = TimeLimit(seconds)
         self._path = path
         self._driver = driver
@@ -169,7 +175,8 @@ class Snapshots:
             if self._conn is not None and self._conn.in_transaction:
                 try:
                     self._conn.execute("ROLLBACK")
-                except self._driver.Error:  # what was read is right; the next read opens it anew
+                # the data is right; the next read reopens the connection
+                except self._driver.Error:
                     self.close()
 
     def close(self) -> None:
@@ -180,34 +187,37 @@ class Snapshots:
 
 
 def scrub_of_files(path: Path, driver: Any) -> Scrub:
-    """What is read twice comes from the system's cache, if from any."""
-    return Scrub(Snapshots(path, driver, cache_pages=SCRUB_CACHE_PAGES), OF_SQLITE)
+    """Return a scrub with a small page cache, so that it reads the files and not its own memory."""
+    return Scrub(Snapshots(path, driver, cache_pages=SCRUB_CACHE_PAGES), SQLITE_WALKS)
 
 
 class Erasure(ErasureSteps):
     """Removes deleted content from the files, beyond what the deleting transaction does.
 
-    Three copies outlast that transaction, or might:
+    Three copies may outlive that transaction:
 
-        copies              a migration copies the database first; a deletion removes such copies before it
-                            commits, so none of them ever holds what is deleted
-        the write-ahead     holds pages as they were, until it is truncated; that is *pending* from before the
-        log                 commit until it has succeeded, and is tried after the commit, by each step and by
-                            the next deletion.  It fails while another connection reads the log, or the disk
-                            is full
-        the file            wiped bodies contain nothing, but waste space (compaction.py)
+        copies              A migration first copies the database. A deletion removes such copies before it
+                            commits, so none of them ever holds deleted content.
+        the write-ahead     It holds old versions of pages until it is truncated. From before the commit
+            until a
+        log                 truncation has succeeded, the erasure is *pending*. It is tried after the
+            commit, by
+                            each step and by the next deletion. It fails while another connection reads the
+                                log,
+                            or while the disk is full.
+        the file            Wiped bodies contain nothing, but waste space (compaction.py).
 
-    On a full disk a deletion takes the space of the reserve, and the file is shortened at once.
+    On a full disk, a deletion takes the space of the reserve, and the file is shortened at once.
 
-    A backup (backup.py) is kept somewhere else and keeps what is deleted until it is dropped.  While the
-    database is copied for it, the log cannot be truncated.  A slow or broken folder holds up nothing here.
+    A backup (backup.py) is stored elsewhere and keeps deleted content until it is dropped. While a backup
+    copies the database, the log cannot be truncated. A slow or broken backup folder blocks nothing here.
 
-    What is pending is remembered by the log itself: a clean close leaves it empty, so a log that is there
+    The log itself records that an erasure is pending. A clean close leaves it empty. So a log that exists
     when the history is opened may contain anything, and is truncated then or by the first step that can.
 
-    Where several daemons have the file, a daemon that dies leaves a log that others use.  So the one that
-    cleans up truncates the log every TIDY_SECONDS, whatever it contains (`tidy`).  It alone compacts, too.
-    The space of the reserve is of all daemons: whoever deletes on a full disk gives it up.
+    If several daemons share the file, a daemon that dies leaves a log that the others use. So the
+    housekeeper truncates the log every TIDY_SECONDS, whatever it contains (`tidy`). Only the housekeeper
+    compacts. All daemons share the reserve: a deletion on a full disk frees it.
     """
 
     def __init__(
@@ -217,16 +227,16 @@ class Erasure(ErasureSteps):
         reserve: Reserve,
         housekeeper: Housekeeper,
     ) -> None:
-        # Those that came, and of them those that were erased.  A deletion counts before its commit, in a
-        # transaction of its own, so what was counted when the log is truncated is no longer in the log.
+        # Counts of deletions and of erased deletions. A deletion counts before its commit, in its own
+        # transaction. So once the log is truncated, no deletion that was counted before is in the log.
         self._num_deletions, self._num_erased = int(writer.has_journal()), 0
         self._counting = threading.Lock()
-        self._deleting = threading.Lock()  # the reserve is for one deletion after the other
+        self._deleting = threading.Lock()  # one deletion at a time uses the reserve
         self._writer = writer
         self._housekeeper = housekeeper
         self._reserve = reserve
         self._compact_bytes_min = compact_bytes_min
-        self._compaction: Compaction | None = None  # while a pass goes on
+        self._compaction: Compaction | None = None  # during a pass
 
     @property
     def pending(self) -> bool:
@@ -252,7 +262,7 @@ class Erasure(ErasureSteps):
                 if not self._reserve.release():
                     raise
             with contextlib.suppress(StoreUnavailable):
-                self._writer.truncate_journal()  # it may take as much again
+                self._writer.truncate_journal()  # the second try may need as much space
             return delete()
 
     def has_room(self) -> bool:
@@ -278,12 +288,12 @@ class Erasure(ErasureSteps):
             raise ErasurePending(f"{PENDING}: another program reads them")
         with self._counting:
             self._num_erased = max(self._num_erased, num_deletions)
-        with contextlib.suppress(StoreUnavailable):  # the next deletion looks again
+        with contextlib.suppress(StoreUnavailable):  # the next deletion checks again
             self._look(is_urgent=not self._reserve.is_kept)
 
     def resume(self) -> None:
         self._reserve.refill()
-        with contextlib.suppress(PensieveError):  # whatever goes wrong is left to the steps
+        with contextlib.suppress(PensieveError):  # later steps retry
             self.finish()
             self._look()
 
@@ -292,11 +302,11 @@ class Erasure(ErasureSteps):
             self.finish()
         elif self._compaction is not None and not self._compaction.step():
             self._compaction = None
-            self._writer.truncate_journal()  # only then the file becomes shorter
+            self._writer.truncate_journal()  # only this shortens the file
         return self.due
 
     def _look(self, *, is_urgent: bool = False) -> None:
-        """Begin a pass if the file wastes enough space."""
+        """Begin a compaction pass if the file wastes enough space."""
         if self._compaction is None and self._housekeeper.is_ours:
             phase = first_phase(self._writer, self._compact_bytes_min, is_urgent=is_urgent)
             if phase is not CompactionPhase.REST:
@@ -304,9 +314,9 @@ class Erasure(ErasureSteps):
 
 
 class Reserve:
-    """A file that keeps a few MiB of the disk, so that conversations can be deleted when the disk is full.
+    """A file that reserves a few MiB of the disk, so that conversations can be deleted when the disk is full.
 
-    A deletion writes to the write-ahead log before it gives any space back.
+    A deletion writes to the write-ahead log before it frees any space.
     """
 
     def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:
@@ -318,7 +328,7 @@ class Reserve:
         return self._path.exists()
 
     def release(self) -> bool:
-        """Give the space up; returns whether there was any."""
+        """Free the space. Return whether there was any."""
         try:
             self._path.unlink()
         except OSError:
@@ -326,7 +336,7 @@ class Reserve:
         return True
 
     def refill(self) -> bool:
-        """Keep the space if a quarter more stays free; returns whether there is room."""
+        """Reserve the space if another quarter of it stays free. Return whether there is room."""
         try:
             disk = os.statvfs(self._path.parent)
             free = disk.f_bavail * disk.f_frsize
@@ -354,14 +364,14 @@ class Reserve:
             os.close(descriptor)
 
 
-# -- what a scrub walks through: conversations and their index, bodies, each row of each index, the rest --
+# -- the walks of a scrub: conversations and their index, bodies, each row of each index, the rest --
 
 
 class Index(NamedTuple):
     table: str
     name: str
     columns: tuple[str, ...]
-    where: str = EVERY_ROW  # what is true of each row that is in it
+    where: str = EVERY_ROW  # condition of the rows in the index
 
 
 INDEXES = (
@@ -398,7 +408,7 @@ SMALL_TABLES = (
     "sqlite_sequence",
     "sqlite_schema",
     "_sqlite_migrations",
-    "_sqlite_migrations WHERE migration_set = 'pensieve'",  # by its index
+    "_sqlite_migrations WHERE migration_set = 'pensieve'",  # reads its index
 )
 
 
@@ -425,7 +435,7 @@ def _conversations(conn: Connection, after: int, problems: list[str]) -> int | N
 def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) -> int | None:
     table, name, columns, where = index
     key = KEYS[table]
-    if where != EVERY_ROW:  # it may be empty, so that no row leads to it
+    if where != EVERY_ROW:  # if the index is empty, no row below reads it
         conn.execute(
             f"SELECT {key} FROM {table} INDEXED BY {name} WHERE {where} LIMIT 1"
         ).fetchall()
@@ -445,7 +455,7 @@ def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) ->
 
 
 def _owners(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """Read them; they have no index."""
+    """Read the rows; they have no index."""
     last: int | None = conn.execute(
         "SELECT max(conversation), sum(session), sum(epoch) FROM (SELECT * FROM owners"
         " WHERE conversation > ? ORDER BY conversation LIMIT ?)",
@@ -461,4 +471,4 @@ WALKS: tuple[Walk, ...] = (
     *(partial(_indexed, index) for index in INDEXES),
     partial(read_tables, SMALL_TABLES),
 )
-OF_SQLITE = Walks(WALKS, _num_steps)
+SQLITE_WALKS = Walks(WALKS, _num_steps)

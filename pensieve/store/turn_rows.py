@@ -1,4 +1,4 @@
-"""SQL of turns, as functions on a connection; see conversation_rows.py."""
+"""SQL of turns, as functions on a connection. See conversation_rows.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 class TurnRow(NamedTuple):
-    """A stored turn, with its conversation's row number and what identifies its request's content."""
+    """A stored turn, its conversation's row number, and the hash of its request's content."""
 
     conversation: int
     content_hash: str
@@ -87,21 +87,21 @@ def _turn(row: Any) -> TurnRow:
 
 
 class TurnProgress(NamedTuple):
-    """What `finish_turn` needs to know of a turn."""
+    """The data that `finish_turn` needs."""
 
     conversation: int
     state: StoredTurnState
-    revision: int | None  # the one it made, if it has ended
+    revision: int | None  # the revision that it created, if it has ended
     conversation_revision: int
     tenant: str
-    end: tuple[int, int]  # of the history before it: how many messages and tokens there are
+    end: tuple[int, int]  # messages and tokens of the history before the turn
     attempt: int
     owner: int | None  # the session that has the conversation
-    messages: tuple[tuple[int, int], ...]  # of the turn: (message, tokens)
+    messages: tuple[tuple[int, int], ...]  # the turn's messages: (message, tokens)
 
 
 class TurnFence(NamedTuple):
-    """Who may end a turn."""
+    """The data that decides who may end a turn."""
 
     state: StoredTurnState
     attempt: int
@@ -128,7 +128,7 @@ def find_by_idempotency_key(conn: Connection, tenant: str, request_id: str) -> K
 
 
 def idempotency_key(tenant: str, request_id: str) -> bytes:
-    """The column of this name: a request with an Idempotency-Key is known in all of its tenant."""
+    """Return the column of this name. A request with an Idempotency-Key is unique within its tenant."""
     return tenant_key(tenant, digest("request", request_id))
 
 
@@ -211,12 +211,12 @@ def insert_turn(
 
 
 def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
-    """None of a request that is known by its conversation and its request_id alone."""
+    """Return the key, or None for a request without an Idempotency-Key."""
     return idempotency_key(tenant, request.request_id) if request.history_digest else None
 
 
 def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) -> None:
-    """Begin an interrupted or failed turn again with its seed; its old messages are wiped."""
+    """Begin an interrupted or failed turn again with its seed. Its old messages are wiped."""
     bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
     wipe_bodies(conn, tenant, (body for (body,) in bodies))
     conn.execute("DELETE FROM messages WHERE turn_id = ?", (turn_id,))
@@ -285,7 +285,7 @@ def interrupt_turn(conn: Connection, turn_id: int, now: float) -> None:
 
 
 def running_turns(conn: Connection, session: int) -> list[int]:
-    """Those of the conversations that a session has."""
+    """Return the running turns of the conversations that a session owns."""
     found = conn.execute(
         "SELECT t.turn_id FROM turns t JOIN owners o USING (conversation)"
         " WHERE t.state = 'running' AND o.session = ?",
@@ -295,7 +295,7 @@ def running_turns(conn: Connection, session: int) -> list[int]:
 
 
 def runs_elsewhere(conn: Connection, turn_id: int, session: int) -> bool:
-    """Whether the turn's conversation belongs to another session, which has not ended or expired."""
+    """Return whether another live session owns the turn's conversation."""
     row = conn.execute(
         "SELECT 1 FROM turns t JOIN owners o USING (conversation) JOIN sessions s USING (session)"
         " WHERE t.turn_id = ? AND o.session <> ?"
@@ -306,14 +306,14 @@ def runs_elsewhere(conn: Connection, turn_id: int, session: int) -> bool:
 
 
 def insert_logprobs(conn: Connection, tenant: str, turn_id: int, logprobs: bytes) -> None:
-    """Those of the reply of a turn: a body of their own, which only a replay reads."""
+    """Store the logprobs of a turn's reply in a separate body, which only a replay reads."""
     if logprobs:
         body = insert_packed_body(conn, tenant, b"", logprobs)
         conn.execute("UPDATE turns SET logprobs = ? WHERE turn_id = ?", (body, turn_id))
 
 
 def read_logprobs(conn: Connection, turn_id: int) -> bytes:
-    """As they were inserted; empty where there are none."""
+    """Return the stored logprobs; empty if there are none."""
     row = conn.execute(
         "SELECT b.crc, b.private, b.tokens FROM turns t LEFT JOIN bodies b ON b.body = t.logprobs"
         " WHERE t.turn_id = ? AND t.logprobs IS NOT NULL",
@@ -323,7 +323,7 @@ def read_logprobs(conn: Connection, turn_id: int) -> bytes:
 
 
 def wipe_logprobs(conn: Connection, tenant: str, turn_id: int) -> None:
-    """When the request is forgotten, and when the reply is tokenized again: then they are of other tokens."""
+    """Wipe the logprobs: the request is forgotten, or the reply was tokenized again and they do not match."""
     found = conn.execute(
         "SELECT logprobs FROM turns WHERE turn_id = ? AND logprobs IS NOT NULL", (turn_id,)
     ).fetchall()

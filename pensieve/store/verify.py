@@ -1,10 +1,10 @@
-"""Checks that the records of a history agree with each other: all at once (`verify`) or in steps (`Scrub`).
+"""Check that the records of a history agree: all at once (`verify`) or in steps (`Scrub`).
 
-For each conversation: positions count from 0, messages tile the log, every record passes its checksum
-and has the number of token ids that it states, revisions do not fall and do not exceed the
-conversation's, and a turn that has finished is in the history as a whole or not at all.  For the store: at
-most one turn of a conversation is running, every message and every body is held by something, nothing
-refers to a missing row, and what each tenant stores is counted right.
+For each conversation: positions count from 0, messages cover the log without gaps, every record passes its
+checksum and has the stated number of token ids, revisions do not fall and do not exceed the conversation's,
+and a finished turn is in the history completely or not at all. For the whole store: at most one turn of a
+conversation is running, every message and body is held by something, nothing refers to a missing row, and
+the byte counters of tenants are right.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 PROBLEMS_MAX = 100
-KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}  # of the tables that a scrub walks through
+KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}  # tables that a scrub walks through
 ROWS = 256
 BODIES_BYTES = 256 * 2**10
-Walk = Callable[["Connection", int, list[str]], "int | None"]  # from a key on; returns the last one
+# reads from a key on; returns the last key, or None at the end
+Walk = Callable[["Connection", int, list[str]], "int | None"]
 
 
 def verify(
     path: Path, driver: Any, conversation_id: str | None, tenant: str, *, immutable: bool = False
 ) -> list[str]:
-    """The problems found, at most PROBLEMS_MAX sentences; none if all is well."""
+    """Return at most PROBLEMS_MAX problems; empty if all is well."""
     opened = partial(read_only, path, driver, immutable=immutable)
     return verified(opened, conversation_id, tenant)
 
@@ -44,7 +45,7 @@ def verified(
     conversation_id: str | None,
     tenant: str,
 ) -> list[str]:
-    """The same, over any connection that reads."""
+    """Like `verify`, over any connection that reads."""
     problems: list[str] = []
     try:
         with opened() as conn:
@@ -59,7 +60,7 @@ def verified(
 
 
 def integrity_check(path: Path, driver: Any, *, immutable: bool = False) -> list[str]:
-    """The problems that SQLite finds in its pages, indices and foreign keys."""
+    """Return the problems that SQLite finds in pages, indices and foreign keys."""
     try:
         with read_only(path, driver, immutable=immutable) as conn:
             found = conn.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})").fetchall()
@@ -85,7 +86,7 @@ def verify_conversation(conn: Connection, number: int, problems: list[str]) -> N
     try:
         name = f"conversation {conversation_rows.conversation_numbered(conn, number).conversation_id!r}"
     except NotFound:
-        return  # deleted since
+        return  # deleted meanwhile
     except StoreCorrupt as error:
         problems.append(str(error))
         return
@@ -94,7 +95,7 @@ def verify_conversation(conn: Connection, number: int, problems: list[str]) -> N
         position, revision, first_token, made, present, num_tokens, crc, private, tokens = row
         at = f"{name}, message {position}"
         if position != next_position:
-            problems.append(f"{at}: the one before it is missing")
+            problems.append(f"{at}: the message before it is missing")
         if num_tokens is None:
             problems.append(f"{at}: does not exist")
             return
@@ -117,19 +118,19 @@ def verify_conversation(conn: Connection, number: int, problems: list[str]) -> N
 
 
 class Walks(NamedTuple):
-    """What a database has to look at, one after the other, and how many steps that takes."""
+    """The steps of a scrub for one kind of database, and an estimate of their number."""
 
     walks: tuple[Walk, ...]
-    num_steps: Callable[[Connection], int]  # about so many, rather more than fewer
+    num_steps: Callable[[Connection], int]  # an estimate, rather too high
 
 
 class Scrub:
-    """Reads the whole history bit by bit, so that damage is found where nobody has looked for months.
+    """Reads the whole history in small steps, to find damage in data that nobody has read for months.
 
-    A step is one short read transaction of its own (a snapshot of `reads`), so that it keeps no deletion
-    waiting.  It takes a few milliseconds: a conversation is no longer than the model's context.  Whatever the
-    database cannot read (StoreCorrupt) is a problem like others.  The position is not remembered: a new
-    process begins anew.  One thread at a time.
+    A step is one short read transaction (a snapshot of `reads`), so that it delays no deletion. It takes a
+    few milliseconds, because a conversation is no longer than the model's context. Unreadable data
+    (StoreCorrupt) is reported as a problem. The position is not stored: a new process starts over. One
+    thread at a time.
     """
 
     def __init__(self, reads: Reads, walks: Walks) -> None:
@@ -140,7 +141,7 @@ class Scrub:
         self._after = 0
 
     def num_steps(self) -> int:
-        """About so many a pass has now."""
+        """Return the approximate number of steps of a pass."""
         try:
             with self._reads.snapshot() as conn:
                 return self._num_steps(conn)
@@ -148,7 +149,7 @@ class Scrub:
             return len(self._walks)
 
     def step(self) -> list[str]:
-        """Look at a little; returns the problems found there."""
+        """Take one step. Return the problems found."""
         problems: list[str] = []
         try:
             with self._reads.snapshot() as conn:
@@ -168,7 +169,7 @@ class Scrub:
 
 
 def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """The next one."""
+    """Check the next conversation."""
     number: int | None = conn.execute(
         "SELECT min(conversation) FROM conversations WHERE conversation > ?", (after,)
     ).fetchone()[0]
@@ -178,7 +179,7 @@ def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> i
 
 
 def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """A few of the next ones."""
+    """Check the next few bodies."""
     lengths = conn.execute(
         "SELECT body, coalesce(length(private) + length(tokens), 0) FROM bodies WHERE body > ?"
         " ORDER BY body LIMIT ?",
@@ -203,14 +204,14 @@ def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | N
 def read_tables(
     tables: Sequence[str], conn: Connection, after: int, problems: list[str]
 ) -> int | None:
-    """All of their rows, which are few."""
+    """Read all rows of small tables."""
     for table in tables:
         conn.execute(f"SELECT * FROM {table}").fetchall()
     return None
 
 
 def highest_keys(conn: Connection) -> dict[str, int]:
-    """By table."""
+    """Return the highest key of each table."""
     return {
         table: conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()[0]
         for table, key in KEYS.items()
@@ -226,7 +227,7 @@ HISTORY_QUERY = """
     WHERE h.conversation = ? ORDER BY h.position
 """
 
-# (turn, sentence) for each turn of a conversation that contradicts its messages.
+# (turn, sentence) for each turn that contradicts its messages.
 TURN_QUERY = """
     WITH made AS (
         SELECT t.turn_id, t.state, t.revision, c.revision AS present, c.conversation,

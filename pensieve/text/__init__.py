@@ -1,12 +1,12 @@
-"""Text to tokens and back, exactly; no torch.
+"""Convert text to tokens and back, exactly. Needs no torch.
 
-    messages ──ChatTemplate──> TemplateText ──Tokenizer──> TemplateDelta: ids that are appended to the log
+    messages ──ChatTemplate──> TemplateText ──Tokenizer──> TemplateDelta: ids to append to the log
     sampled ids ──Detokenizer──> text ──StopMatcher──> text that may be sent
-                                      ──ReplyPieces──> thinking, text, calls of tools
+                                      ──ReplyPieces──> thinking, text, tool calls
 
-`Tokenizer` is a folder in the Hugging Face layout, `ChatTemplate` turns new messages into the tokens
-that follow a log without looking at the log, `TemplateText` keeps a client's text from becoming control
-tokens, and `probe` finds what a template would do to earlier turns if they were rendered again.
+`Tokenizer` reads a folder in the Hugging Face layout. `ChatTemplate` turns new messages into the tokens
+that follow a log, without reading the log. `TemplateText` keeps a client's text from becoming control
+tokens. `probe` finds what a template would change in earlier turns if it rendered them again.
 """
 
 from pensieve.text.detokenizer import Detokenizer

@@ -2,19 +2,23 @@
 
     form            a reply with calls
     hermes          text <tool_call> {"name": …, "arguments": …} </tool_call> text …
-    llama           {"name": …, "parameters": …}; {"name": …, …}        from its beginning
+    llama           {"name": …, "parameters": …}; {"name": …, …}        from the reply's beginning
     mistral_list    text [TOOL_CALLS] [{"name": …, "arguments": …}, {…}]
     mistral_named   text [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]name[ARGS]{…}
 
-What is wanted for is JSON: the `form`; `tools`, those that may be called, each with its `name`, a `schema`
-(null: any object) and whether that is followed only as far as it can be (`is_lenient`); `must`, that the
-reply is a call; `single`, that it is one at most; `reply`, the kind and text of a constraint that a reply
-without calls follows, or null.
+The input is JSON:
 
-**The mark decides.**  Text is free as long as no mark of a call stands in it; behind a mark nothing but a
-call of these tools can follow.  A mark that is a control token of the model counts as that token, and text
-that only looks like it stays text, as it does in tool_calls/styles.py.  A reply of Llama's form is a call or
-text by its first character.  Where nothing closes the part that a mark has opened, no text follows a call.
+    form      one of the forms above
+    tools     the tools that may be called, each with `name`, `schema` (null: any object), and `is_lenient`
+              (keywords of the schema that cannot be enforced are ignored)
+    must      the reply has to be a call
+    single    the reply has at most one call
+    reply     kind and text of a constraint on a reply without calls, or null
+
+**The mark decides.** Text is free until a mark of a call comes. After a mark, only a call of these tools
+can follow. If the mark is a control token, only that token counts, and text that looks like the mark stays
+text, as in tool_calls/styles.py. In Llama's form, the reply's first character decides between call and
+text. If nothing closes the part that a mark opened, no text follows a call.
 """
 
 from __future__ import annotations
@@ -35,16 +39,16 @@ TEXT: /(.|\n)*/
 UNMARKED: /[\s\x1c-\x1f]*([^{<\s\x1c-\x1f](.|\n)*|<([^|](.|\n)*)?)?/
 GAP: /[ \t\r\n]{0,8}/
 W: /[ ]?(\n[ ]{0,20})?/
-"""  # UNMARKED: text that cannot begin a call of Llama's form
+"""  # UNMARKED: text that cannot begin a call in Llama's form
 
-RuleOf = Callable[[str, str], str]  # the right side of a rule, of a kind and its text
-SchemaRule = Callable[[Mapping[str, Any], bool], str]  # the same, of a schema that may be lenient
+RuleOf = Callable[[str, str], str]  # from a kind and its text to the right side of a rule
+SchemaRule = Callable[[Mapping[str, Any], bool], str]  # from a schema and whether it is lenient
 
 
 def calls_grammar(
     text: str, token_id: Callable[[str], int | None], rule_of: RuleOf, schema_rule: SchemaRule
 ) -> str:
-    """Lark; ValueError where a tool cannot be called in this form."""
+    """Return the grammar in Lark's form. Raises ValueError if a tool cannot be called in this form."""
     wanted = json.loads(text)
     return _Grammar(wanted, token_id, rule_of, schema_rule).text()
 
@@ -83,7 +87,7 @@ class _Grammar:
         return "\n".join([f"start: {start}", *self._rules, OWN_TERMS])
 
     def _marked(self, mark: str, call: str, *, may_repeat: bool) -> tuple[str, str]:
-        """Free text, and what has calls, of families that begin each with a mark."""
+        """Return rules for free text and for calls, if a mark begins each call."""
         many = may_repeat and not self._single
         is_alone = self._must or self._reply is not None
         known, call = self._token_id(mark), self._rule("call", call)
@@ -104,7 +108,7 @@ class _Grammar:
 
     @property
     def _is_closed(self) -> bool:
-        """Whether the text behind a call is outside of the part that its mark has opened."""
+        """Whether text after a call is outside the part that the call's mark opened."""
         if self._form is not CallForm.HERMES:
             return False
         return self._token_id(OPENING) is None or self._token_id(CLOSING) is not None
@@ -129,14 +133,14 @@ class _Grammar:
         for number, tool in enumerate(self._tools):
             name = tool["name"]
             if re.search(r"[\s\[{]", name) or not 1 <= len(name) <= NAME_CHARACTERS_MAX:
-                raise ValueError(f"a call of {name[:80]!a} cannot be written by this model")
+                raise ValueError(f"this model cannot write a call of {name[:80]!a}")
             choices.append(
                 f"{_literal(name)} {self._mark(ARGUMENTS_MARK)} {self._arguments(number)}"
             )
         return f"({' | '.join(choices)})"
 
     def _object(self, member: str) -> str:
-        """A rule for the object that is a call; white space around it belongs to it."""
+        """Return a rule for the object that is a call, with the white space around it."""
         choices = []
         for number, tool in enumerate(self._tools):
             name, key = json.dumps(tool["name"], ensure_ascii=False), json.dumps(member)
@@ -165,5 +169,5 @@ def _literal(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As a regular expression between slashes."""
+    """Escape the text for a regular expression between slashes."""
     return re.escape(text).replace("/", "\\/")

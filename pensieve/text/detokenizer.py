@@ -1,9 +1,8 @@
-"""From tokens to text, one token at a time.
+"""Decode a reply one token at a time.
 
-Each token stands for a string of bytes (`Tokenizer.piece`), so a reply is a stream of bytes, and its
-complete UTF-8 characters are released as they arrive.  All released text and the flush together equal
-`Tokenizer.decode` of all the ids, whatever the ids are; special tokens and ids beyond the vocabulary have
-no text.  A push costs two lookups.
+Each token stands for a string of bytes (`Tokenizer.piece`). Complete UTF-8 characters are released as they
+arrive. All released text together equals `Tokenizer.decode` of all ids, whatever the ids are. Special
+tokens and ids beyond the vocabulary have no text. A push costs two lookups.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The state of one reply: the bytes of an incomplete character."""
+    """Decode one reply. Holds the bytes of an incomplete character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_first: bool = True) -> None:
+        """`is_first`: no text comes before; some tokenizers then drop the first token's space."""
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = True
+        self._first = is_first
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, most often its own."""
+        """Return the text that this token completes, usually its own."""
         if self._tokenizer.is_silent(token_id):
             return ""
         piece = self._tokenizer.piece(token_id, first=self._first)
@@ -30,5 +30,5 @@ class Detokenizer:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """The rest of the text at the end of the reply: U+FFFD if a character is incomplete."""
+        """End the reply; return U+FFFD if a character is incomplete, else nothing."""
         return self._utf8.decode(b"", final=True)

@@ -1,23 +1,23 @@
-"""Grammars over a tokenizer's vocabulary, by llguidance: which tokens may come next in a reply.
+"""Compile grammars over a tokenizer's vocabulary with llguidance, to say which tokens may come next.
 
     kind, text ──grammar_of──> a grammar of llguidance ──compile──> Matcher: consume tokens, ask for masks
 
-A matcher works on the bytes that our own tokenizer gives each token, so what it accepts is what the
-detokenizer writes.  Control tokens have no bytes: only a grammar that names one lets it through.  (Where a
-tokenizer drops a space in front of a reply's first token, that space is one to the grammar.)
+A matcher works on the bytes that our tokenizer gives each token, so it accepts exactly what the detokenizer
+writes. Control tokens have no bytes: only a grammar that names a control token allows it. (If a tokenizer
+drops a space before a reply's first token, the grammar still sees that space.)
 
-White space between the parts of JSON is a line end and at most WHITE_SPACES_MAX spaces: enough to indent, and
-an unsure model cannot write spaces until its reply is as long as it may be.
+White space between the parts of JSON is a line end and at most WHITE_SPACES_MAX spaces. That is enough to
+indent, and keeps an unsure model from writing spaces up to the length limit.
 
-What can only go on in one way is still sampled token by token (`NO_FORCING`): the package would look for all
-of it at once, in time and memory that no fuel bounds.
+Text with only one continuation is still sampled token by token (`NO_FORCING`). The package would compute
+all of it at once, in time and memory that no fuel bounds.
 
-**Bounds.**  Fuel limits what is built from a grammar and what one step may cost, in units of work, so what
-runs on one machine runs on every other one; core/constraint.py bounds the text first.  Whatever is wrong
-is a `GrammarError` with a short text.  Compiled matchers are kept, COMPILED_MAX of them, and handed out as
-copies, so that what a turn does with its matcher depends on its own tokens alone.
+**Bounds.** Fuel limits the work of building a grammar and of one step, in units of work, so that a grammar
+that works on one machine works on every machine. core/constraint.py bounds the text first. Every error is a
+`GrammarError` with a short text. COMPILED_MAX compiled matchers are kept and handed out as copies, so a
+turn's matcher depends only on that turn's tokens.
 
-Any thread may compile; a matcher belongs to one turn.
+Any thread may compile. A matcher belongs to one turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEP_FUEL = 100_000  # 7 ms
 STEP_ITEMS_MAX = 50_000  # 3 ms
 ROW_ITEMS_MAX = 5_000
 GRAMMAR_SYMBOLS_MAX = 100_000
-LEXER_STATES_MAX = 10_000  # of 1 to 2 kB, in each matcher
+LEXER_STATES_MAX = 10_000  # in each matcher, 1 to 2 kB each
 EXTRA = ("grammar", "llguidance", "A reply that follows a grammar")
 OPTION = "%llguidance"
 NO_FORCING = f'{OPTION} {{"no_forcing": true}}'
@@ -60,7 +60,7 @@ class GrammarError(Exception):
 
 
 class Vocabulary(Protocol):
-    """What is needed of a `Tokenizer`."""
+    """The part of `Tokenizer` that grammars need."""
 
     vocab_size: int
     control_ids: frozenset[int]
@@ -73,17 +73,17 @@ class Vocabulary(Protocol):
 
 
 class Matcher:
-    """Follows one reply through its grammar."""
+    """Follow one reply through its grammar. Belongs to one turn."""
 
     def __init__(self, native: Any, num_bytes: int) -> None:
         self._native = native
-        self._num_bytes = num_bytes  # of a mask
+        self._num_bytes = num_bytes  # length of a mask
 
     def copy(self) -> Matcher:
         return Matcher(self._native.deep_copy(), self._num_bytes)
 
     def consume(self, token_id: int) -> None:
-        """Go on behind this token, which a mask allowed."""
+        """Advance past this token, which a mask allowed."""
         if not self._native.consume_token(token_id):
             self._raise()
 
@@ -93,9 +93,9 @@ class Matcher:
         return bool(self._native.is_accepting())
 
     def mask(self) -> bytearray:
-        """A bit for each token of the vocabulary, the lowest bit first: whether it may be next.
+        """Return a bit for each token of the vocabulary, lowest bit first: whether it may be next.
 
-        Bits of tokens that end a reply mean nothing.  All are 0 where the grammar takes nothing more.
+        Bits of tokens that end a reply have no meaning. All bits are 0 once the grammar takes nothing more.
         """
         native = self._native
         if native.is_stopped():
@@ -117,25 +117,25 @@ class _Key(NamedTuple):
 
 
 class Grammars:
-    """Compiles for one vocabulary; the package is imported when the first grammar comes."""
+    """Compile grammars for one vocabulary. Imports the package with the first grammar."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._compiled: OrderedDict[_Key, Matcher] = OrderedDict()  # the latest used last
-        self._lock = threading.Lock()  # of what is compiled: never held for long
-        self._loading = threading.Lock()  # of all that is below
+        self._compiled: OrderedDict[_Key, Matcher] = OrderedDict()  # most recently used last
+        self._lock = threading.Lock()  # guards _compiled; never held for long
+        self._loading = threading.Lock()  # guards the fields below
         self._package: ModuleType | None = None
         self._native_vocabulary: Any = None
 
     def prepare(self) -> None:
-        """Import the package and read the vocabulary; ConfigError if it is missing."""
+        """Import the package and read the vocabulary. Raises ConfigError if the package is missing."""
         with self._loading:
             if self._native_vocabulary is None:
                 self._package = need(*EXTRA)
                 self._native_vocabulary = _native(self._package, self._vocabulary)
 
     def matcher(self, kind: str, text: str) -> Matcher:
-        """At the beginning of a reply; GrammarError if it cannot be."""
+        """Return a matcher at the beginning of a reply. Raises GrammarError."""
         if (known := self.known(kind, text)) is not None:
             return known
         compiled = self.compile(kind, text)
@@ -146,7 +146,7 @@ class Grammars:
             return compiled.copy()
 
     def known(self, kind: str, text: str) -> Matcher | None:
-        """The same, if it is at hand."""
+        """Return the matcher if it is compiled already, else None."""
         key = _Key(kind, text)
         with self._lock:
             if (found := self._compiled.get(key)) is None:
@@ -155,7 +155,7 @@ class Grammars:
             return found.copy()
 
     def compile(self, kind: str, text: str) -> Matcher:
-        """Without remembering it."""
+        """Compile a matcher without keeping it. Raises GrammarError."""
         self.prepare()
         package = self._package
         assert package is not None
@@ -171,18 +171,18 @@ class Grammars:
         matcher = Matcher(native, -(-self._vocabulary.vocab_size // 8))
         first = matcher.copy()
         if not any(first.mask()) and not first.is_accepting:
-            raise GrammarError("no reply could begin")
+            raise GrammarError("it allows no reply")
         return matcher
 
 
 def grammar_of(
     package: ModuleType, kind: str, text: str, token_id: Callable[[str], int | None]
 ) -> str:
-    """As llguidance reads it; ValueError if that cannot be."""
+    """Return the grammar in llguidance's form. Raises ValueError."""
     rule_of = partial(_rule_of, package)
     if kind == "grammar":
         if OPTION in text:
-            raise ValueError(f"{OPTION} is not for clients")
+            raise ValueError(f"clients may not set {OPTION}")
         lark = text
     elif kind == "tool_calls":
         lark = calls_grammar(text, token_id, rule_of, _schema_rule)
@@ -193,7 +193,7 @@ def grammar_of(
 
 
 def _rule_of(package: ModuleType, kind: str, text: str) -> str:
-    """The right side of a rule for text of this kind."""
+    """Return the right side of a rule for text of this kind."""
     if kind == "json_object":
         return _schema_rule({"type": "object"})
     if kind == "json_schema":
@@ -207,17 +207,17 @@ def _rule_of(package: ModuleType, kind: str, text: str) -> str:
         return f"/{package.regex_to_lark(text, '')}/"
     if kind == "choice":
         return " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
-    raise ValueError(f"there is no kind {kind!r}")
+    raise ValueError(f"unknown kind {kind!r}")
 
 
 def _schema_rule(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
-    """With our options in the place of the client's; lenient: what is not known there is passed over."""
+    """Return a rule with our options instead of the client's. Lenient: unknown keywords are ignored."""
     options = {**JSON_OPTIONS, "lenient": is_lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def short(message: str) -> str:
-    """The beginning of what the package says, on one line."""
+    """Return the beginning of the package's message, on one line."""
     return one_line(ValueError(message))
 
 
@@ -235,7 +235,7 @@ def _limits(package: ModuleType) -> Any:
 
 
 class _Tokens:
-    """A vocabulary in the form that the package reads."""
+    """The vocabulary in the form that the package reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         ids = range(vocabulary.vocab_size)
@@ -247,12 +247,12 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Texts of a grammar are never turned into tokens, as nothing is forced."""
+        """Return no tokens: nothing is forced, so texts of a grammar are never tokenised."""
         return []
 
 
 def _ends(vocabulary: Vocabulary) -> Iterable[int]:
-    """The package wants a token that ends texts; which one does not matter, as its bit is not looked at."""
+    """Return candidates for the end token that the package requires. Its bit is never read."""
     return vocabulary.eos_token_ids or vocabulary.special_ids or vocabulary.control_ids or {0}
 
 

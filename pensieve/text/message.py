@@ -1,7 +1,7 @@
-"""A message, and the settings that a conversation begins with, checked as they enter.
+"""Messages, and the settings that a conversation begins with, checked as they enter.
 
-Every string that a template will see, at any depth, is a plain `str` that can be written as UTF-8, and
-everything else is a plain JSON value.
+Every string that a template sees, at any depth, is a plain `str` that UTF-8 can express. All other values
+are plain JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pensieve.errors import InvalidArgument
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES_MAX = 4096  # of one turn
-DEPTH_MAX = 64  # of tools, arguments and options
+DEPTH_MAX = 64  # nesting of tools, arguments and options
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call in an assistant message that a client supplies; calls that were sampled stay tokens."""
+    """A tool call in an assistant message that a client supplies. Sampled calls stay tokens."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -37,8 +37,8 @@ class Message:
     thinking: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    name: str | None = None  # of the tool that answers
-    num_characters: int = field(init=False, compare=False, repr=False)  # that a template may write
+    name: str | None = None  # the tool that answers
+    num_characters: int = field(init=False, compare=False, repr=False)  # bounds the template's work
 
     def __post_init__(self) -> None:
         texts = [self.content, self.thinking or "", self.name or ""]  # not yet checked to be text
@@ -50,17 +50,21 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSetting:
-    """What a conversation fixes when it begins: tools, template options, and the date."""
+    """Tools, template options and date, which a conversation fixes when it begins.
+
+    `reply_begins` belongs to one turn: the beginning of the reply, written by the client (prefill).
+    """
 
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     now: datetime = datetime(1970, 1, 1, tzinfo=UTC)
+    reply_begins: str = ""
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call: a mapping that becomes its JSON where a template joins it to text.
+    """The arguments of a tool call: a mapping that becomes JSON if a template joins it to text.
 
-    Some families' templates write `arguments | tojson`, others `'…' + arguments`.
+    Some templates write `arguments | tojson`, others `'…' + arguments`.
     """
 
     def __str__(self) -> str:
@@ -74,7 +78,7 @@ class Arguments(dict[str, Any]):
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:
-    """The value as plain JSON types; `where` names the field in the error."""
+    """Return the value as plain JSON types. `where` names the field in the error."""
     if depth > DEPTH_MAX:
         raise InvalidArgument(where, f"is nested deeper than {DEPTH_MAX}")
     if isinstance(value, str):
@@ -91,7 +95,10 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def plain_text(text: str, where: str) -> str:
-    """Exactly a `str` (no subclass: none of it is the template's) that UTF-8 can express."""
+    """Return a plain `str`, so that none of it counts as the template's text.
+
+    Raises InvalidArgument if UTF-8 cannot express the text.
+    """
     if not isinstance(text, str):
         raise InvalidArgument(where, f"must be text, not {type(text).__name__}")
     try:

@@ -1,8 +1,8 @@
-"""Which part of a reply a token belongs to: thinking, text or a tool call.
+"""Find the part of a reply that a token belongs to: thinking, text or a tool call.
 
-The ids of control tokens decide, never the text, so that no text can pretend to be another part.  A
-control token belongs to the part that it opens or closes.  A reply's `PartMarker` is given the prompt's
-last tokens too, because some templates open the thinking in the generation prompt.
+The ids of control tokens decide, never the text, so no text can pretend to be another part. A control token
+belongs to the part that it opens or closes. A `PartMarker` also reads the prompt's last tokens, because
+some templates open the thinking in the generation prompt.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _OPENING = {
     "<think>": Part.THINKING,
     "[THINK]": Part.THINKING,
     "<tool_call>": Part.TOOL_CALL,
-    "[TOOL_CALLS]": Part.TOOL_CALL,  # closed by the end of the reply
+    "[TOOL_CALLS]": Part.TOOL_CALL,  # the end of the reply closes it
     "<|python_tag|>": Part.TOOL_CALL,  # likewise
     "<|python_start|>": Part.TOOL_CALL,
     "<|tool_call_start|>": Part.TOOL_CALL,
     "<｜tool▁calls▁begin｜>": Part.TOOL_CALL,
 }
-THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # that open and close it
+THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # opening and closing marks
 _CLOSING = (
     *THINKING_MARKS[1],
     *("</tool_call>", "<|python_end|>", "<|tool_call_end|>", "<｜tool▁calls▁end｜>"),
@@ -39,7 +39,7 @@ _CLOSING = (
 
 
 class PartMarker:
-    """Assigns the tokens of one reply, in order, to its parts."""
+    """Assign the tokens of one reply, in order, to parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = ()) -> None:
         self._opening = {
@@ -54,7 +54,7 @@ class PartMarker:
             self.push(token_id)
 
     def push(self, token_id: int) -> Part:
-        """The part that this token belongs to."""
+        """Return the part that this token belongs to."""
         self._part = self._opening.get(token_id, self._part)
         part = self._part
         if token_id in self._closing or token_id in self._ends:

@@ -1,21 +1,21 @@
-"""Cuts a reply into pieces as its tokens come: thinking, text, calls of tools.
+"""Cut a reply into pieces as its tokens come: thinking, text, tool calls.
 
     (text, part) of each token ──push──> Thinking("The user wants …")
                                          Text("I'll look.")
                                          CallBegan(0, "get_weather")  CallArguments(0, '{"city": "Paris"}')
 
-* Thinking comes without the marks around it and without white space there; several runs of it
-  are parted by an empty line.  Text behind thinking has no white space before it.
-* A call begins once its name is known and its arguments have begun; from then on they are passed on as they
-  come.  It is whole, and one of `calls`, when their object has closed.  White space around calls is no text.
-* What looks like a call and is none, because its JSON is malformed, its shape unknown, or its name not among
-  the tools, is text, exactly as it was sampled.
-* A call that breaks off after it began, at a limit of length or at a character that no JSON allows there,
-  stays as it is: begun, not whole, its arguments a beginning.  A reader knows it by its absence from `calls`.
-  What follows in the reply is text.
+* Thinking has no marks and no white space around it. An empty line separates several runs. Text after
+  thinking has no white space before it.
+* A call begins once its name is known and its arguments have begun. The arguments are then passed on as
+  they come. A call is whole, and in `calls`, when their object has closed. White space around calls is
+  dropped.
+* A piece that looks like a call is text, exactly as sampled, if its JSON is malformed, its shape unknown,
+  or its name not among the tools.
+* A call may break off after it began, at a length limit or at a character that JSON does not allow. It
+  stays begun and incomplete: it is missing from `calls`, and the rest of the reply is text.
 
-Pieces of one push that follow each other and are alike are one.  However the text is cut into tokens, all
-pieces together are the same.
+Neighbouring pieces of one kind are joined within a push. All pieces together do not depend on how the text
+is cut into tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ WHITE_CHARACTERS_MAX = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """A piece of what the model thought."""
+    """A piece of the model's thinking."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of what it says."""
+    """A piece of the reply's text."""
 
     text: str
 
@@ -51,10 +51,10 @@ Piece: TypeAlias = Thinking | Text | CallBegan | CallArguments
 
 
 class ReplyPieces:
-    """The state of one reply."""
+    """Cut one reply into pieces."""
 
     def __init__(self, style: CallStyle | None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`style`: None if calls are not looked for; `tools`: the request's, none: any name may be called."""
+        """`style`: None if calls count as text. `tools`: of the request; if empty, any name may be called."""
         self._finder = None if style is None else CallFinder(style, tools)
         self._thinking = TrimmedThinking()
         self._text = TrimmedText()
@@ -62,7 +62,7 @@ class ReplyPieces:
         self._pieces: list[Piece] = []
 
     def push(self, text: str, part: Part) -> list[Piece]:
-        """What a token released, and the part of the reply that it belongs to."""
+        """Add the text that a token released, and the part of the reply that it belongs to."""
         if part is Part.THINKING:
             self._begin_thinking()
             self._add(Thinking(self._thinking.push(text)))
@@ -75,7 +75,7 @@ class ReplyPieces:
         return self._taken()
 
     def end(self) -> list[Piece]:
-        """What was withheld, at the end of the reply."""
+        """Return the withheld pieces, at the end of the reply."""
         self._end_thinking()
         if self._finder is not None:
             self._take(self._finder.interrupt())
@@ -83,7 +83,7 @@ class ReplyPieces:
         return self._taken()
 
     def whole(self, parts: Iterable[tuple[Part, str]]) -> list[Piece]:
-        """Return the pieces of a whole reply, of which nothing was pushed before."""
+        """Return the pieces of a whole reply. Nothing was pushed before."""
         found: list[Piece] = []
         for part, text in parts:
             found += self.push(text, part)
@@ -91,17 +91,17 @@ class ReplyPieces:
 
     @property
     def num_calls(self) -> int:
-        """How many calls have begun."""
+        """The number of calls that have begun."""
         return 0 if self._finder is None else self._finder.calls.num_begun
 
     @property
     def calls(self) -> list[ParsedCall]:
-        """The whole ones, in their order."""
+        """The whole calls, in their order."""
         return [] if self._finder is None else self._finder.calls.whole
 
     @property
     def ends_with_call(self) -> bool:
-        """Whether the reply ends with a whole call and no text behind it; known at its end."""
+        """Whether the reply ends with a whole call and no text after it. Known at the end of the reply."""
         finder = self._finder
         return self._text.ends_with_call and finder is not None and finder.calls.last_is_whole
 
@@ -131,7 +131,7 @@ class ReplyPieces:
             self._pieces.append(piece)
 
     def _taken(self) -> list[Piece]:
-        """The pieces since the last time."""
+        """Return the pieces since the last call."""
         pieces, self._pieces = self._pieces, []
         return merged(pieces)
 
@@ -142,7 +142,7 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _kind(piece: Piece) -> tuple[type, int]:
-    """What pieces that are alike have in common."""
+    """Return a key that neighbours of one kind share."""
     return type(piece), piece.index if isinstance(piece, CallBegan | CallArguments) else 0
 
 
@@ -155,17 +155,17 @@ def _together(run: Sequence[Piece]) -> Piece:
 
 
 class TrimmedText:
-    """The text of a reply, beside its thinking and its calls.
+    """Trim the text of a reply beside its thinking and its calls.
 
-    The first text has no white space before it if thinking or a call came before; there is none before a
-    call, and none at the end behind one.
+    White space is removed before the first text if thinking or a call came before it, before a call, and at
+    the end after a call.
     """
 
     def __init__(self) -> None:
         self._tail = _Tail()
         self._has_begun = False
-        self._is_behind = False  # thinking or a call has come
-        self.ends_with_call = False  # no text has come behind it
+        self._is_behind = False  # thinking or a call came before
+        self.ends_with_call = False  # no text came after the call
 
     def push(self, text: str) -> str:
         if not self._has_begun and self._is_behind:
@@ -177,31 +177,31 @@ class TrimmedText:
         return shown
 
     def thinking(self) -> None:
-        """Thinking comes here."""
+        """Note that thinking comes here."""
         self._is_behind = True
 
     def call(self) -> None:
-        """A call comes here."""
+        """Note that a call comes here."""
         self._tail.withheld = ""
         self._is_behind = self.ends_with_call = True
 
     def end(self) -> str:
-        """The white space at the end of the reply."""
+        """Return the white space at the end of the reply, if it stays."""
         white, self._tail.withheld = self._tail.withheld, ""
         is_dropped = self.ends_with_call or (self._is_behind and not self._has_begun)
         return "" if is_dropped else white
 
 
 class TrimmedThinking:
-    """The thinking of a reply: its runs, each without white space and marks around it, one to a paragraph."""
+    """Trim the thinking of a reply: one paragraph for each run, without white space and marks around it."""
 
     def __init__(self) -> None:
         self._has_begun = False  # an earlier run had text
         self._begin_run()
 
     def _begin_run(self) -> None:
-        self._opening = list(THINKING_MARKS[0])  # that may still come before the run's text
-        self._before = ""  # what may be one of them
+        self._opening = list(THINKING_MARKS[0])  # marks that may still come before the run's text
+        self._before = ""  # text that may be such a mark
         self._is_blank = True  # the run has no text yet
         self._tail = _Tail(THINKING_MARKS[1])
 
@@ -211,7 +211,7 @@ class TrimmedThinking:
         return self._shown(self._tail.push(text)) if text else ""
 
     def end_run(self) -> str:
-        """The rest of a run."""
+        """Return the rest of a run."""
         rest = self._before + self._tail.withheld
         for mark in THINKING_MARKS[1]:
             rest = rest.rstrip().removesuffix(mark)
@@ -220,7 +220,7 @@ class TrimmedThinking:
         return shown
 
     def _without_opening(self, text: str) -> str:
-        """The text from where it can be no mark; it is blank until a character of it is shown."""
+        """Remove white space and opening marks. The run is blank until a character of it is shown."""
         text = (self._before + self._tail.withheld + text).lstrip()
         self._before = self._tail.withheld = ""
         while text and self._opening:
@@ -243,20 +243,19 @@ class TrimmedThinking:
 
 
 class _Tail:
-    """What may be the end of a text that comes in pieces.
+    """Withhold what may be the end of a text that comes in pieces.
 
-    What was passed on cannot be taken back.  So white space, a closing mark and white space behind it are
-    withheld until it is known what follows.  Of each run of white space at most `WHITE_CHARACTERS_MAX`
-    characters are withheld; one that is longer is text.
+    Text that was passed on cannot be taken back. So white space, a closing mark and white space after it are
+    withheld until more text follows. A run of white space above `WHITE_CHARACTERS_MAX` characters is text.
     """
 
     def __init__(self, marks: Sequence[str] = ()) -> None:
         self._marks = marks
-        self._is_flowing = False  # what is withheld goes on a run of white space that was too long
+        self._is_flowing = False  # the withheld white space continues a run that was too long
         self.withheld = ""
 
     def push(self, text: str) -> str:
-        """The text that can be no end."""
+        """Add text; return the text that cannot be the end."""
         text = self.withheld + text
         end = len(text.rstrip())
         length = self._mark_length(text, end)
@@ -270,7 +269,7 @@ class _Tail:
         return text[:start]
 
     def _mark_length(self, text: str, end: int) -> int:
-        """Of a closing mark at the end, or of its beginning if more of it may come."""
+        """Return the length of a closing mark at the end, or of its beginning if more may come."""
         for mark in self._marks:
             for length in range(len(mark), 0 if end == len(text) else len(mark) - 1, -1):
                 if text.endswith(mark[:length], 0, end):

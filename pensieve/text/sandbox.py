@@ -1,9 +1,9 @@
-"""The Jinja sandbox in which chat templates run.  It offers them the functions of `transformers`.
+"""The Jinja sandbox for chat templates, with the functions that `transformers` offers them.
 
-Jinja's immutable sandbox keeps a template from reaching anything but its variables.  Two of Jinja's hooks
-keep track of which characters the template wrote (see template_text.py): the code generator makes every
-constant a `TemplateText`, and the environment's `concat`, which joins all output of the template, its
-macros and its blocks, keeps the marks.
+Jinja's immutable sandbox lets a template reach only its variables. Two of Jinja's hooks track which
+characters the template wrote (see template_text.py). The code generator makes every constant a
+`TemplateText`. The environment's `concat`, which joins all output of templates, macros and blocks, keeps
+the marks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve.text.template_text import concat, written
 
 
 class _MarkingCodeGenerator(CodeGenerator):
-    """Compiles a template so that each of its constants is a `TemplateText`."""
+    """Compile a template so that each of its constants is a `TemplateText`."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         value = node.as_const(frame.eval_ctx)
@@ -45,7 +45,7 @@ class _MarkingCodeGenerator(CodeGenerator):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks replies for training; here it has no effect."""
+    """Accept `{% generation %}`, which marks replies for training. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -73,7 +73,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def options(self, source: str) -> set[str]:
-        """The variables that a template expects: names it never sets, or sets only if they are undefined."""
+        """Return the variables that a template expects: names it never sets, or sets only if undefined."""
         tree = self.parse(source)
         stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
         tested = {
@@ -91,7 +91,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The JSON of a value; unlike Jinja's own filter, `<` is not escaped for HTML."""
+    """Return the JSON of a value. Unlike Jinja's own filter, it does not escape `<` for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

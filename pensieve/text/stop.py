@@ -1,12 +1,12 @@
-"""Finds stop strings in a text that arrives in pieces.
+"""Find stop strings in a text that arrives in pieces.
 
-The match that counts is the one that is *complete first*; of several that are complete with the same
-character, the longest.  Text that may still belong to a match is not released: the matcher withholds the
-longest suffix of the text that is a prefix of a stop string, whose length is the depth of its state.
+The match that counts is the one that is *complete first*. If several are complete with the same character,
+the longest counts. The matcher withholds text that may still belong to a match: the longest suffix that is
+a prefix of a stop string. Its length is the depth of the state.
 
-The states are the nodes of the trie of the stop strings; where a character does not fit, the state falls
-back to the longest proper suffix of its string that is a node too (the automaton of Aho and Corasick).
-A character costs amortised constant time, whatever the stop strings are.
+This is the automaton of Aho and Corasick. The states are the nodes of the trie of the stop strings. If a
+character does not fit, the state falls back to the longest proper suffix of its string that is a node too.
+A character costs amortised constant time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 
 class StopResult(NamedTuple):
-    """What a piece of text released, and the stop string that it completed, if any."""
+    """The text that a piece released, and the stop string that it completed, if any."""
 
-    released: str  # text that cannot belong to a stop string any more
+    released: str  # text that cannot be part of a stop string
     matched: str | None  # the stop string that ended the text
 
 
 class StopMatcher:
-    """The automaton of some stop strings, and the text of one reply that it withholds."""
+    """Match stop strings in one reply, and withhold text that may begin one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         assert all(stops), "a stop string is not empty"
@@ -39,7 +39,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> StopResult:
-        """Add a piece of text."""
+        """Add a piece of text; return the text that it releases."""
         assert self.matched is None, "the text has ended"
         text = self._withheld + text
         state = self._state
@@ -55,7 +55,7 @@ class StopMatcher:
         return StopResult(text[:sure], None)
 
     def flush(self) -> str:
-        """The withheld text, once the reply has ended without a match."""
+        """Return the withheld text, at the end of a reply without a match."""
         withheld, self._withheld, self._state = self._withheld, "", 0
         return withheld
 
@@ -79,7 +79,7 @@ class StopMatcher:
         self._longest[state] = stop
 
     def _link(self) -> None:
-        """Find all fallbacks, breadth first: a fallback is shallower than its state, so it is found first."""
+        """Find all fallbacks, breadth first, because a fallback is shallower than its state."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

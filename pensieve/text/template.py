@@ -1,38 +1,38 @@
-"""From messages to the tokens that follow a log; the log itself is never rendered or tokenised again.
+"""Turn messages into the tokens that follow a log. The log is never rendered or tokenised again.
 
-A chat template is a function of a whole conversation.  Only its last piece is needed, as it would follow
-*this* log, whatever tokens were sampled into it.  So one short exchange stands in for all earlier turns:
+A chat template is a function of a whole conversation. Pensieve needs only its last piece, as it would
+follow this log, whatever tokens were sampled into it. So one short exchange replaces all earlier turns:
 
     user: "."    assistant: REPLY
 
-What the template writes after REPLY is the delta: the end of the open reply, the new messages, and the
-generation prompt that begins the next reply.  REPLY is half of a surrogate pair, which no client's text
-can contain.  What a template does to earlier turns (dropping their thinking, moving the system prompt or
-the tools to the last message) therefore never reaches the log; `template_probe` finds such templates and
-names what differs.  The system prompt and the tools are written once, with the opening.
+The *delta* is what the template writes after REPLY: the end of the open reply, the new messages, and the
+generation prompt. REPLY is half of a surrogate pair, which no client's text can contain. So nothing that a
+template does to earlier turns reaches the log, such as dropping their thinking, or moving the system prompt
+or the tools to the last message. `template_probe` finds such templates and names the differences. The
+system prompt and the tools are written once, with the opening.
 
 If the model ended its reply with an end-of-turn token, the delta starts after the one that the template
 would write there, otherwise with it.
 
-The spans of the messages tile the log.  Message k of a delta ends at the first character that leaving out
-the later messages would change; so the end of the open reply belongs to the first new message, and the
-generation prompt to the last.  The rendering is tokenised as a whole, and a token that crosses a border
-belongs to the later message.  Of more than BORDERS_MAX messages (a history that a client brings) the last
-one has all tokens, since each border takes a rendering.
+The spans of the messages tile the log. Message k ends at the first character that would change without the
+later messages. So the end of the open reply belongs to the first new message, and the generation prompt to
+the last. The rendering is tokenised as a whole. A token that crosses a border belongs to the later message.
+Above BORDERS_MAX messages (a history that a client brings) the last message gets all tokens, because each
+border costs a rendering.
 
-Messages that many conversations begin with have a *head*: the tokens that an opening with them begins with,
-whatever follows.  It ends with a control token, because a tokenizer joins nothing across one.  So the head
-and the tokens of what follows it are exactly those of the opening as a whole.
+Messages that many conversations begin with have a *head*: the tokens that every opening with them shares. A
+head ends with a control token, because a tokenizer joins nothing across a control token. So the tokens of
+the head and the tokens of the rest are exactly the tokens of the whole opening.
 
-Templates are the operator's, and trusted.  All constants of a template are `TemplateText`, all data is
-plain text.
+Templates come from the operator and are trusted. All constants of a template are `TemplateText`; all data
+is plain text.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,14 +49,15 @@ from pensieve.text.message import (
     plain,
     plain_text,
 )
+from pensieve.text.parts import THINKING_MARKS
 from pensieve.text.sandbox import Sandbox
 from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
-FOLLOWING = ("a", "b")  # of a user, where nothing is known of what follows a head
-BORDERS_MAX = 128  # messages whose ends are looked for; each costs one rendering
+FOLLOWING = ("a", "b")  # two user messages, to find what a head has in common
+BORDERS_MAX = 128  # messages whose ends are found; each costs one rendering
 REPLY = "\udfff"  # stands in for the reply before the messages of a delta
-# A template may join a role to a control token ("<|" + role + "|>"), so roles are marked as its own text.
+# A template may join a role to a control token ("<|" + role + "|>"), so roles count as the template's text.
 ROLE = {role: written(role) for role in ROLES}
 MARK = "\udffe"  # stands in for content when a template is tested
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
@@ -74,7 +75,7 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateDelta:
-    """Tokens to append to a log, and the span of each new message in them; the spans tile the tokens."""
+    """Tokens to append to a log, and the span of each new message. The spans tile the tokens."""
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...]
@@ -82,23 +83,23 @@ class TemplateDelta:
 
 @dataclass(frozen=True, slots=True)
 class CommonOpening:
-    """What all openings with the same first messages begin with; the spans of these tile its tokens."""
+    """The tokens that all openings with these first messages share. The messages' spans tile them."""
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...]
-    text: TemplateText  # before its last token, which is a control token
+    text: TemplateText  # without the last token, which is a control token
 
 
 NO_HEAD = CommonOpening([], (), written(""))
 
 
 class ChatTemplate:
-    """A model's chat templates with its tokenizer.  Immutable; may be used from several threads."""
+    """A model's chat templates with its tokenizer. Immutable; several threads may use it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.templates:
             raise ModelError(
-                "the model has no chat template (chat_template.jinja); --chat-template FILE gives it one"
+                "the model has no chat template (chat_template.jinja). Give one with --chat-template FILE"
             )
         self.tokenizer = tokenizer
         sandbox = Sandbox()
@@ -120,8 +121,8 @@ class ChatTemplate:
             why = self._refused_first.get(role) or self._refused_later.get(role)
             if why is not None and self._takes_parts():
                 raise ModelError(
-                    "the chat template takes content as a list of parts, as those of models for images do, "
-                    "and not as text; --chat-template FILE gives the model one for text"
+                    "the chat template expects content as a list of parts, as for images. Give a "
+                    "template for text with --chat-template FILE"
                 )
             if why is not None:
                 raise ModelError(f"the chat template cannot write a message of the {role}: {why}")
@@ -135,11 +136,11 @@ class ChatTemplate:
 
     @property
     def knows_developer(self) -> bool:
-        """Whether it writes messages of that role, which few do."""
+        """Whether the template writes messages of the role `developer`, which few do."""
         return "developer" not in self._refused_first
 
     def opening(self, messages: Sequence[Message], setting: TemplateSetting) -> TemplateDelta:
-        """The first tokens of a log, BOS included if the template writes one."""
+        """Return the first tokens of a log, with BOS if the template writes one."""
         new = self._checked(messages, setting, self._refused_first)
         text = self._render(new, setting, reply_follows=True)
         encoded = self.tokenizer.encode(text, at_start=True)
@@ -147,7 +148,7 @@ class ChatTemplate:
         return _delta(encoded, borders, skipped=0)
 
     def head(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
-        """What each opening with these messages and a user's begins with; it may have no token."""
+        """Return the tokens that all openings with these messages and a user's share; there may be none."""
         first = self._checked(messages, setting, self._refused_first, None) if messages else []
         texts = [
             self._render(
@@ -180,7 +181,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         setting: TemplateSetting,
     ) -> TemplateDelta:
-        """What follows the head of the `first` messages where these open a log with them."""
+        """Return what follows the head of the `first` messages in a log that `first` and `messages` open."""
         before = self._checked(first, setting, self._refused_first, None) if first else []
         is_later = any(each.role == "assistant" for each in first)
         new = self._checked(
@@ -196,7 +197,7 @@ class ChatTemplate:
             or encoded.ids[:skipped] != head.token_ids[-1:]
         ):
             raise InvalidArgument(
-                "messages", "before these, the chat template writes the prefix in another way"
+                "messages", "before these messages, the chat template writes the prefix differently"
             )
         borders = self._borders(text, [], before + new, setting, len(before))
         return _delta(encoded, [max(each - written_before, 0) for each in borders], skipped)
@@ -204,7 +205,7 @@ class ChatTemplate:
     def delta(
         self, messages: Sequence[Message], last_token_id: int | None, setting: TemplateSetting
     ) -> TemplateDelta:
-        """What follows a log that ends with a reply; `last_token_id` is the reply's last token."""
+        """Return what follows a log that ends with a reply. `last_token_id`: the reply's last token."""
         new = self._checked(messages, setting, self._refused_later)
         past = _skeleton(None)
         try:
@@ -212,7 +213,7 @@ class ChatTemplate:
         except InvalidArgument:
             if new[0]["role"] != "tool":
                 raise
-            past = _skeleton(new[0])  # some templates need the tool call that is answered
+            past = _skeleton(new[0])  # some templates need the tool call that this message answers
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
@@ -221,16 +222,16 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], setting: TemplateSetting, *, reply_follows: bool = True
     ) -> TemplateText:
-        """A whole conversation as the template would write it, for comparison only."""
+        """Return a whole conversation as the template would write it. Only for comparison."""
         new = self._checked(messages, setting, self._refused_first, None)
         return self._render(new, setting, reply_follows=reply_follows)
 
     def continuation(self, messages: Sequence[Message], setting: TemplateSetting) -> TemplateText:
-        """The text of a delta after a reply that has no end-of-turn token yet."""
+        """Return the text of a delta after a reply without an end-of-turn token."""
         new = self._checked(messages, setting, self._refused_later)
         return self._after_reply(_skeleton(None), new, setting)
 
-    # -- what comes in --
+    # -- checks of the input --
 
     def _checked(
         self,
@@ -239,7 +240,10 @@ class ChatTemplate:
         refusals: Mapping[str, str],
         messages_max: int | None = MESSAGES_MAX,
     ) -> list[dict[str, Any]]:
-        """`messages_max`: None for those that a conversation begins with, which may be any number."""
+        """Return the messages as the template sees them.
+
+        `messages_max`: None for the messages that a conversation begins with, whose number is not limited.
+        """
         if not messages or (messages_max is not None and len(messages) > messages_max):
             raise InvalidArgument("messages", f"a turn has 1 to {MESSAGES_MAX} messages")
         for name in setting.options:
@@ -283,6 +287,14 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:300]
             raise InvalidArgument("messages", f"the chat template refuses: {reason}") from error
         assert isinstance(text, TemplateText)
+        if reply_follows and setting.reply_begins:
+            if text.rstrip().endswith(THINKING_MARKS[0]):
+                raise InvalidArgument(
+                    "messages",
+                    "the chat template begins each reply with thinking, so its text cannot be begun: "
+                    "switch thinking off",
+                )
+            text += setting.reply_begins
         self.tokenizer.check_text(text, "content")
         return text
 
@@ -295,15 +307,15 @@ class ChatTemplate:
         reply_follows: bool = True,
     ) -> TemplateText:
         if self._tools_move:
-            setting = TemplateSetting((), setting.options, setting.now)
+            setting = replace(setting, tools=())
         text = self._render(past + new, setting, reply_follows=reply_follows)
         at = text.rfind(REPLY)
         if at < 0:
             raise InvalidArgument(
-                "messages", "the chat template does not write the reply before them"
+                "messages", "the chat template leaves out the reply before these messages"
             )
         rest = text[at + 1 :]
-        if new and "tool_calls" in past[-1]:  # the model has sampled the call itself
+        if new and "tool_calls" in past[-1]:  # the model sampled the call itself
             call = self._after_reply(past, [], setting, reply_follows=False)
             rest = rest[common_prefix(rest, call[: len(call) - len(self.closing)]) :]
         return rest
@@ -316,9 +328,9 @@ class ChatTemplate:
         setting: TemplateSetting,
         num_known: int = 0,
     ) -> list[int]:
-        """The character at which each new message ends, but for the first `num_known`.
+        """Return the character at which each new message ends, without the first `num_known`.
 
-        Where there are very many, all of the text is the last one's.
+        Above BORDERS_MAX messages, all of the text belongs to the last message.
         """
         borders = []
         if len(new) - num_known > BORDERS_MAX:
@@ -341,7 +353,7 @@ class ChatTemplate:
         return ends_at <= end and encoded.ids[count - 1] in self.tokenizer.control_ids
 
     def _closed(self, ids: list[int], last_token_id: int | None) -> int:
-        """How many of a delta's first tokens the model has sampled already, as its end of the turn."""
+        """Return how many of a delta's first tokens the model already sampled as its end of the turn."""
         if last_token_id not in self.end_of_turn_ids:
             return 0
         for index, token_id in enumerate(ids):
@@ -351,10 +363,10 @@ class ChatTemplate:
                 break
         return 0
 
-    # -- what a template can do, tested when it is loaded --
+    # -- abilities of the template, tested when it is loaded --
 
     def _refusals(self, past: list[dict[str, Any]]) -> dict[str, str]:
-        """The roles whose messages the template cannot write after `past`, and why."""
+        """Return the roles whose messages the template cannot write after `past`, and why."""
         refusals = {}
         user = {"role": ROLE["user"], "content": "."}
         for role in ROLES:
@@ -378,7 +390,7 @@ class ChatTemplate:
         return refusals
 
     def _takes_parts(self) -> bool:
-        """Whether it writes content that is a list of parts."""
+        """Return whether the template writes content that is a list of parts."""
         parts = [{"type": "text", "text": MARK}]
         try:
             text = self._render(
@@ -389,7 +401,7 @@ class ChatTemplate:
         return MARK in text
 
     def _where_tools_go(self) -> tuple[bool, bool]:
-        """Whether the template writes tools at all, and whether it writes them again with each message."""
+        """Return whether the template writes tools, and whether it writes them again in each delta."""
         self._tools_move = False
         function = {
             "name": "f",
@@ -409,10 +421,10 @@ class ChatTemplate:
         return differences[0], differences[1]
 
     def _find_closing(self) -> TemplateText:
-        """What the template writes after a last reply."""
+        """Return what the template writes after a last reply."""
         try:
             return self._after_reply(_skeleton(None), [], TemplateSetting(), reply_follows=False)
-        except InvalidArgument:  # the template needs a user's message at the end
+        except InvalidArgument:  # the template needs a user message at the end
             return written("")
 
 
@@ -422,16 +434,16 @@ def _delta(encoded: Encoded, borders: list[int], skipped: int) -> TemplateDelta:
         edge = bisect_left(encoded.starts, border)
         if border < borders[-1] and encoded.starts[edge : edge + 1] != [border]:
             edge -= 1  # the token before crosses the border
-        edges.append(max(edge - skipped, edges[-1]))  # never falling, whatever the template does
+        edges.append(max(edge - skipped, edges[-1]))  # a template may reorder messages
     edges.append(len(encoded.ids) - skipped)
     return TemplateDelta(encoded.ids[skipped:], tuple(pairwise(edges)))
 
 
 def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
-    """Where `message`, the last of `alone`, ends in `text`, in which more messages follow.
+    """Return where `message`, the last one in `alone`, ends in `text`, which has more messages.
 
-    Usually at the first difference.  Some templates write a last message differently (with a think part);
-    then at the first difference after the message's content.
+    Usually this is the first difference. Some templates write a last message differently (with a think part).
+    Then it is the first difference after the message's content.
     """
     first_difference = common_prefix(alone, text)
     content = (message["content"] or "").strip()
@@ -445,7 +457,7 @@ def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """The length of the common prefix, by binary search, because comparing slices is fast."""
+    """Return the length of the common prefix, by binary search, because comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -457,7 +469,7 @@ def common_prefix(a: str, b: str) -> int:
 
 
 def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The exchange that stands in for all earlier turns; if `answer` is a tool's, the reply calls it."""
+    """Return the exchange that replaces all earlier turns. If `answer` is a tool's, the reply calls it."""
     reply: dict[str, Any] = {"role": ROLE["assistant"], "content": REPLY}
     if answer is not None:
         call = ToolCall(answer.get("name", "f"), {}, answer.get("tool_call_id"))
@@ -466,7 +478,7 @@ def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _as_template_sees(message: Message) -> dict[str, Any]:
-    """Plain values, but for the role, which counts as the template's."""
+    """Return the message as plain values. Only the role counts as the template's text."""
     seen: dict[str, Any] = {
         "role": ROLE[message.role],
         "content": plain_text(message.content, "content"),

@@ -1,9 +1,9 @@
-"""Finds what a chat template does to earlier turns, by rendering dialogues in two ways.
+"""Find what a chat template does to earlier turns, by rendering dialogues in two ways.
 
-Pensieve only appends to a log.  A template that renders the whole conversation again may change its
-earlier turns: drop the thinking of replies, or move the system prompt to the last message.  `probe` makes
-each dialogue into tokens twice, by appending deltas and by one rendering, and reports where they differ.
-Such a difference is no error; it is logged when a model is loaded.
+Pensieve only appends to a log. A template that renders the whole conversation again may change earlier
+turns: drop the thinking of replies, or move the system prompt to the last message. `probe` turns each
+dialogue into tokens twice, by appending deltas and by one rendering, and reports where they differ. A
+difference is not an error. It is logged when a model is loaded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PARTS = {
     "the thinking of earlier replies": THOUGHT,
     "the think tags of earlier replies": "think>",
 }
-CALL_ID = "call00000"  # nine letters and digits, which Mistral's templates insist on
+CALL_ID = "call00000"  # Mistral's templates require nine letters and digits
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What `probe` found."""
+    """The findings of `probe`."""
 
-    append_only: bool  # every dialogue has the same text in both ways
-    same_tokens: bool  # ... and those that do have the same token ids
+    append_only: bool  # each dialogue has the same text both ways
+    same_tokens: bool  # dialogues with the same text also have the same token ids
     differences: tuple[str, ...]  # sentences for the log
     refusals: tuple[str, ...]  # dialogues that the template cannot render, and why
     lost_controls: tuple[str, ...]  # dialogues in which control tokens became text
@@ -48,7 +48,7 @@ class Dialogue:
 
 
 def probe(template: ChatTemplate) -> TemplateReport:
-    """Render each dialogue in both ways and compare."""
+    """Render each dialogue both ways and compare."""
     differences: list[str] = []
     refusals: list[str] = []
     lost_controls: list[str] = []
@@ -97,8 +97,8 @@ def _dialogues(template: ChatTemplate) -> list[Dialogue]:
 
 
 def _render_both(template: ChatTemplate, dialogue: Dialogue) -> tuple[str, str, bool, bool]:
-    """The dialogue as a log of deltas, as one rendering, whether the ids are equal, and whether a control
-    token was lost: no message contains one, so all that appear in the rendering are the template's."""
+    """Return the log of deltas, the one rendering, whether their ids are equal, and whether a control
+    token was lost. No message contains one, so all control tokens in the rendering are the template's."""
     encode = template.tokenizer.encode
     messages: list[Message] = []
     log, ids = "", []
@@ -125,7 +125,7 @@ def _render_both(template: ChatTemplate, dialogue: Dialogue) -> tuple[str, str, 
 def _as_sampled(
     template: ChatTemplate, messages: list[Message], reply: Message, setting: TemplateSetting
 ) -> TemplateText:
-    """The reply as a model that follows its template would sample it, without its end-of-turn token."""
+    """Return the reply as a model that follows its template samples it, without an end-of-turn token."""
     invited = template.render(messages, setting)
     answered = template.render([*messages, reply], setting, reply_follows=False)
     answered = answered[: len(answered) - len(template.closing)]
@@ -156,6 +156,6 @@ def _name_differences(dialogue: Dialogue, appended: str, whole: str) -> list[str
 
 
 def _occurrences(text: str, part: str) -> list[int]:
-    """For each occurrence of a part, the number of replies before it."""
+    """Return, for each occurrence of a part, the number of replies before it."""
     texts_before = text.split(part)[:-1]
     return list(accumulate(before.count(REPLY) for before in texts_before))

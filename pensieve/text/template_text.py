@@ -1,15 +1,14 @@
-"""Text that remembers which of its characters the template wrote.
+"""Text that records which of its characters the chat template wrote.
 
-A chat template joins its own text ("<|im_start|>") with a client's.  Once rendered they look alike, and a
-user who types "<|im_end|>" would end the turn.  So every constant of a template is a `TemplateText`, a
-client's text is a plain `str`, and joining them keeps one mark for each character: 1 if the template wrote
-it, 0 if a client did.  A control token is recognised only where all its characters are marked 1.
+A template joins its own text ("<|im_start|>") with a client's. Once rendered, they look alike, and a user
+who types "<|im_end|>" would end the turn. So every constant of a template is a `TemplateText`, and a
+client's text is a plain `str`. Joining them keeps one mark for each character: 1 if the template wrote the
+character, 0 if a client did. A control token is recognised only if all its characters are marked 1.
 
-This fails closed.  Only the operations below keep the marks; whatever else a template does to a string
-(`replace`, `upper`, `tojson`, `%`) yields a plain `str`, in which no control token is recognised.  No
-operation changes a mark from 0 to 1: only a template's constants are created with 1.  Apart from its marks
-a `TemplateText` equals its text: it compares, hashes and measures the same, so a template takes the same
-decisions as elsewhere.
+This fails closed. Only the operations below keep the marks. Any other operation (`replace`, `upper`,
+`tojson`, `%`) yields a plain `str`, in which no control token is recognised. No operation changes a mark
+from 0 to 1. Apart from its marks, a `TemplateText` equals its text: it compares, hashes and measures the
+same, so a template takes the same decisions as elsewhere.
 """
 
 from __future__ import annotations
@@ -66,16 +65,16 @@ class TemplateText(str):
 
 
 def written(text: str) -> TemplateText:
-    """The text with all its characters marked as the template's."""
+    """Return the text with all characters marked as the template's."""
     return TemplateText(text, b"\x01" * len(text))
 
 
 def written_mask(text: str) -> bytes:
-    """The marks of a text; those of a plain `str` are all 0."""
+    """Return the marks of a text. The marks of a plain `str` are all 0."""
     return text.written if isinstance(text, TemplateText) else bytes(len(text))
 
 
 def concat(pieces: Iterable[str]) -> TemplateText:
-    """The pieces joined, with the marks of each."""
+    """Join the pieces and their marks."""
     pieces = list(pieces)
     return TemplateText("".join(pieces), b"".join(map(written_mask, pieces)))

@@ -1,23 +1,22 @@
-"""A tokenizer from a Hugging Face folder, in which text never becomes a control token.
+"""A tokenizer from a Hugging Face folder, in which client text never becomes a control token.
 
 *Control tokens* are the added tokens of `tokenizer.json` that are more than white space, special or not
-("<|im_end|>", "<think>", "<tool_call>"), without the one that stands for unknown text.  The library is set
-to treat all of them as special and not to recognise any, so that
+("<|im_end|>", "<think>", "<tool_call>"), without the token for unknown text. The library treats all of them
+as special and recognises none. So:
 
-* `encode` finds control tokens itself, and only where the template wrote all their characters;
-* the text between two of them is tokenised as one section, the template's part and the client's together.
-  So ordinary text gets exactly the ids that tokenising the whole rendering would give, and a client's text
-  is never recognised as a control token;
-* the ids of each section are checked: a vocabulary that has its control tokens among its words (word
-  level, unigram) could still yield one.  If it does, the text is cut inside that word.
+* `encode` finds control tokens itself, and only if the template wrote all their characters.
+* The text between two control tokens is tokenised as one section, the template's part and the client's
+  together. So ordinary text gets the ids that tokenising the whole rendering would give.
+* The ids of each section are checked. A vocabulary that has its control tokens among its words (word level,
+  unigram) could still yield one. Then the text is cut inside that word.
 
-Most tokenizers treat the start of a text differently from what follows a control token (they put a space
-before it, or do not).  A section that does not start a log is therefore encoded after an *anchor*, a token
-that this class adds and whose id it removes again; its name is random, so that no client can write it.
+Most tokenizers treat the start of a text differently from text after a control token: they may put a space
+before it. So a section that does not start a log is encoded after an *anchor*, a token that this class adds
+and whose id it removes again. The anchor's name is random, so no client can write it.
 
-Decoding: each token has a fixed string of bytes, except that the first one of a reply may lose a leading
-space.  `piece` finds and caches these bytes, so decoding a reply is joining its pieces, all at once
-(`decode`) or one at a time (`Detokenizer`), with the same result.
+Decoding: each token has a fixed string of bytes, except that a reply's first token may lose a leading
+space. `piece` finds and caches these bytes. Joining the pieces decodes a reply, at once (`decode`) or token
+by token (`Detokenizer`), with the same result.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from pensieve.text.template_text import written, written_mask
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text."""
+    """The tokens of a text, and where each starts."""
 
     ids: list[int]
     starts: list[int]  # the index of each token's first character
 
 
 class ControlToken(NamedTuple):
-    """What `tokenizer.json` says of a control token."""
+    """A control token, as `tokenizer.json` defines it."""
 
     id: int
-    lstrip: bool  # it includes the white space to its left
+    lstrip: bool  # includes the white space to its left
     rstrip: bool
 
 
-LONG_CHARACTERS = 8_192  # from here on, other threads may run while the library tokenises
+LONG_CHARACTERS = 8_192  # for longer texts, other threads run while the library tokenises
 
 
 class Tokenizer:
-    """Immutable once loaded, but for `tokens_max`; may be used from several threads."""
+    """A model's tokenizer. Immutable except `tokens_max`; several threads may use it."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(eos_token_ids)
         if any(not 0 <= token_id < self.vocab_size for token_id in self.eos_token_ids):
             raise ModelError(f"end-of-turn ids {sorted(self.eos_token_ids)} exceed the vocabulary")
-        self.tokens_max = sys.maxsize  # of one text; a longer one raises ContextFull
+        self.tokens_max = sys.maxsize  # a text with more tokens raises ContextFull
         self._anchor = f"\ufdd0{secrets.token_hex(16)}\ufdd0"  # between noncharacters
         self._tokenizer.add_tokens([tokenizers.AddedToken(self._anchor, normalized=False)])
         self._forbidden = self.control_ids | {self._tokenizer.token_to_id(self._anchor)}
@@ -110,9 +109,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, chat_template: Path | None = None) -> Tokenizer:
-        """From tokenizer.json and the files beside it; raises ModelError if one is missing or wrong.
+        """Load tokenizer.json and the files beside it.
 
-        A `chat_template` stands for all templates of the folder.
+        `chat_template` replaces all templates of the folder. Raises ModelError if a file is missing or wrong.
         """
         definition_json = _read_text(folder / "tokenizer.json")
         config = _read_json(folder / "tokenizer_config.json")
@@ -131,13 +130,13 @@ class Tokenizer:
         except ModelError:
             raise
         except BaseException as error:
-            # The library panics at some definitions, and its panic is no Exception.
+            # Some definitions make the library panic, and its panic is not an Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise ModelError(f"{folder} holds no usable tokenizer: {one_line(error)}") from error
 
     def _find_start_ids(self) -> list[int]:
-        """What the library's post-processor puts before a text."""
+        """Return the ids that the library's post-processor puts before a text."""
         ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         count = len(self._reference_ids)
         starts = range(len(ids) - count + 1)
@@ -147,7 +146,7 @@ class Tokenizer:
     # -- text to tokens --
 
     def encode(self, text: str, *, at_start: bool = False) -> Encoded:
-        """Tokenise a rendering: control tokens where the template wrote them, text elsewhere.
+        """Tokenise a rendering: control tokens if the template wrote them, else text.
 
         `at_start`: the text begins a log; otherwise it follows other tokens.
         """
@@ -162,25 +161,25 @@ class Tokenizer:
         return encoded
 
     def encode_text(self, text: str) -> list[int]:
-        """The ids of a client's text by itself, without control tokens."""
+        """Return the ids of a client's text alone, without control tokens."""
         return self.encode(str.__str__(text), at_start=True).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a client's text that a log begins with, behind what this model wants at its start."""
+        """Return the ids of a client's text that begins a log, after the model's own start tokens."""
         return [*self._start_ids, *self.encode_text(text)]
 
     def encode_literal(self, text: str) -> list[int]:
-        """The ids of a template's text by itself, with the control tokens that it contains."""
+        """Return the ids of a template's text alone, with its control tokens."""
         return self.encode(written(text), at_start=True).ids
 
     def check_text(self, text: str, field: str) -> None:
-        """Raises InvalidArgument for text that this tokenizer cannot keep; `field` is named in the error."""
+        """Raise InvalidArgument, naming `field`, for text that this tokenizer cannot represent."""
         if "\0" in text and not self._keeps_nul:
             raise InvalidArgument(field, "this model's tokenizer does not keep NUL characters")
 
     def _written_controls(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, id) of each control token, leftmost first, the longest of several."""
-        position = 0  # the end of the control token before, with its white space
+        """Yield (start, stop, id) of each control token, leftmost first, the longest of several."""
+        position = 0  # the end of the previous control token, with its white space
         for run in re.finditer(b"\x01+", written_mask(text)):
             for match in self._control_pattern.finditer(text, run.start(), run.end()):
                 token = self._control[match.group()]
@@ -198,7 +197,7 @@ class Tokenizer:
         anchor = "" if at_start else self._anchor
         if len(text) < LONG_CHARACTERS:
             result = self._tokenizer.encode(anchor + text, add_special_tokens=False)
-        else:  # only encode_batch releases Python's lock
+        else:  # only encode_batch releases the GIL
             (result,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
         if len(encoded.ids) + len(result) > self.tokens_max:
             raise ContextFull(len(encoded.ids) + len(result), self.tokens_max)
@@ -218,20 +217,26 @@ class Tokenizer:
 
     # -- tokens to text --
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of a reply, without special tokens; incomplete UTF-8 becomes U+FFFD."""
+    def decode(
+        self, ids: Iterable[int], *, is_first: bool = True, with_special: bool = False
+    ) -> str:
+        """Return the text of a reply, without special tokens. Incomplete UTF-8 becomes U+FFFD.
+
+        `is_first`: no text comes before; some tokenizers then drop the first token's space.
+        """
         pieces: list[bytes] = []
         for token_id in ids:
-            if not self.is_silent(token_id):
-                pieces.append(self.piece(token_id, first=not pieces))
+            is_silent = self.is_silent(token_id)
+            if not is_silent or (with_special and token_id in self.special_ids):
+                pieces.append(self.piece(token_id, first=is_first and not pieces))
         return b"".join(pieces).decode("utf-8", "replace")
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether a token has no text: a special one, or an id that only pads the model's vocabulary."""
+        """Return whether a token has no text: a special token, or an id that pads the model's vocabulary."""
         return token_id in self.special_ids or not 0 <= token_id < self.vocab_size
 
     def piece(self, token_id: int, *, first: bool) -> bytes:
-        """The bytes that a token adds to a reply."""
+        """Return the bytes that a token adds to a reply. `first`: it is the reply's first token."""
         key = token_id, first
         piece = self._pieces.get(key)
         if piece is None:
@@ -250,28 +255,28 @@ class Tokenizer:
         return text[0 if first else len(self._reference) :].encode()
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token, special or not, in the middle of a text; for logprobs."""
+        """Return the text of one token, special or not, in the middle of a text. For logprobs."""
         if not 0 <= token_id < self.vocab_size:
             return ""
         return self.piece(token_id, first=False).decode("utf-8", "replace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of the control token with this text; None if there is none."""
+        """Return the id of the control token with this text; None if there is none."""
         token = self._control.get(text)
         return token.id if token else None
 
     def fingerprint(self) -> str:
-        """A SHA-256 over everything that decides how messages become tokens."""
+        """Return a SHA-256 of everything that decides how messages become tokens."""
         return self._fingerprint
 
 
 def _has_text(added_token: dict[str, Any]) -> bool:
-    """Whether an added token is more than white space, as whole runs of spaces are in some vocabularies."""
+    """Return whether an added token is more than white space. Some vocabularies add runs of spaces."""
     return bool(added_token["content"].replace("▁", " ").strip())
 
 
 def _unknown_token(model: dict[str, Any]) -> str | None:
-    """The token for text that the vocabulary lacks, which a client's text may become."""
+    """Return the token for text that the vocabulary lacks. A client's text may become this token."""
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
     unknown: str | None = model.get("unk_token")
@@ -279,7 +284,7 @@ def _unknown_token(model: dict[str, Any]) -> str | None:
 
 
 def _vocab_size(definition: dict[str, Any]) -> int:
-    """One more than the largest id; a vocabulary may have holes."""
+    """Return one more than the largest id. A vocabulary may have holes."""
     vocab = definition["model"]["vocab"]  # a list in unigram models
     ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
     return 1 + max(ids.union(token["id"] for token in definition.get("added_tokens", [])))
@@ -299,7 +304,7 @@ def _library_tokenizer(definition: dict[str, Any], definition_json: str) -> toke
 
 
 def _byte_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes | None]:
-    """A function from a token's name to its raw bytes; it returns None for tokens that stand for text."""
+    """Return a function from a token's name to its raw bytes, or to None if the token stands for text."""
     kinds = {part["type"] for part in _decoder_parts(decoder)}
     if "ByteLevel" in kinds:
         alphabet = _byte_level_alphabet()
@@ -324,7 +329,7 @@ def _decoder_parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character in a byte-level vocabulary: printable Latin-1, the rest from U+0100 on."""
+    """Return the byte of each character of a byte-level vocabulary: printable Latin-1, then U+0100 on."""
     alphabet: dict[str, int] = {}
     for byte in range(256):
         if not (0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE):
@@ -334,7 +339,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _special_strings(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token` and their like; each is a string or {"content": string}."""
+    """Return `bos_token`, `eos_token` and so on. In the file, each is a string or {"content": string}."""
     found: dict[str, str] = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -352,7 +357,7 @@ def _eos_token_ids(folder: Path) -> list[int] | None:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The chat templates by name; most models have one, `default`."""
+    """Return the chat templates by name. Most models have one, `default`."""
     entry = config.get("chat_template")
     if isinstance(entry, str):
         found = {"default": entry}

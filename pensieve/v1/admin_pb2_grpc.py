@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """Needs the admin token, or the UNIX socket in the data folder.
+    """Needs an admin token, or the UNIX socket in the data folder.
     """
 
     def __init__(self, channel):
@@ -98,88 +98,88 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Needs the admin token, or the UNIX socket in the data folder.
+    """Needs an admin token, or the UNIX socket in the data folder.
     """
 
     def GetStats(self, request, context):
-        """How the daemon is, in figures.
+        """Returns the daemon's figures.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStats(self, request, context):
-        """The same again and again.
+        """Streams the figures at an interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """The same figures and more, as Prometheus reads them.
+        """Returns all metrics in Prometheus' format.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListCachedConversations(self, request, context):
-        """Which conversations hold KV-tokens.
+        """Lists conversations that have KV in the cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainConversation(self, request, context):
-        """Where the chunks of one conversation are, and what happened to them.
+        """Returns where the chunks of a conversation are, and what happened to them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictConversation(self, request, context):
-        """Drops the KV-tokens of a conversation, or moves them to the host tier.  Its history stays.
+        """Drops the KV of a conversation, or moves it to the host tier. The history stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckIntegrity(self, request, context):
-        """Recomputes every invariant of cache, scheduler and store.
+        """Checks all invariants of cache, scheduler and store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """What each tenant has taken, and what it may take.
+        """Lists tenants with their usage and limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTenantPrefixes(self, request, context):
-        """The declared prefixes of all tenants.
+        """Lists the declared prefixes of all tenants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTenantPrefix(self, request, context):
-        """Deletes a declared prefix of a tenant.  Conversations that began under it stay whole.
+        """Deletes a declared prefix of a tenant. Conversations that began with it keep their messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """The daemons that have the history open.
+        """Lists the daemons that share the history.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new turn, finishes what runs, and exits.
+        """Refuses new turns, finishes the running ones, and exits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -257,7 +257,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Needs the admin token, or the UNIX socket in the data folder.
+    """Needs an admin token, or the UNIX socket in the data folder.
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ConversationServiceStub(object):
-    """Ids match [A-Za-z0-9._~-]{1,128}.  Errors carry google.rpc details (see status.proto): ErrorInfo with a
-    reason and the domain "pensieve" always, BadRequest for a wrong field, RetryInfo where trying again helps.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
+    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
     """
 
     def __init__(self, channel):
@@ -119,127 +119,127 @@ class ConversationServiceStub(object):
 
 
 class ConversationServiceServicer(object):
-    """Ids match [A-Za-z0-9._~-]{1,128}.  Errors carry google.rpc details (see status.proto): ErrorInfo with a
-    reason and the domain "pensieve" always, BadRequest for a wrong field, RetryInfo where trying again helps.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
+    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
     """
 
     def CreateConversation(self, request, context):
-        """Begins a conversation.  An id that is taken is ALREADY_EXISTS.
+        """Creates a conversation. ALREADY_EXISTS if the id is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportConversation(self, request_iterator, context):
-        """The same with a history of any length, which comes in pieces.  The conversation is created when the last piece
-        has come; if the stream breaks off before, there is none.
+        """Creates a conversation with a history of any length, which is sent in pieces. The conversation is created with
+        the last piece. If the stream breaks before that, nothing is created.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetConversation(self, request, context):
-        """One conversation, without its messages.
+        """Returns a conversation without its messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListConversations(self, request, context):
-        """The newest first.  What is created while paging does not move the later pages.
+        """Lists conversations, newest first. Conversations created meanwhile do not change later pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteConversation(self, request, context):
-        """Frees its pages at once and leaves nothing of it on the disk.  A running turn is cancelled first.
+        """Deletes a conversation: frees its KV pages at once and erases it from the disk. A running turn is cancelled
+        first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SendMessage(self, request, context):
-        """Says something and streams the reply: started, deltas, completed.  The same request_id again attaches to
-        the running turn or replays the finished one, and computes nothing.  A second turn while one runs is
-        ABORTED and names it; a stale expected_revision is FAILED_PRECONDITION; a context that would not fit is
-        OUT_OF_RANGE and leaves the conversation as it was.
+        """Sends messages and streams the reply: started, deltas, completed. A request with the same request_id attaches to
+        the running turn, or replays the finished turn without computing it. ABORTED if another turn runs; the error
+        names that turn. FAILED_PRECONDITION if expected_revision is stale. OUT_OF_RANGE if the context is too long; the
+        conversation is then unchanged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelTurn(self, request, context):
-        """Ends a turn, and answers when it has ended, so that another may begin.  Its stream completes with
-        FINISH_REASON_CANCELLED; what was delivered stays as its text.  A client that leaves a stream on purpose calls
-        this: a stream that only breaks off leaves its turn running for the grace in which the same request_id may attach
-        again.
+        """Ends a turn, and answers once it has ended and another turn may begin. The turn's stream completes with
+        FINISH_REASON_CANCELLED. The delivered text stays in the history. Call this to leave a stream on purpose. A turn
+        whose stream breaks runs on for a grace period, in which the same request_id can attach again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListMessages(self, request, context):
-        """The history exactly as the model saw it.
+        """Lists the history exactly as the model saw it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkConversation(self, request, context):
-        """A second conversation that begins as this one did up to a revision.  Nothing is copied.
+        """Creates a conversation that shares the history of this one up to a revision. Nothing is copied.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RewindConversation(self, request, context):
-        """Cuts the messages behind a revision.  To edit a message, rewind before it and send another.
+        """Removes the messages after a revision. To edit a message, rewind to the revision before it and send the new text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WarmConversation(self, request, context):
-        """Brings the conversation's KV-tokens to the device now, because its next message is about to come.  Best
-        effort: it returns at once and takes no page that a running turn could want.
+        """Loads the conversation's KV to the device, because its next message is expected soon. Best effort: returns at
+        once, and takes no page that a running turn could need.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreatePrefix(self, request, context):
-        """Declares what many conversations begin with: a system prompt, tools, few-shot turns.  It is tokenized once, and
-        its KV-tokens are computed once.  An id that is taken is ALREADY_EXISTS; more than a tenant may have are
-        RESOURCE_EXHAUSTED.
+        """Declares a prefix that many conversations begin with: a system prompt, tools, few-shot turns. It is tokenized
+        once, and its KV is computed once. ALREADY_EXISTS if the id is taken. RESOURCE_EXHAUSTED if the tenant has too
+        many prefixes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPrefix(self, request, context):
-        """One prefix, with its messages.
+        """Returns a prefix with its messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """The oldest first, without their messages, tools and options.
+        """Lists prefixes, oldest first, without messages, tools and options.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeletePrefix(self, request, context):
-        """No conversation begins under it any more.  Those that did stay whole.
+        """Deletes a prefix. Conversations that began with it keep their messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """Which model this daemon serves, and how.  It answers also while the model is loading.
+        """Returns which model this daemon serves, and how. Also answers while the model is loading.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,8 +337,8 @@ def add_ConversationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ConversationService(object):
-    """Ids match [A-Za-z0-9._~-]{1,128}.  Errors carry google.rpc details (see status.proto): ErrorInfo with a
-    reason and the domain "pensieve" always, BadRequest for a wrong field, RetryInfo where trying again helps.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
+    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
     """
 
     @staticmethod

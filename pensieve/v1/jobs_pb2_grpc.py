@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class JobServiceStub(object):
-    """A job is a file in OpenAI's Batch format: one JSON object in each line, with custom_id, method, url and body.  It
-    belongs to its tenant, and its id is unique there.  An operator (an admin token, or the UNIX socket in the data
-    folder) may name the tenant of any job.
+    """A job is a file in OpenAI's Batch format: one JSON object per line, with custom_id, method, url and body. A job
+    belongs to a tenant, and its id is unique within the tenant. Operators (an admin token, or the UNIX socket in the
+    data folder) may name the tenant of any job.
     """
 
     def __init__(self, channel):
@@ -85,70 +85,70 @@ class JobServiceStub(object):
 
 
 class JobServiceServicer(object):
-    """A job is a file in OpenAI's Batch format: one JSON object in each line, with custom_id, method, url and body.  It
-    belongs to its tenant, and its id is unique there.  An operator (an admin token, or the UNIX socket in the data
-    folder) may name the tenant of any job.
+    """A job is a file in OpenAI's Batch format: one JSON object per line, with custom_id, method, url and body. A job
+    belongs to a tenant, and its id is unique within the tenant. Operators (an admin token, or the UNIX socket in the
+    data folder) may name the tenant of any job.
     """
 
     def CreateJob(self, request_iterator, context):
-        """Sends a file: the header, then the file in pieces, then `complete`.  The job is stored when this answers, and
-        goes on by itself; if the stream breaks off before, there is no job.  An id that is taken is ALREADY_EXISTS.
+        """Sends a file: the header, then pieces of the file, then `complete`. The job is stored when this call returns, and
+        then runs by itself. If the stream breaks before that, there is no job. ALREADY_EXISTS if the id is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """One job, as it is now.
+        """Returns a job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """The newest first.  What is created while paging does not move the later pages.
+        """Lists jobs, newest first. Jobs created meanwhile do not change later pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseJob(self, request, context):
-        """Ends what runs of the job without a trace, and begins nothing more of it until ResumeJob.  What was answered stays.
+        """Discards the job's running requests, and starts no more until ResumeJob. Finished answers stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeJob(self, request, context):
-        """A paused job waits for its turn again.
+        """Puts a paused job back into the queue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Ends the job for good.  What was answered stays.
+        """Ends a job for good. Finished answers stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteJob(self, request, context):
-        """Leaves nothing of the job on the disk, neither its lines nor its results.  One that runs is cancelled first.
+        """Erases a job with its lines and results from the disk. A running job is cancelled first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetResults(self, request, context):
-        """The results that there are, in the order of the lines, as pieces of a file of JSON lines.
+        """Streams the available results in the order of the lines, as pieces of a file of JSON lines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job now and whenever it has changed, about once a second while it runs; ends when the job has ended.
+        """Streams the job whenever it changes, about once a second while it runs. Ends with the job.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,9 +211,9 @@ def add_JobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class JobService(object):
-    """A job is a file in OpenAI's Batch format: one JSON object in each line, with custom_id, method, url and body.  It
-    belongs to its tenant, and its id is unique there.  An operator (an admin token, or the UNIX socket in the data
-    folder) may name the tenant of any job.
+    """A job is a file in OpenAI's Batch format: one JSON object per line, with custom_id, method, url and body. A job
+    belongs to a tenant, and its id is unique within the tenant. Operators (an admin token, or the UNIX socket in the
+    data folder) may name the tenant of any job.
     """
 
     @staticmethod

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class ReplicaServiceStub(object):
-    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
-    the caller of the request.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
+    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
+    secret, the caller is the client itself.
     """
 
     def __init__(self, channel):
@@ -50,24 +50,24 @@ class ReplicaServiceStub(object):
 
 
 class ReplicaServiceServicer(object):
-    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
-    the caller of the request.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
+    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
+    secret, the caller is the client itself.
     """
 
     def FetchKv(self, request, context):
-        """KV of a conversation that this daemon's engine still has, from its end on, for the daemon that has the conversation
-        now: a header, then parts, each followed by its bytes.  It ends where there is nothing more, and
-        nothing but the header comes of a conversation that is not there.
+        """Sends the KV of a conversation that this daemon's engine still has to the daemon that owns the conversation now:
+        a header, then parts, each followed by its bytes. Parts begin at the end of the conversation. Only the header is
+        sent if the engine has no KV of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForwardHttp(self, request_iterator, context):
-        """An HTTP request that another daemon received, about a conversation that this daemon owns.  This daemon answers it as
-        if it had come to its own HTTP address.  The request is its head and then pieces of its body, and so is the answer.
-        UNAVAILABLE with the reason OWNED_ELSEWHERE: this daemon does not own the conversation, and has changed nothing.
+        """Answers an HTTP request that another daemon received, about a conversation that this daemon owns. Request and
+        response are sent as a head, then pieces of the body. UNAVAILABLE with the reason OWNED_ELSEWHERE if this daemon
+        does not own the conversation; nothing was changed then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,9 +95,9 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReplicaService(object):
-    """Served only where the operator wants it.  Where tokens are in use, FetchKv needs one with `admin`.  The caller of
-    ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request; without a secret, it is
-    the caller of the request.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
+    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
+    secret, the caller is the client itself.
     """
 
     @staticmethod

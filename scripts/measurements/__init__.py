@@ -5,6 +5,7 @@ service     tokens that the service delivers, and what a turn costs it, without 
 isolation   what one tenant notices of another one that does its worst (noisy_tenant)
 swap        the first token of a turn whose history is not on the device
 shared_pages  attention over pages that several slices begin with
+loops       replies that loop, of 200 talks, by sampling values and API
 batch       what a batch takes, by how it shares prefixes
 
 By simulation, of a machine that machine_options names:

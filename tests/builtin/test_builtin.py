@@ -1,7 +1,7 @@
-"""The model that ships with the package: it fits, it loads, it loses no text, and it remembers.
+"""The model that ships with the package: its size, loading, lossless text, and memory.
 
-Everything here uses plain `transformers`, as a stranger would; the examination is the one that
-`scripts/train_builtin.py` makes, with another seed than the script's own.
+Everything here uses plain `transformers`. The examination is the one in `scripts/train_builtin.py`, with
+another seed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RAW_TOKENIZER = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
 def replies(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]]
 ) -> list[str]:
-    """Greedy replies of plain transformers to several chats at once, padded on the left."""
+    """Return greedy replies of plain transformers to several chats at once, padded on the left."""
     prompts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         for chat in chats
@@ -80,7 +80,7 @@ def replies(
 
 
 def reply(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *said: str) -> str:
-    """What the model answers to the last of several messages, having answered the others itself."""
+    """Return the reply to the last of several messages, after the model answered the others itself."""
     chat: list[dict[str, str]] = []
     for message in said:
         chat.append({"role": "user", "content": message})
@@ -216,7 +216,7 @@ def test_replies_weigh_and_silences_do_not() -> None:
 def test_held_out_facts_are_recalled_after_1_to_20_turns(
     script: ModuleType, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Three conversations for each distance; every reply must be right to the letter."""
+    """Three conversations for each distance. Every reply must match exactly."""
     examined = script.held_out_examinations(seed=77, per_distance=3)
     chats, expected = [], []
     for _, exchanges in examined:

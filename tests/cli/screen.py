@@ -1,4 +1,4 @@
-"""A terminal's screen: what a person sees after a program has written to it.
+"""Emulate the screen of a terminal.
 
 It knows the few sequences that `pensieve chat` writes, and refuses any other.
 """
@@ -11,7 +11,7 @@ TOKEN = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[^\x1b]")
 
 
 class TerminalScreen:
-    """So many columns and lines, and what has left the screen at its top."""
+    """The rows of a screen, and the rows that have scrolled off its top."""
 
     def __init__(self, columns: int, lines: int) -> None:
         self._columns, self._lines = columns, lines

@@ -1,4 +1,4 @@
-"""`pensieve chat` in a pseudo-terminal of its own, for tests that type, press Ctrl-C and look at the screen.
+"""Run `pensieve chat` in a pseudo-terminal, for tests that type, press Ctrl-C and read the screen.
 
 Nothing is read from the screen but in `read_until`: like a terminal that is slow, it may hold kilobytes
 that it has not shown yet when a key is pressed.
@@ -29,13 +29,13 @@ WITH_ECHO = (  # the daemon of `pensieve chat`, with arithmetic for a model: som
 
 
 def text_of(screen: str) -> str:
-    """What a person reads: without the echo of Ctrl-C, colours, bells, and the way in which lines end."""
+    """Return what a person reads: no echo of Ctrl-C, no colours or bells, and plain line ends."""
     text = re.sub(r"\^C|[\x03\x07]|\x1b\[[?0-9;]*[A-Za-z]", "", screen)
     return re.sub(r"[\r\n]+", "\n", text).strip()
 
 
 class Terminal:
-    """A terminal in which one program runs; leaving it ends the program."""
+    """A terminal that runs one program.  Leaving the context ends the program."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def read_until(self, wanted: str, seconds: float = 60.0) -> str:
-        """What appears up to `wanted`; what follows stays to be read."""
+        """Return the output up to `wanted`; the rest stays unread."""
         end = time.monotonic() + seconds
         while wanted.encode() not in self._unread and time.monotonic() < end:
             if select.select([self._master], [], [], 0.2)[0]:
@@ -91,7 +91,7 @@ class Terminal:
         return before.decode(errors="replace")
 
     def rest(self, seconds: float = 60.0) -> str:
-        """What appears until the program has ended."""
+        """Return the output until the program has ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:

@@ -1,4 +1,4 @@
-"""`pensieve admin` of several daemons: rows for each, what they make together, exit codes, JSON."""
+"""`pensieve admin` with several daemons: rows, totals, exit codes, JSON."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_table_has_a_row_for_each_and_one_for_all() -> None:
         "tokens: 0 new, 0 on the device, 0 on the host, 0 recomputed, 0 generated\n"
         "first token of all: p50 12.3 ms, p95 1,500.0 ms, p99 1,500.0 ms in the last 5 minutes\n"
         "token gap of all: p50 12.3 ms, p95 1,500.0 ms, p99 1,500.0 ms in the last 5 minutes\n"
-        "a (h:1) calls itself z\n"
+        "a (h:1) has the name z\n"
         "c does not answer: nothing listens at h:3\n"
         "d does not answer: no answer in 5 s"
     )
@@ -165,7 +165,7 @@ def test_a_conversation_is_found_where_it_is_served(
         "  chunks     0 to     0: device\n"
         "b: KV is cached\n"
         "  chunks     0 to     0: device\n"
-        "not known to c\n"
+        "unknown to c\n"
     )
     assert admin(world, "explain", "x", "--json", whole=True) == 0
     found = json.loads(capsys.readouterr().out)
@@ -174,7 +174,7 @@ def test_a_conversation_is_found_where_it_is_served(
     assert admin(world, "explain", "nobody", whole=True) == 1
     assert "there is no conversation 'nobody'" in capsys.readouterr().err
     assert admin(world, "explain", "nobody", *WAIT) == 7  # who does not answer may know it
-    assert "not known to a, b, c\n" in capsys.readouterr().out
+    assert "unknown to a, b, c\n" in capsys.readouterr().out
     assert admin(world, "conversations", whole=True) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(row[0], row[1]) for row in rows if row[-1] in ("a", "b")] == [("x", "a"), ("x", "b")]
@@ -193,7 +193,7 @@ def test_what_is_of_one_daemon_wants_to_be_told_which(
     world: Replicas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(world, "drain") == 2
-    assert "must say which, for drain is of one: a, b, c, dead, hanging" in capsys.readouterr().err
+    assert "is missing: drain works on one of a, b, c, dead, hanging" in capsys.readouterr().err
     assert admin(world, "drain", "--replica", "z") == 1
     assert "there is no replica 'z'" in capsys.readouterr().err
     assert admin(world, "info", "--replica", "b") == 0
@@ -202,7 +202,7 @@ def test_what_is_of_one_daemon_wants_to_be_told_which(
     assert capsys.readouterr().out == "1 chunks dropped\n"
     assert not world.rigs["a"].server.stopping.is_set()
     assert admin(world, "drain", "--replica", "c") == 0
-    assert capsys.readouterr().out == "draining; 0 turns run\n"
+    assert capsys.readouterr().out == "draining; 0 turns are running\n"
     assert world.rigs["c"].server.stopping.is_set()
     assert not world.rigs["b"].server.stopping.is_set()
 
@@ -220,17 +220,17 @@ def test_several_addresses_are_replicas_without_names(
     assert 'pensieve_engine_up{replica="a",' in text  # as the daemon calls itself
     both = ("--address", addresses, "--replicas", "a=h:1")
     assert main(["admin", "stats", *both]) == 2
-    assert "leave out one" in capsys.readouterr().err
+    assert "leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("stats", "--replica", "a"), "--replica: is for several daemons"),
-        (("metrics", "--listen", "127.0.0.1:0"), "--listen: is for several daemons"),
+        (("stats", "--replica", "a"), "--replica: needs several daemons"),
+        (("metrics", "--listen", "127.0.0.1:0"), "--listen: needs several daemons"),
         (("stats", "--replicas", "a="), "--replicas: a has no address"),
-        (("stats", "--replicas", "a=h:1", "--wait", "0"), "--wait: is a number"),
-        (("stats", "--replicas", "a=h:1", "--wait", "nan"), "--wait: is a number"),
+        (("stats", "--replicas", "a=h:1", "--wait", "0"), "--wait: must be a number"),
+        (("stats", "--replicas", "a=h:1", "--wait", "nan"), "--wait: must be a number"),
         (("watch", "--replicas", "a=h:1", "--interval", "0"), "--interval: must lie"),
         (("conversations", "--replicas", "a=h:1", "--limit", "0"), "--limit: must lie"),
         (("metrics", "--replicas", "a=h:1", "--listen", "127.0.0.1:0", "--wait", "9"), "3.5"),

@@ -1,4 +1,4 @@
-"""`pensieve batch` and `pensieve admin jobs`, in front of a daemon whose jobs are scripted."""
+"""`pensieve batch` and `pensieve admin jobs`, with a daemon whose jobs are scripted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsRig]:
 
 @pytest.fixture
 def working(rig: JobsRig) -> Iterator[None]:
-    """Jobs are worked on, a few lines at a time."""
+    """Work on the jobs, a few lines at a time."""
     over = threading.Event()
 
     def work() -> None:
@@ -173,7 +173,10 @@ def test_the_same_command_again_finds_the_same_job_and_again_computes_it(
     Path("same.jsonl").write_text(GOOD * 2)
     capsys.readouterr()
     assert batch(rig, "same.jsonl", "-o", "out.jsonl", "--name", "mine") == 1
-    assert "'mine' was made from another file than same.jsonl is now" in capsys.readouterr().err
+    assert (
+        "'mine' exists already, for a file with other content than same.jsonl"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("working")
@@ -227,12 +230,12 @@ async def work_on(rig: JobsRig, key: JobKey, num_lines: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["none.jsonl", "-o", "out"], 2, "FILE: none.jsonl cannot be read: No such file"),
-        (["good.jsonl"], 2, "-o: is needed"),
+        (["none.jsonl", "-o", "out"], 2, "FILE: cannot read none.jsonl: No such file"),
+        (["good.jsonl"], 2, "-o: is missing"),
         (["good.jsonl", "-o", "."], 2, "-o: . is a folder"),
-        (["good.jsonl", "-o", "no/out"], 2, "-o: nothing can be written to the folder no"),
-        (["good.jsonl", "-o", "good.jsonl"], 2, "-o: requests, answers and errors are three files"),
-        (["good.jsonl", "-o", "o", "--errors", "./o"], 2, "-o: requests, answers and errors are"),
+        (["good.jsonl", "-o", "no/out"], 2, "-o: the folder no is missing or not writable"),
+        (["good.jsonl", "-o", "good.jsonl"], 2, "-o: requests, answers and errors need"),
+        (["good.jsonl", "-o", "o", "--errors", "./o"], 2, "-o: requests, answers and errors need"),
         (["good.jsonl", "some/model", "-o", "out"], 2, "MODEL: the daemon at"),
         (["good.jsonl", "-o", "out", "--name", "a/b"], 2, "job_id: must be 1 to 128"),
     ],
@@ -272,9 +275,8 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(rig: JobsRig, tmp_path:
         rig.call(work_on(rig, JobKey("", "long"), 5))
         terminal.read_until("5 of 21 lines, 120 tokens/s, 56% of prompt tokens saved, 8.0 s left")
         terminal.type("\x03")
-        assert (
-            "the job is long: it goes on there by itself; the same command again goes on with it"
-            in text_of(terminal.rest())
+        assert "job long: it continues there; repeat the command to continue it" in text_of(
+            terminal.rest()
         )
         assert terminal.wait() == 130
     assert not out.exists()
@@ -447,13 +449,13 @@ def test_a_job_that_several_tenants_have_needs_the_tenant(
     for tenant in ("acme", "beta"):
         rig.call(create(tenant))
     assert main(["admin", "jobs", "pause", "same", "first", *where]) == 2
-    assert "these have a job 'same': acme, beta" in capsys.readouterr().err
+    assert "several tenants have a job 'same': acme, beta" in capsys.readouterr().err
     assert rig.call(rig.jobs.get("", "first")).state is JobState.RUNNING  # nothing was done
     assert main(["admin", "jobs", "pause", "same", "--tenant", "beta", *where]) == 0
     assert rig.call(rig.jobs.get("beta", "same")).state is JobState.PAUSED
     assert rig.call(rig.jobs.get("acme", "same")).state is JobState.RUNNING
     for arguments, code, words in (
-        (["pause"], 2, "ID: is needed: which jobs to pause"),
+        (["pause"], 2, "ID: name the jobs to pause"),
         (["cancel", "none"], 1, "there is no job 'none'"),
     ):
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`bench` explains arguments that are impossible."""
+"""`pensieve bench` explains invalid arguments."""
 
 from __future__ import annotations
 

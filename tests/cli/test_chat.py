@@ -1,4 +1,4 @@
-"""`pensieve chat` as a person meets it: replies, resumed conversations, and one-line errors."""
+"""`pensieve chat` from the outside: replies, resumed conversations, and one-line errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that starts at once, for tests of what the service does with the model's other files."""
+    """Use an engine that starts at once, for tests of the service with other model files."""
     monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
 
 
@@ -104,18 +104,18 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert "KV pools: device" in process.stderr
     assert "0 recomputed" in process.stderr
     assert "conversation b" in process.stdout
-    assert "the last turn is taken back" in process.stdout
-    assert "output tokens" in process.stdout
-    assert "! /nonsense: is no command; /help lists them" in process.stderr
-    listed = [line for line in process.stdout.splitlines() if " messages  " in line]
+    assert "the last turn is removed" in process.stdout
+    assert "\nlast reply " in process.stdout
+    assert "! unknown command: /nonsense (try /help)" in process.stderr
+    listed = [line for line in process.stdout.splitlines() if "just now" in line]
     marks = [(line.removeprefix("> ")[0], line.split()[-1]) for line in listed]
     assert marks == [("*", "b"), (" ", "a")]  # the present one is marked; the newest comes first
 
 
-def test_a_reply_that_repeats_itself_is_noticed_once(
+def test_a_reply_that_repeats_itself_is_stopped_and_chat_says_so(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this model a token decides the next one, so that a greedy reply ends in a circle."""
+    """In this model each token decides the next one, so a greedy reply ends in a loop."""
     circular = tmp_path / "circular"
     shutil.copytree(model, circular)
     weights = load_file(circular / "model.safetensors")
@@ -123,9 +123,10 @@ def test_a_reply_that_repeats_itself_is_noticed_once(
         if "o_proj" in name or "down_proj" in name:
             tensor.zero_()
     save_file(weights, circular / "model.safetensors", metadata={"format": "pt"})
-    assert chat("-q", "Hello there.", "--max-tokens", "150", folder=circular) == 0
+    short = ("--max-tokens", "150", "--stop-repetition", "64")
+    assert chat("-q", "Hello there.", *short, folder=circular) == 0
     captured = capsys.readouterr()
-    notice = "[the reply repeats itself: Ctrl-C stops it, /set temperature 0.7 makes that rarer]"
+    notice = "[stopped: the reply repeated itself. /set temperature 0.7 makes this rarer]"
     assert captured.err.count(notice) == 1
     assert notice not in captured.out
 
@@ -193,7 +194,7 @@ def _children_of(pid: int) -> list[int]:
 
 @pytest.mark.executed  # it finds the engine among the children of the program
 def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
-    """A terminal sends it to every process of the foreground; only the chat may notice."""
+    """A terminal sends SIGINT to all foreground processes; only the chat may react."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pensieve", "chat"],
         stdin=subprocess.PIPE,
@@ -255,11 +256,11 @@ def test_bad_messages_are_refused_and_harm_nothing(
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (["--device-cache", "lots"], 3, "--device-cache is a size such as 6GiB"),
+        (["--device-cache", "lots"], 3, "--device-cache must be a size such as 6GiB"),
         (["--device-cache", "3t"], 3, "--device-cache 3t holds 1 chunks"),
-        (["--host-cache", "90TiB"], 3, "lower --device-cache or --host-cache"),
-        (["--token-budget", "0"], 3, "--token-budget is a whole number"),
-        (["--top-p", "7"], 3, "--top-p is a number in 0..1"),
+        (["--host-cache", "90TiB"], 3, "Lower --device-cache or --host-cache"),
+        (["--token-budget", "0"], 3, "--token-budget must be a whole number"),
+        (["--top-p", "7"], 3, "--top-p must be a number in 0..1"),
         (["--config", "/nowhere/at/all"], 3, "cannot read /nowhere/at/all"),
         (["--conversation", "../etc"], 2, "conversation_id: must be 1 to 128"),
     ],
@@ -380,4 +381,4 @@ def test_every_setting_says_where_it_comes_from(
     assert 'host_cache = "auto"  # default' in said
     file.write_text("colour = 1\n")
     assert main(arguments) == 3
-    assert "there is no setting 'colour'" in capsys.readouterr().err
+    assert "unknown setting 'colour'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The /commands of `pensieve chat`, and its lines, on a terminal."""
+"""The /commands and the line editor of `pensieve chat`, on a terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_ctrl_r_finds_what_was_typed_before(terminal: Terminal, tmp_path: Path) 
 
 
 def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path: Path) -> None:
-    assert "! /edit: there is no turn yet" in said(terminal, "/edit")
+    assert "! /edit: this conversation has no turn yet" in said(terminal, "/edit")
     said(terminal, "One.")
     said(terminal, "Two.")
     terminal.type("/edit\n")
@@ -72,13 +72,13 @@ def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path:
 
 
 def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_path: Path) -> None:
-    assert "! /rewind: there is no turn yet" in said(terminal, "/rewind")
+    assert "! /rewind: this conversation has no turn yet" in said(terminal, "/rewind")
     for text in ("One.", "Two.", "Three.", "Four."):
         said(terminal, text)
-    assert "the last 2 turns are taken back" in said(terminal, "/rewind 2")
-    assert "the last turn is taken back" in said(terminal, "/rewind")
-    assert "! /rewind: there is one turn" in said(terminal, "/rewind 2")
-    assert "! /rewind: takes a number of turns, not '-1'" in said(terminal, "/rewind -1")
+    assert "the last 2 turns are removed" in said(terminal, "/rewind 2")
+    assert "the last turn is removed" in said(terminal, "/rewind")
+    assert "! /rewind: this conversation has only one turn" in said(terminal, "/rewind 2")
+    assert "! /rewind: needs a number of turns, not '-1'" in said(terminal, "/rewind -1")
     assert leave(terminal, tmp_path / "data") == ["One."]
 
 
@@ -102,11 +102,11 @@ def test_another_system_prompt_is_for_another_conversation(
 def test_a_conversation_is_saved_as_markdown_or_as_a_line_of_json(
     terminal: Terminal, tmp_path: Path
 ) -> None:
-    assert "! /save: takes the name of a file" in said(terminal, "/save")
+    assert "! /save: needs the name of a file" in said(terminal, "/save")
     said(terminal, "Hello there.")
     for name in ("talk.md", "talk.jsonl"):
         assert "saved in " in said(terminal, f"/save {tmp_path / name}")
-    assert "is there already" in said(terminal, f"/save {tmp_path / 'talk.md'}")
+    assert "exists already" in said(terminal, f"/save {tmp_path / 'talk.md'}")
     assert "No such file" in said(terminal, f"/save {tmp_path / 'nowhere' / 'talk.md'}")
     line = json.loads((tmp_path / "talk.jsonl").read_text())
     assert line["id"] == "c"
@@ -123,8 +123,17 @@ def test_several_settings_may_be_set_at_once(terminal: Terminal) -> None:
         "temperature        0.7          (/set)",
         "top_p              0.9          (/set)",
     ]
+    hot = said(terminal, "/set temperature=2.5")
+    assert "[temperature 2.5 is very high" in hot
+    assert "! /set: temperature must be a number in 0..100, not '-1'" in said(
+        terminal, "/set temperature -1"
+    )
+    said(terminal, "/set temperature=0.7")
+    assert "Did you mean temperature?" in said(terminal, "/set temprature 1")
+    assert "! unknown command: /stat. Did you mean /stats?" in said(terminal, "/stat")
+    assert "! unknown command: /xyzzy (try /help)" in said(terminal, "/xyzzy")
     assert said(terminal, "/set top_k = 7") == "top_k              7            (/set)"
-    assert said(terminal, "/thinking") == "none"
+    assert said(terminal, "/thinking") == "the last reply has no thinking"
 
 
 def test_what_a_person_typed_cannot_move_the_cursor_when_it_is_shown(tmp_path: Path) -> None:

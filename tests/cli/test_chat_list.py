@@ -1,4 +1,4 @@
-"""The list of conversations: pages, titles, ages."""
+"""The list of conversations: pages, numbers, titles, ages, short ids, what is cached."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.cli.chat_list import ChatList, age_of, shortened
+from pensieve.cli.chat_list import ChatList
+from pensieve.cli.conversation_table import (
+    age_of,
+    cached_by_id,
+    cached_text,
+    short_ids,
+    shortened,
+    with_beginning,
+)
 from pensieve.client import Client
+from pensieve.client.admin import Admin
 from pensieve.config import resolve
+from pensieve.errors import InvalidArgument, NotFound
 from pensieve.launch import programs
 from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
@@ -24,34 +34,55 @@ def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path) -> None:
             trip = client.conversation(f"trip-{number:02}")
             trip.create(system_prompt="Be brief.")
             trip.ask(f"Where to,\n day {number}?", max_tokens=1)
-        conversations = ChatList(client)
+        cached = cached_by_id(lambda: Admin(daemon.address))
+        conversations = ChatList(client, lambda conversation_id: cached)
         first, second = (conversations.page(each, "trip-01") for each in (1, 2))
-        assert [line.split()[-1] for line in first] == [
+        assert first[0].split() == ["title", "age", "messages", "tokens", "cached", "id"]
+        assert [line.split()[-1] for line in first[1:]] == [
             *(f"trip-{each:02}" for each in range(11, 1, -1)),
             "ones",
         ]
-        assert first[0].startswith("   1  Where to, day 11?  ")
-        assert first[-1] == "/list 2 has older ones"
-        assert second[0].startswith("* 11  Where to, day 1?  ")
-        assert len(second) == 2
+        assert first[1].startswith("   1  Where to, day 11?  ")
+        assert " device  trip-11" in first[1]
+        assert "/list 2 " in first[-1]
+        assert second[1].startswith("* 11  Where to, day 1?  ")
+        assert len(second) == 3
         client.conversation("later").ask("Hello.", max_tokens=1)
         assert conversations.find("11") == "trip-01"  # what was shown, not what would be now
         assert conversations.page(3, "") == []
+        assert with_beginning(client, "lat") == with_beginning(client, "later") == "later"
+        with pytest.raises(InvalidArgument, match=r"is ambiguous: trip-11, trip-10, .* and 8 more"):
+            with_beginning(client, "trip-")
+        with pytest.raises(NotFound, match="'elsewhere'"):
+            with_beginning(client, "elsewhere")
+        state = client.conversation("trip-03").get()
+        found = (cached or {})["trip-03"]
+        assert found.device_tokens > 0
+        assert cached_text(state, found).endswith("% device")
+        assert cached_text(state, None) == ""
+    assert cached_by_id(lambda: Admin(daemon.address)) is None  # nobody tells
 
 
 def test_a_title_is_one_line_without_what_a_terminal_obeys() -> None:
-    assert shortened("one\n\x1b[31mtwo   three", 30) == "one [31mtwo three".ljust(30)
+    assert shortened("one\n\x1b[31mtwo   three", 30) == "one \u241b[31mtwo three".ljust(30)
     assert shortened("a" * 99, 8) == "aaaaaaa…"
+    assert shortened("日本" * 20, 8) == "日本日 …"  # two columns each
+
+
+def test_long_ids_are_shortened_as_far_as_they_stay_apart() -> None:
+    one, other = "a" * 25 + "1" * 7, "a" * 25 + "2" * 7
+    ids = ["trip", one, other, "0123456789abcdef0123456789abcdef"]
+    assert short_ids(ids) == ["trip", one[:26], other[:26], "0123456789ab"]
 
 
 @pytest.mark.parametrize(
     ("passed", "said"),
     [
-        (timedelta(seconds=5), "now"),
-        (timedelta(minutes=5), "5 min"),
-        (timedelta(hours=30), "30 h"),
-        (timedelta(days=9), "9 days"),
-        (timedelta(seconds=-5), "now"),  # clocks differ
+        (timedelta(seconds=5), "just now"),
+        (timedelta(minutes=5), "5 min ago"),
+        (timedelta(hours=30), "30 h ago"),
+        (timedelta(days=9), "9 days ago"),
+        (timedelta(seconds=-5), "just now"),  # clocks differ
     ],
 )
 def test_an_age_is_rough(passed: timedelta, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Where the sampling of a talk comes from: flags, the model's files, or chat's values; -q stays greedy."""
+"""Where the sampling values of a talk come from: `/set`, flags, or the daemon's defaults."""
 
 from __future__ import annotations
 
@@ -10,73 +10,63 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.cli.chat_sampling import FOR_A_TALK, ChatSampling
+from pensieve.cli.chat_sampling import ChatSampling
 from pensieve.config import ENGINE, TALK, resolve, settings_for
 from pensieve.store import ConversationStore
 from tests.conversations.rig import write_model
 from tests.text.families import QWEN_2_5
 
+DAEMON = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 1024}
+
 
 def sampling(
-    of_the_model: Mapping[str, float] | None, *, is_talk: bool = True, **flags: str
+    defaults: Mapping[str, float] | None, *, from_model: bool = False, **flags: str
 ) -> ChatSampling:
-    return ChatSampling(resolve(flags, {}, None, settings_for(ENGINE, TALK)), of_the_model, is_talk)
+    return ChatSampling(resolve(flags, {}, None, settings_for(ENGINE, TALK)), defaults, from_model)
 
 
-def test_a_talk_with_a_model_that_names_nothing_has_values_of_its_own_and_says_so() -> None:
-    talk = sampling({})
-    assert talk.options == FOR_A_TALK
-    assert FOR_A_TALK == {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05, "top_k": 40}
-    assert (
-        talk.line("temperature")
-        == "temperature        0.8          (chat's, as the model names none)"
-    )
+def test_the_defaults_are_shown_and_left_to_the_daemon() -> None:
+    talk = sampling(DAEMON)
+    assert talk.options == {}
+    assert talk.line("temperature") == "temperature        0.7          (default)"
+    assert talk.line("max_tokens") == "max_tokens         1024         (default)"
     talk.set("temperature", "0")
-    assert talk.options == {**FOR_A_TALK, "temperature": 0.0}
+    assert talk.options == {"temperature": 0.0}
     assert talk.line("temperature") == "temperature        0.0          (/set)"
     talk.set("temperature", "default")
-    assert talk.options == FOR_A_TALK
-
-
-def test_a_flag_outranks_chats_values() -> None:
-    assert sampling({}, temperature="0.2").options == {**FOR_A_TALK, "temperature": 0.2}
-
-
-@pytest.mark.parametrize("named", [{"temperature": 0.6, "top_k": 20}, {"temperature": 0.0}])
-def test_what_the_model_names_is_left_to_it(named: Mapping[str, float]) -> None:
-    """Greedy too, if its files say so."""
-    talk = sampling(named)
     assert talk.options == {}
-    assert talk.line("temperature").endswith("(the model's own)")
-    assert talk.line("min_p") == "min_p              the model's own"
+
+
+def test_a_flag_outranks_the_default() -> None:
+    assert sampling(DAEMON, temperature="0.2").options == {"temperature": 0.2}
+
+
+def test_the_models_own_values_are_named_so() -> None:
+    talk = sampling(DAEMON, from_model=True)
+    assert talk.line("temperature") == "temperature        0.7          (the model's own)"
+    assert talk.line("max_tokens") == "max_tokens         1024         (default)"
 
 
 def test_a_daemon_that_does_not_tell_is_left_alone() -> None:
     assert sampling(None).options == {}
-
-
-def test_one_message_has_the_same_reply_each_time() -> None:
-    assert sampling({}, is_talk=False).options == {}
-    assert sampling({}, is_talk=False, temperature="0.8").options == {"temperature": 0.8}
+    assert sampling(None).line("temperature").endswith("default")
 
 
 @pytest.mark.parametrize(
-    ("of_the_model", "advice"),
-    [({}, "1.1"), ({"temperature": 0.6}, "0.7"), ({"temperature": 0.9}, "1.2"), (None, "0.7")],
+    ("defaults", "advice"),
+    [({"temperature": 0.0}, "0.7"), (DAEMON, "1"), ({"temperature": 0.9}, "1.2"), (None, "0.7")],
 )
 def test_advice_against_a_loop_is_hotter_than_what_is_in_force(
-    of_the_model: Mapping[str, float] | None, advice: str
+    defaults: Mapping[str, float] | None, advice: str
 ) -> None:
-    assert sampling(of_the_model).advice == f"/set temperature {advice}"
+    assert sampling(defaults).advice == f"/set temperature {advice}"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "typed", "sent"),
-    [((), "Hello.\n", FOR_A_TALK), (("-q", "Hello."), "", {})],
-    ids=["a talk", "-q"],
+    ("arguments", "typed"), [((), "Hello.\n"), (("-q", "Hello."), "")], ids=["a talk", "-q"]
 )
-def test_a_model_without_sampling_settings_is_asked_with_chats_values(
-    arguments: tuple[str, ...], typed: str, sent: Mapping[str, float], tmp_path: Path
+def test_chat_sends_only_what_was_set(
+    arguments: tuple[str, ...], typed: str, tmp_path: Path
 ) -> None:
     """With a daemon: what was stored with the turn, which is what the client sent."""
     model, data = write_model(tmp_path / "model", QWEN_2_5), tmp_path / "data"
@@ -92,4 +82,4 @@ def test_a_model_without_sampling_settings_is_asked_with_chats_values(
     )
     assert finished.returncode == 0, finished.stderr
     with ConversationStore.open(data, "a test") as store:
-        assert store.get_turn(1).sampling == {**sent, "max_tokens": 2}
+        assert store.get_turn(1).sampling == {"max_tokens": 2}

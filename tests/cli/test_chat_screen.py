@@ -1,4 +1,4 @@
-"""Where a reply goes: as Markdown to a terminal, as it is to everything else."""
+"""A reply is rendered as Markdown on a terminal, and unchanged elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPLY = ("A **bold** word,\n", "and `co", "de`\x1b[2J.\r\n")
 
 
 class Output(io.StringIO):
-    """Standard output, which may be a terminal."""
+    """Standard output that may be a terminal."""
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def leave(terminal: Terminal, data: Path, conversation_id: str = "c") -> list[str]:
-    """End the program; the texts of the user that the history has."""
+    """End the program, and return the user's messages in the history."""
     terminal.type("/bye\n")
     assert terminal.wait() == 0
     with ConversationStore.open(data, "a test") as store:
@@ -35,7 +36,7 @@ def leave(terminal: Terminal, data: Path, conversation_id: str = "c") -> list[st
 
 
 def said(terminal: Terminal, line: str) -> str:
-    """What a command shows."""
+    """Type a line, and return the output up to the next prompt."""
     terminal.type(f"{line}\n")
     return text_of(terminal.read_until(PROMPT)).removeprefix(line).strip()
 
@@ -117,15 +118,54 @@ def test_resume_takes_a_number_a_beginning_or_an_id(terminal: Terminal) -> None:
     said(terminal, "Hello there.")
     for name in ("trip-1", "trip-2", "2"):
         said(terminal, f"/fork {name}")
-    shown = said(terminal, "/list").splitlines()
+    shown = said(terminal, "/list").splitlines()[1:]
     assert [line.split()[-1] for line in shown] == ["2", "trip-2", "trip-1", "c"]
     assert shown[0].startswith("*  1  Hello there.")
-    assert "now" in shown[0]
+    assert " just now " in shown[0]
     assert "conversation trip-1" in said(terminal, "/resume 3")
     assert "conversation 2" in said(terminal, "/resume 2")  # an id before a number
     assert "conversation trip-2" in said(terminal, "/resume trip-2")
-    assert "! trip: may be trip-2, trip-1" in said(terminal, "/resume trip")
+    assert "! trip: is ambiguous: trip-2, trip-1" in said(terminal, "/resume trip")
     assert "! no conversation has the number or the id '9'" in said(terminal, "/resume 9")
+
+
+def test_what_is_typed_during_a_reply_waits_for_the_prompt(tmp_path: Path) -> None:
+    with Terminal(tmp_path / "data", "chat", "--conversation=c", echo_seconds=0.1) as terminal:
+        terminal.read_until(PROMPT)
+        terminal.type("Hello there.\n")
+        terminal.read_until("\n")
+        time.sleep(0.5)  # the reply takes some two seconds
+        terminal.type("TYPED")
+        reply = terminal.read_until(PROMPT)
+        assert "TYPED" not in reply
+        terminal.type(" behind\n")
+        assert "TYPED behind" in text_of(terminal.read_until(PROMPT))
+        assert leave(terminal, tmp_path / "data") == ["Hello there.", "TYPED behind"]
+
+
+def test_a_deletion_is_confirmed_and_the_system_prompt_stays(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    assert "! /delete: this conversation has no messages yet" in said(terminal, "/delete")
+    assert "system prompt" not in said(terminal, "/new d")
+    said(terminal, "/system Be brief.")
+    said(terminal, "/new c")
+    said(terminal, "Hello there.")
+    question = 'Delete "Hello there." (3 messages) for good? [y/N] '
+    for answer in ("", "n", CTRL_C):
+        terminal.type("/delete\n")
+        terminal.read_until(question)
+        assert "nothing is deleted" in said(terminal, answer)
+    terminal.type("/delete\n")
+    terminal.read_until(question)
+    shown = said(terminal, "y")
+    assert "deleted\nconversation chat-" in shown
+    assert "the system prompt stays: Be brief." in shown
+    assert said(terminal, "/list") == "no conversations yet"
+    assert said(terminal, "/system none").endswith("system prompt of new conversations: none")
+    said(terminal, "/new c")
+    said(terminal, "Again.")
+    assert leave(terminal, tmp_path / "data") == ["Again."]
 
 
 def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path) -> None:
@@ -134,7 +174,7 @@ def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path) -
     second = said(terminal, "And now?")
     again = said(terminal, "/retry")
     assert again.startswith(second)  # of an engine that samples nothing
-    assert "[the same again: /set temperature 0.7 varies it]" in again
+    assert "[the same reply again: /set temperature 0.7 varies it]" in again
     texts = said(terminal, "/messages")
     assert texts.splitlines()[0] == "user: Hello there."
     assert first in texts
@@ -158,16 +198,19 @@ def test_a_retry_has_another_seed_than_the_one_that_is_set(
 def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -> None:
     lines = said(terminal, "/set").splitlines()
     assert lines[0] == "temperature        0.0          (the model's own)"
-    assert lines[1] == "top_p              the model's own"
+    assert lines[1] == "top_p              1.0          (the model's own)"
     assert lines[9] == "max_tokens         8            (--max-tokens)"
     assert said(terminal, "/set temperature 0.7") == "temperature        0.7          (/set)"
     assert said(terminal, "/set temperature") == "temperature        0.7          (/set)"
     assert said(terminal, "/set temperature default") == lines[0]
-    assert "! /set: top_p is a number in 0..1, not '7'" in said(terminal, "/set top_p 7")
-    assert "! /set: knows temperature, top_p" in said(terminal, "/set colour 7")
+    assert "! /set: top_p must be a number in 0..1, not '7'" in said(terminal, "/set top_p 7")
+    assert "! /set: unknown setting 'colour'. It knows temperature, top_p" in said(
+        terminal, "/set colour 7"
+    )
     said(terminal, "/set max_tokens 3")
     said(terminal, "Hello there.")
-    assert "  2 messages" in said(terminal, "/list")
+    (row,) = said(terminal, "/list").splitlines()[1:]
+    assert row.split()[-5:][0] == "2"
 
 
 def test_a_daemon_that_goes_away_is_waited_for_and_comes_back(tmp_path: Path) -> None:
@@ -178,10 +221,10 @@ def test_a_daemon_that_goes_away_is_waited_for_and_comes_back(tmp_path: Path) ->
         terminal.read_until(PROMPT)
         first.kill()
         terminal.type("Hello there.\n")
-        waiting = f"[{first.address} cannot answer yet; trying again, Ctrl-C gives up]"
+        waiting = f"[{first.address} is not ready; retrying, Ctrl-C gives up]"
         terminal.read_until(waiting)
         terminal.type(CTRL_C)
-        assert f"! {first.address} cannot answer yet" in terminal.read_until(PROMPT)
+        assert f"! {first.address} is not ready" in terminal.read_until(PROMPT)
         terminal.type("Hello again.\n")
         terminal.read_until(waiting)
         second = ServeProcess(tmp_path / "data", "--address", first.address.removeprefix("grpc://"))

@@ -1,4 +1,4 @@
-"""Replies that think and call tools, as lines of JSON and back."""
+"""Replies with thinking and tool calls, as lines of JSON and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pensieve conversations`: what is exported is imported again, and what cannot be is named."""
+"""`pensieve conversations`: lists, exports that can be imported again, and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def talk(client: Client, name: str, *texts: str) -> None:
 
 
 def make_some(client: Client) -> None:
-    """Conversations of every kind."""
+    """Create conversations of every kind."""
     talk(client, "plain", "Hello there.", "Grüße\u2028\n日本")
     client.conversation("empty").create(metadata={"a": [1, None, "ü"]})
     ruled = client.conversation("ruled")
@@ -185,12 +185,20 @@ def test_conversations_are_listed_and_shown(
     talk(client, "first", "Hello there.")
     talk(client, "second", "Hello \x1b[31mred.")
     assert run("ls") == 0
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["second", "first"]
-    assert " 2 messages " in rows[0]
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[-1] for row in rows] == ["second", "first"]
+    assert [row.split("  ")[0] for row in rows] == ["Hello [31mred.", "Hello there."]
+    assert "% device" in rows[0]
     assert run("ls", "--json", "--limit", "1") == 0
     (row,) = capsys.readouterr().out.splitlines()
-    assert json.loads(row)["conversation_id"] == "second"
+    values = json.loads(row)
+    assert values["conversation_id"] == "second"
+    assert values["title"] == "Hello [31mred."
+    assert values["device_tokens"] > 0
+    assert run("ls", "--limit", "1") == 0
+    limited = capsys.readouterr()
+    assert len(limited.out.splitlines()) == 2
+    assert "--limit 10" in limited.err
     assert run("show", "second") == 0
     shown = capsys.readouterr().out
     assert shown.startswith("user: Hello \x1b[31mred.\nassistant: ")  # where there is no terminal
@@ -246,13 +254,13 @@ def test_a_person_is_asked_before_something_is_deleted(
 ) -> None:
     talk(client, "first", "Hello there.")
     with Terminal(data, "conversations", "rm", "first") as terminal:
-        terminal.read_until("delete first for good? [y/N] ")
+        terminal.read_until("Delete this conversation for good? [y/N] ")
         terminal.type("\n")
         assert "nothing is deleted" in terminal.rest()
         assert terminal.wait() == 1
     assert len(list(client.conversations())) == 1
-    with Terminal(data, "conversations", "rm", "first") as terminal:
-        terminal.read_until("delete first for good? [y/N] ")
+    with Terminal(data, "conversations", "rm", "fir") as terminal:  # only a person may abbreviate
+        assert "Hello there." in terminal.read_until("Delete this conversation for good? [y/N] ")
         terminal.type("y\n")
         assert terminal.wait() == 0
     assert list(client.conversations()) == []

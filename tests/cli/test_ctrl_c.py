@@ -1,4 +1,4 @@
-"""Ctrl-C in `pensieve chat`: pressed once, twice, at any moment, it stops a reply and nothing else."""
+"""Ctrl-C in `pensieve chat`, pressed at any moment, stops the reply and nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TYPING_SECONDS = 0.03  # between two keys of a quick person
 
 
 def replies_in(data: Path, conversation_id: str = "c") -> dict[str, str]:
-    """What the history has: replies by the message that they answer."""
+    """Return the replies in the history, by the message that they answer."""
     with ConversationStore.open(data, "a test") as store:
         assert store.verify() == []
         texts = [each.content for each in store.messages(conversation_id)]
@@ -49,7 +49,7 @@ def press_twice(terminal: Terminal, message: str, drawn: random.Random) -> None:
 def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
     tmp_path: Path,
 ) -> None:
-    """A terminal that hangs, or ends, does not show the mark that is typed afterwards."""
+    """A chat that hangs, or has ended, does not show the mark that is typed afterwards."""
     number = DOUBLE_PRESSES * SCALE
     print(f"{number} double presses, seed {SEED}")
     drawn = random.Random(SEED)
@@ -61,7 +61,7 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
             terminal.read_until(PROMPT)
             press_twice(terminal, f"message {index}.", drawn)
             terminal.type(f"/mark{index}\n")
-            screen = terminal.read_until(f"! /mark{index}: is no command")
+            screen = terminal.read_until(f"! unknown command: /mark{index} (try /help)")
             assert "Traceback" not in screen
             shown[f"message {index}."] = text_of(screen.partition(PROMPT)[0])
         terminal.read_until(PROMPT)
@@ -76,7 +76,7 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
 
 
 def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path) -> None:
-    """At moments from the first import to the first prompt; nothing is left in its process group."""
+    """Press at moments from the first import to the first prompt; no process may be left."""
     drawn = random.Random(SEED)
     for _ in range(2 * SCALE):
         with Terminal(tmp_path, "chat", echo_seconds=0.004) as terminal:
@@ -107,7 +107,7 @@ def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Pat
         terminal.type(CTRL_C)
         terminal.read_until(PROMPT)
         terminal.type(CTRL_C)
-        assert "[Ctrl-D or /bye leaves]" in terminal.read_until(PROMPT)
+        assert "[press Ctrl-D or type /bye to leave]" in terminal.read_until(PROMPT)
         terminal.type("\x04")
         assert terminal.wait() == 0
     assert list(replies_in(tmp_path)) == ["a whole line"]
@@ -126,7 +126,7 @@ def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Pat
         terminal.type(CTRL_C)
         time.sleep(TYPING_SECONDS)
         terminal.type("/mark\n")
-        shown = terminal.read_until("! /mark: is no command")
+        shown = terminal.read_until("! unknown command: /mark (try /help)")
         assert shown.count("Tab                completes commands") == 8
 
 
@@ -218,7 +218,7 @@ def test_a_press_ends_a_pause_between_two_tries(ctrl_c: CtrlC) -> None:
 
 
 def at_a_prompt(tmp_path: Path, before: str) -> Terminal:
-    """A program that asks for a line, and says what came, again and again."""
+    """A program that repeatedly asks for a line and prints it."""
     program = (
         "import _thread, os, readline, signal, threading\n"
         "from pensieve.cli.ctrl_c import CtrlC\n"
@@ -232,7 +232,7 @@ def at_a_prompt(tmp_path: Path, before: str) -> Terminal:
 
 
 def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path) -> None:
-    """Of such a signal only Python's own mark is left: it has interrupted nothing."""
+    """Such a signal interrupts nothing; only Python's pending mark is left."""
     with at_a_prompt(tmp_path, "threading.Timer(0.5, _thread.interrupt_main).start()") as terminal:
         terminal.read_until("came: None False", 20)
 
@@ -240,7 +240,7 @@ def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path) -> None:
 def test_a_press_as_readline_returns_is_one_like_others(
     ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python says then that input() returned a result with an exception set."""
+    """Python then reports that input() returned a result with an exception set."""
 
     def input_that_returned(cause: BaseException) -> Callable[[str], str]:
         def input_(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""`pensieve doctor MODEL` and the log of `pensieve serve` say in which form a model's layers run."""
+"""`pensieve doctor MODEL` and the log of `pensieve serve` name the form in which a model's layers run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_tokenizer_and_template_are_loaded_as_a_daemon_loads_them(
         return capsys.readouterr().out.partition("! ")[2]
 
     few = mistral(tmp_path / "few", vocab_size=100)
-    assert "the tokenizer knows 2560 tokens, the model 100" in problem(str(few))
+    assert "the tokenizer has 2560 tokens, but the model only 100" in problem(str(few))
     folder = mistral(tmp_path / "model")
     template = tmp_path / "template.jinja"
     template.write_text("{% for each in messages %}{{ each.content[0].text }}{% endfor %}")
@@ -123,3 +123,13 @@ def test_a_model_that_cannot_be_loaded_is_wrong(
     assert "sees at most 64 positions" in told
     assert main(["doctor", str(folder), "--context-max", "60"]) == 0
     assert f"{folder}, layers in " in capsys.readouterr().out
+
+
+def test_the_doctor_says_how_many_conversations_fit_on_the_disk(tmp_path: Path) -> None:
+    told = pensieve("doctor", "--json", PENSIEVE_DATA=str(tmp_path / "made" / "later"))
+    room = json.loads(told.stdout)["findings"]["disk"]
+    found = re.match(r"([\d.]+) GiB free, room for about ([\d,]+) conversations", room)
+    assert found is not None
+    free, count = float(found[1]) * 2**30, int(found[2].replace(",", ""))
+    assert free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1, abs=2**27)
+    assert count == pytest.approx(free / 45_000, rel=0.15)

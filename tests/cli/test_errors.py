@@ -1,4 +1,4 @@
-"""What is wrong is said in one clear line, before anything is computed in vain."""
+"""An error is one clear line, and comes before anything is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CERTS = Path(__file__).parent.parent / "guard" / "certs"
 
 
 def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, with what libraries write to standard error themselves."""
+    """Run the command in its own process, with all that libraries write to standard error."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     return subprocess.run(
         [sys.executable, "-m", "pensieve", *arguments],
@@ -40,7 +40,7 @@ def test_an_unknown_flag_is_the_first_thing_that_is_said(
     for command in (["serve"], ["admin", "stats"], ["bench", "chat"]):
         name = f"pensieve {' '.join(command)}"
         first, second = told_about([*command, "--prot", "50051"], capsys)
-        assert first.startswith(f"{name}: unrecognized arguments: --prot")
+        assert first.startswith(f"{name}: unknown flag --prot")
         assert second.startswith(f"`{name} --help`")
 
 
@@ -137,4 +137,44 @@ def test_more_memory_than_there_is_costs_one_line(
     told = pensieve("chat", "-q", "a", "--data", str(tmp_path), "--device-cache", "500TiB")
     assert told.returncode == 3
     assert told.stderr.count("\n") == 1
-    assert "lower --device-cache" in told.stderr
+    assert "Lower --device-cache" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["serve", "--address"], "pensieve serve: --address needs a value"),
+        (["batch"], "pensieve batch: missing arguments: FILE"),
+        (["chat", "a", "b"], "pensieve chat: unexpected argument b"),
+        (
+            ["admin", "jobs", "frob"],
+            "pensieve admin jobs: unknown action 'frob'; choose one of list",
+        ),
+        (
+            ["token", "--turns-max", "many"],
+            "pensieve token: --turns-max must be a whole number in 1..2147483648, not 'many'",
+        ),
+        (
+            ["admin", "watch", "--interval", "x"],
+            "pensieve admin watch: --interval must be a number, not 'x'",
+        ),
+        (
+            ["bench", "step", "--batch", "1,x"],
+            "pensieve bench step: --batch must be whole numbers with commas between them, not '1,x'",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_it_must_be(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told_about(words, capsys)[0].startswith(told)
+
+
+def test_an_error_ends_with_its_remedy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for words, remedy in (
+        (["admin", "stats", "--address", "127.0.0.1:1"], "Start a daemon with `pensieve serve`"),
+        (["admin", "stats", "--data", str(tmp_path)], "`pensieve serve` starts one"),
+        (["serve", "--token-file", str(tmp_path / "x")], "`pensieve token --file "),
+    ):
+        assert main(words) != 0
+        assert remedy in capfd.readouterr().err

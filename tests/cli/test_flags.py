@@ -1,4 +1,4 @@
-"""What is given on the command line is done, or refused; nothing is taken and ignored."""
+"""A flag has an effect or is refused; no flag is silently ignored."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_tls_and_token_are_for_a_daemon_at_an_address(
 ) -> None:
     data = daemon.data if has_daemon else tmp_path
     assert main(["chat", "--data", str(data), "--tls", "--token", "x", "-q", "Hello."]) == 2
-    assert "--token, --tls: is for a daemon at --address" in capsys.readouterr().err
+    assert "--token, --tls: of no use without --address" in capsys.readouterr().err
 
 
 def test_a_daemon_that_loads_its_model_is_waited_for(
@@ -105,11 +105,11 @@ def test_a_daemon_that_loads_its_model_is_waited_for(
         threading.Timer(1.0, let_go).start()
         common = ["chat", "--address", rig.server.address, "--max-tokens", "3"]
         assert main([*common, "-q", "Hello."]) == 0
-    assert "cannot answer yet; trying again" in capsys.readouterr().err
+    assert "is not ready; retrying" in capsys.readouterr().err
 
 
 def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: Path) -> None:
-    """One whose socket lies in the data folder that is the default."""
+    """The other daemon has its socket in the default data folder."""
     with DaemonRig(tmp_path / "data", program=ECHO) as rig:
         given = subprocess.run(
             [sys.executable, "-m", "pensieve", "chat", "--address", rig.server.address],
@@ -119,8 +119,8 @@ def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: P
             text=True,
             check=False,
         )
-    assert "! an admin token is needed, or the socket in the data folder" in given.stderr
-    assert "output tokens" not in given.stdout
+    assert "\ndaemon        its figures need an admin token" in given.stdout
+    assert "device cache" not in given.stdout
 
 
 def test_the_socket_that_a_killed_daemon_left_is_no_daemon(
@@ -143,7 +143,7 @@ def test_an_engine_that_keeps_no_journal_is_not_asked_for_one(
     journal = tmp_path / "journal"
     data = ["--data", str(tmp_path / "data"), "--address", "127.0.0.1:0"]
     assert main(["serve", *data, "--journal", str(journal)]) == 2
-    assert "journal: the echo engine keeps none" in capfd.readouterr().err
+    assert "journal: the echo engine has none" in capfd.readouterr().err
     assert not journal.exists()
 
 
@@ -164,7 +164,7 @@ def test_a_dash_is_the_message_on_standard_input(
     ("given", "flags", "problem"),
     [
         (b"\xff", ["-q", "-"], "standard input is not UTF-8"),
-        (b"x", ["-q", "-", "-q", "-"], "standard input can be one message only"),
+        (b"x", ["-q", "-", "-q", "-"], "only one message can be read from standard input"),
         (b"", ["-q", "-"], "must not be empty"),
     ],
 )
@@ -225,9 +225,7 @@ def test_a_system_prompt_is_for_new_conversations_and_for_others_refused(
     capsys.readouterr()
     assert main([*common, "--system", "Be long.", "-q", "Hello."]) == 2
     told = capsys.readouterr().err
-    assert (
-        "--system: the conversation told is there already, with a system prompt of its own" in told
-    )
+    assert "--system: the conversation told exists already, with another system prompt" in told
     assert asked(daemon, "told") == ["Hello.", "Again.", "More."]
 
 
@@ -243,8 +241,16 @@ def test_a_token_that_is_not_known_is_not_called_missing(
     common = ["chat", "--address", process.start(), "-q", "Hello."]
     capsys.readouterr()
     for flags, problem in (
-        (["--token", "guess"], "pensieve: the token is not known to this daemon\n"),
-        ([], "pensieve: a token is needed\n"),
+        (
+            ["--token", "guess"],
+            "pensieve: the token is not known to this daemon. Pass the client's token with "
+            "--token, or set PENSIEVE_TOKEN\n",
+        ),
+        (
+            [],
+            "pensieve: a token is needed. Pass the client's token with --token, or set "
+            "PENSIEVE_TOKEN\n",
+        ),
     ):
         assert main([*common, *flags]) == 1
         assert capsys.readouterr().err == problem
@@ -262,10 +268,10 @@ def test_tls_where_there_is_none_and_none_where_there_is_are_said_so(
     }
     trusted = ["--tls-ca", str(CERTS / "ca.pem")]
     for place, flags, problem in (
-        ("tls", [], "closed the connection at once, as a daemon with TLS does"),
+        ("tls", [], "closed the connection at once. Perhaps the daemon requires TLS"),
         ("plain", trusted, "does not speak TLS"),
         ("plain", ["--tls"], "does not speak TLS"),
-        ("tls", ["--tls"], "its certificate is not trusted"),
+        ("tls", ["--tls"], "is not trusted"),
     ):
         address = f"localhost:{ports[place]}"
         assert main(["chat", "--address", address, *flags, "-q", "Hello."]) == 1
@@ -281,7 +287,7 @@ def test_nobody_at_an_address_is_said_so(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["chat", "--address", "127.0.0.1:1", "-q", "Hello."]) == 1
     told = capsys.readouterr().err
     assert "nothing listens at 127.0.0.1:1" in told
-    assert "`pensieve serve` starts a daemon" in told
+    assert "Start a daemon with `pensieve serve`" in told
 
 
 def test_the_socket_of_the_folder_needs_no_tls_whatever_the_network_needs(

@@ -1,4 +1,4 @@
-"""What an operator meets first: which daemon it is, whose conversation, a socket without a daemon."""
+"""First tasks of an operator: identify the daemon, find a conversation's tenant, a stale socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*arguments: str) -> int:
 
 
 def tokens_for(file: Path, capsys: pytest.CaptureFixture[str], *tenants: str) -> dict[str, str]:
-    """A token of each tenant, and the file for --token-file."""
+    """Return a token for each tenant, and the file for --token-file."""
     found = {}
     for tenant in tenants:
         assert run("token", "--tenant", tenant, "--file", str(file)) == 0
@@ -88,7 +88,7 @@ def test_the_operator_lists_and_deletes_the_prefixes_of_all_tenants(
         assert run("admin", "prefixes", "--delete", "rules", *where) == 1
         assert "there is no prefix 'rules'" in capsys.readouterr().err
         assert run("admin", "prefixes", "--delete", "rules", "--tenant", "acme", *where) == 0
-        assert capsys.readouterr().out == "prefix rules is deleted\n"
+        assert capsys.readouterr().out == "deleted prefix rules\n"
         assert run("admin", "prefixes", "--json", *where) == 0
         (left,) = json.loads(capsys.readouterr().out)["prefixes"]
         assert (left["tenant"], left["prefix"]["prefix_id"]) == ("beta", "rules")
@@ -106,9 +106,9 @@ def test_a_socket_that_a_killed_daemon_left_is_one_line_and_in_nobodys_way(
     assert (tmp_path / "data" / "admin.sock").is_socket()
     assert run("admin", "stats", *where) == 3
     assert capfd.readouterr().err == (
-        f"pensieve: no daemon runs on {tmp_path / 'data'} (nobody listens on "
-        f"{tmp_path / 'data' / 'admin.sock'}, which one that was killed has left); `pensieve serve` "
-        "starts one, --data and --address name another\n"
+        f"pensieve: no daemon has the data folder {tmp_path / 'data'} (a killed daemon left the socket "
+        f"{tmp_path / 'data' / 'admin.sock'}). `pensieve serve` starts one; --data and --address name "
+        "another one\n"
     )
     process.start()
     assert run("admin", "stats", *where) == 0
@@ -165,7 +165,7 @@ def test_stats_say_what_was_attained_and_whose_the_work_was(
     assert "100.0% of tokens within 100,000.0 ms" in shown
     assert "100.0% of first tokens within 200,000.0 ms" in shown
     assert "of the token budget used" in shown
-    assert "iterations to within" in shown
+    assert "iteration times, with an error of" in shown
     assert re.search(r"tenants +beta 6\d%, acme 3\d% of \d+ tokens computed", shown)
     assert run("admin", "stats", *where, "--json") == 0
     more = json.loads(capsys.readouterr().out)["more"]
@@ -190,9 +190,9 @@ def test_the_table_shows_what_stood_in_the_way() -> None:
     out = io.StringIO()
     Console(file=out, width=200).print(stats_table(stats))
     shown = out.getvalue()
-    assert "another turn would wait 2,000.0 ms; 5 were refused for it" in shown
-    assert "3 gaps between tokens" in shown
-    assert "7 times, 2 for turns that were next; p50 250.0 ms, p99 1,500.0 ms" in shown
+    assert "a new turn would wait 2,000.0 ms; 5 were refused for it" in shown
+    assert "3 long gaps between tokens" in shown
+    assert "7 times, 2 for turns with priority; p50 250.0 ms, p99 1,500.0 ms" in shown
     assert "t0 10%, t1 10%" in shown
     assert "t7 10% and 2 more of 955 tokens computed" in shown
     assert "objective" not in shown

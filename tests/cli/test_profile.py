@@ -1,4 +1,4 @@
-"""`pensieve profile` measures, keeps what it found, and a daemon's start uses it."""
+"""`pensieve profile` measures and keeps a profile, and a daemon uses it."""
 
 from __future__ import annotations
 

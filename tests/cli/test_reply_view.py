@@ -1,4 +1,4 @@
-"""Replies on a terminal: however they come in pieces, they end up as if they had come at once."""
+"""A reply on a terminal looks the same, however its pieces arrive."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Grüße, 日本, and an end without one: **bold
 
 
 class Shown:
-    """A reply on a screen of its own."""
+    """A reply on an emulated screen."""
 
     def __init__(self, columns: int = 60, lines: int = 24) -> None:
         self.screen = TerminalScreen(columns, lines)
@@ -114,7 +114,7 @@ def test_however_a_reply_comes_in_pieces_it_ends_up_the_same(columns: int) -> No
 
 
 def test_a_long_reply_costs_what_its_text_costs() -> None:
-    """Of text that only grows, each piece is written once, and code lines a few times."""
+    """Each piece of growing text is written once, and lines of code a few times."""
     words = "a word and another one, " * 400
     shown = Shown()
     for start in range(0, len(words), 12):
@@ -235,3 +235,44 @@ def test_rows_that_have_left_the_screen_stay() -> None:
     rows.show([f"old {number}" for number in range(8)])
     rows.show([f"new {number}" for number in range(9)])
     assert screen.rows == [f"old {n}" for n in range(4)] + [f"new {n}" for n in range(4, 9)]
+
+
+CODE_WITHOUT_FENCES = """Here it is:
+def fib(n):
+    if __debug__ and n < 2:
+\treturn n * 1 ** n
+
+    return fib(n - 1)
+
+1. In a list:
+
+   for each in those:
+       print(`each`)
+   - nested
+     with more
+  two spaces
+"""
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_code_without_fences_keeps_its_indentation_and_its_characters(size: int) -> None:
+    shown = Shown()
+    for first in range(0, len(CODE_WITHOUT_FENCES), size):
+        shown.seconds += 1
+        shown.view.push(CODE_WITHOUT_FENCES[first : first + size], "text")
+    shown.view.end()
+    assert shown.screen.text.splitlines() == [
+        "Here it is:",
+        "def fib(n):",
+        "    if __debug__ and n < 2:",
+        "    return n * 1 ** n",
+        "",
+        "    return fib(n - 1)",
+        "",
+        " 1 In a list:",
+        "   for each in those:",
+        "       print(`each`)",
+        "    • nested",
+        "      with more",
+        "      two spaces",
+    ]

@@ -1,4 +1,4 @@
-"""`pensieve serve`, `admin` and `chat --address` as their users meet them."""
+"""`pensieve serve`, `admin` and `chat --address` from the outside."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_a_session_with_a_daemon(daemon: ServeProcess) -> None:
     )
     assert process.returncode == 0, process.stderr
     assert "conversation b" in process.stdout
-    assert "the last turn is taken back" in process.stdout
-    assert "output tokens" in process.stdout
+    assert "the last turn is removed" in process.stdout
+    assert "\nlast reply " in process.stdout
     with Client(daemon.address) as client:
         names = {state.conversation_id for state in client.conversations()}
     assert "a" in names
@@ -149,7 +149,7 @@ def test_admin_shows_figures(daemon: ServeProcess, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "4 chunks dropped\n"
     assert run("admin", "explain", "shown", *where) == 0
     told = capsys.readouterr().out
-    assert "nothing of it is cached" in told
+    assert "nothing is cached; the next turn" in told
     assert "4 chunks, 0 to 3, dropped on request" in told
     assert run("admin", "check", *where) == 0
     assert capsys.readouterr().out == "nothing is wrong\n"
@@ -175,7 +175,7 @@ def test_a_second_daemon_is_told_who_holds_the_folder_and_the_port(
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (("--address", "0.0.0.0:0"), 3, "can be reached by others"),
+        (("--address", "0.0.0.0:0"), 3, "is reachable from other machines"),
         (("--address", "nonsense"), 3, "is not HOST:PORT"),
         (("--token-file", "/nonexistent"), 3, "cannot read /nonexistent"),
         (("/nonexistent/model",), 4, "there is no model folder"),
@@ -276,7 +276,7 @@ def test_a_token_file_that_others_may_write_to_is_refused(
 
 @pytest.mark.parametrize("mode", [0o400, 0o444, 0o600, 0o644])
 def test_a_token_file_may_be_read_by_others(tmp_path: Path, mode: int) -> None:
-    """It holds digests; a container's secret is 0444."""
+    """The file has only digests, and a container's secret is 0444."""
     file = tmp_path / "tokens.toml"
     file.write_text('[[token]]\nsha256 = "' + "0" * 64 + '"\n')
     file.chmod(mode)
@@ -285,7 +285,7 @@ def test_a_token_file_may_be_read_by_others(tmp_path: Path, mode: int) -> None:
 
 def test_admin_without_a_daemon_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("admin", "stats", "--data", str(tmp_path)) == 3
-    assert "no daemon runs on" in capsys.readouterr().err
+    assert "no daemon has the data folder" in capsys.readouterr().err
 
 
 def test_a_long_data_folder_has_its_socket_elsewhere(
@@ -394,7 +394,7 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_tls_and_client_certificates(tmp_path: Path) -> None:
-    """The certificates beside this test are for localhost, and good for nothing else."""
+    """The certificates beside this test are for localhost only."""
     certs = ROOT / "tests" / "guard" / "certs"
     server = ("--tls-cert", str(certs / "server.pem"), "--tls-key", str(certs / "server.key"))
     process = ServeProcess(tmp_path / "data", *server)

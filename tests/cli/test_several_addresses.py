@@ -1,4 +1,4 @@
-"""Commands that talk to several daemons, which have one history."""
+"""Commands with several daemons that share a history."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_the_variable_names_several_and_conversations_are_listed_once(
     fleet.stop(fleet.addresses[0])
     capsys.readouterr()
     assert main(["conversations", "ls"]) == 0
-    assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == [*"abc"]
+    assert sorted(line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]) == [*"abc"]
 
 
 def test_an_operator_is_told_to_name_one(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["admin", "drain", "--address", ",".join(fleet.addresses)]) == 2
     assert capsys.readouterr().err.strip() == (
-        "pensieve: --replica: must say which, for drain is of one: " + ", ".join(fleet.addresses)
+        "pensieve: --replica: is missing: drain works on one of " + ", ".join(fleet.addresses)
     )
 
 
@@ -63,6 +63,6 @@ def test_when_none_can_be_reached_all_are_named(
         fleet.stop(address)
     assert main(["chat", "--address", ",".join(fleet.addresses), "-q", "Hello."]) == 1
     told = capsys.readouterr().err
-    assert "; `pensieve serve` starts a daemon" in told
+    assert "Start a daemon with `pensieve serve`" in told
     for address in fleet.addresses:
         assert f"{address}: nothing listens at {address}" in told

@@ -1,4 +1,4 @@
-"""`simulate` compares policies, sweeps, draws, and explains what is wrong."""
+"""`pensieve simulate` compares policies, sweeps, draws, and explains errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_command_draws_and_explains(capsys: pytest.CaptureFixture[str]) -> N
     for wrong, text in (
         (["--policy", "best"], "none of lru, value, return"),
         (["--workload", "sharegpt", "x.jsonl"], "not both"),
-        ([], "name files"),
+        ([], "give trace files"),
         (["missing.jsonl"], "cannot read missing.jsonl"),
         (["--workload", "sharegpt", "--rate", "0"], "above 0"),
     ):
@@ -93,7 +93,7 @@ def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -
         ("--devices 0", "1 or more"),
         ("--prompt-seconds -1", "at least 0"),
         ("--tbt -1", "at least 0"),
-        ("--hardware instant --phases separate", "there is none"),
+        ("--hardware instant --phases separate", "takes none"),
         ("--count-from 700", "nothing is counted"),
         ("--until 3 --count-from 5", "nothing is counted"),
     ],

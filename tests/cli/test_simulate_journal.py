@@ -1,4 +1,4 @@
-"""`simulate` with a journal: records, replays and fits, and says what is wrong."""
+"""`pensieve simulate` with a journal: it records, replays, fits, and explains errors."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def test_the_command_records_replays_and_fits(
     lines = Path(journal).read_text().splitlines()
     Path(journal).write_text("\n".join(lines[:-1]) + '\n{"pl')
     assert main(["simulate", "--journal", journal]) == 0
-    assert f"line {len(lines)} was cut off when its engine was killed" in capsys.readouterr().out
+    assert (
+        f"line {len(lines)} is incomplete, because its engine was killed" in capsys.readouterr().out
+    )
     Path(journal).write_text("\n".join(lines).replace('"tokens":', '"tokens":1', 1))
     assert main(["simulate", "--journal", journal]) == 1
     out = capsys.readouterr().out
     assert "the replay plans" in out
-    assert "may well plan otherwise" not in out
+    assert "may plan differently" not in out
     Path(journal).write_text(
         Path(journal).read_text().replace(f'"written_by":"{__version__}"', '"written_by":"0.0.1"')
     )
@@ -67,9 +69,9 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         (["--journal", str(tmp_path / "none")], "cannot read"),
         (["--journal", str(other)], "line 1: not a journal"),
         (["--journal", str(empty)], "is empty: not a journal"),
-        (["--journal", short, "--workload", "agents"], "name no trace"),
+        (["--journal", short, "--workload", "agents"], "leave out trace files"),
         (["--journal", short, "--fit", str(tmp_path / "x")], "at least 40 are needed"),
-        (["--workload", "agents", "--fit", "x"], "what is fitted is a --journal"),
+        (["--workload", "agents", "--fit", "x"], "--fit: needs --journal"),
         (["--workload", "agents", "--cost", str(other)], "is not a file that"),
         (["--workload", "agents", "--cost", str(tmp_path / "none")], "cannot read"),
         (["--workload", "agents", "--record", str(tmp_path)], "cannot write"),

@@ -1,4 +1,4 @@
-"""`pensieve token`: the secret reaches the person, and the entry the file."""
+"""`pensieve token`: the secret goes to the person, and the entry to the file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A small daemon that keeps its word, and breaks it on demand.
+"""A small scripted daemon, which works correctly or fails on demand.
 
-It remembers conversations, revisions and request_ids as the real one does, and replies with the words
-of the message.  `mishaps` says what goes wrong with the next streams, one for each; a stream without a
-mishap goes well.  Its errors are put together by hand, so that the SDK is held against the wire and not
-against our own translation.
+It keeps conversations, revisions and request_ids like the real daemon, and replies with the words of the
+message. `mishaps` lists the faults of the next streams, one for each; a stream without a mishap succeeds.
+Its errors are built by hand, so that the SDK is tested against the wire and not against our own
+translation.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ AWAY = Refusal("UNAVAILABLE")
 
 @dataclass(frozen=True)
 class Mishap:
-    """What goes wrong with one stream, after `after` of its words; -1 is before `started`."""
+    """The fault of one stream, after `after` of its words; -1 is before `started`."""
 
     after: int = -1
     refusal: Refusal | None = AWAY  # None: the stream just ends
@@ -120,7 +120,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
     def __init__(
         self, listen: str = "127.0.0.1:0", history_of: ScriptedServer | None = None
     ) -> None:
-        """`history_of`: another server, with which this one has one history."""
+        """`history_of`: another server that shares its history with this one."""
         self.mishaps: deque[Mishap] = deque()
         self.refusals: deque[Refusal] = deque()  # of methods that are no streams
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
@@ -159,7 +159,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self._server.stop(0).wait()
 
     def hold(self, held: threading.Event) -> None:
-        """The next method that is no stream says so and does not answer."""
+        """Make the next unary method report its call and not answer."""
         self._held = held
 
     def names(self) -> list[str]:
@@ -311,7 +311,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         return pb.CancelTurnResponse(was_running=True, finish_reason=reason)
 
     def complete(self, conversation_id: str) -> None:
-        """The running turn has come to its end, and nobody was told."""
+        """Complete the running turn without telling any client."""
         kept = self.found[conversation_id]
         turn, kept.running = kept.running, None
         assert turn is not None

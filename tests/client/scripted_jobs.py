@@ -1,4 +1,4 @@
-"""The jobs of the scripted daemon: it keeps files, answers each line with itself, and breaks on demand."""
+"""The jobs of the scripted daemon: it stores files, answers each line with itself, and fails on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declared prefixes of the scripted server."""
+"""The declared prefixes of the scripted daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE_SIZE = 2
 
 
 class FakePrefixes:
-    """Keeps what is declared; a message has a token for each word."""
+    """Stores declared prefixes. A message has one token per word."""
 
     declared: dict[str, pb.GetPrefixResponse]
     if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Three scripted daemons with one history, and a client of either kind that speaks to all of them."""
+"""Three scripted daemons with one history, and a sync or async client with all their addresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUICK = Retry(retries=3, first_seconds=0.001, most_seconds=0.002)
 
 
 class Fleet:
-    """Servers that share what they remember; one that was stopped comes back at its address."""
+    """Servers with a common memory. A stopped server can return at its address."""
 
     def __init__(self, num_servers: int = 3) -> None:
         first = ScriptedServer()
@@ -36,11 +36,11 @@ class Fleet:
         return self.servers[self.addresses.index(address)]
 
     def stop(self, address: str) -> None:
-        """Its connections are cut, and nobody listens there any more."""
+        """Cut the server's connections and stop listening."""
         self.at(address).__exit__()
 
     def start(self, address: str) -> ScriptedServer:
-        """It comes back, and remembers what the others do."""
+        """Start the server again, with the common memory."""
         server = ScriptedServer(address, history_of=self.servers[0])
         assert server.address == address
         self.ever.append(server)
@@ -48,7 +48,7 @@ class Fleet:
         return server
 
     def who_has(self, conversation_id: str, name: str = "SendMessage") -> list[str]:
-        """At which addresses such a call about this conversation has arrived, in any order."""
+        """Return the addresses that received such a call about this conversation, in any order."""
         return [
             server.address
             for server in self.servers
@@ -62,7 +62,7 @@ class Fleet:
 
 
 class WithThreads:
-    """The client for threads."""
+    """The sync client."""
 
     def __init__(self, addresses: list[str], retry: Retry = QUICK, **options: Any) -> None:
         self.slept: list[float] = []
@@ -81,7 +81,7 @@ class WithThreads:
         self.client.close()
 
     def do(self, call: Callable[[Any], Any]) -> Any:
-        """What a call of the client returns."""
+        """Return the result of a client call."""
         return call(self.client)
 
     def ask(self, conversation_id: str, text: str, **options: Any) -> Reply:
@@ -94,7 +94,7 @@ class WithThreads:
         after: Callable[[int], None] = lambda n: None,
         **options: Any,
     ) -> list[Any]:
-        """What a reader of a turn gets; `after` is called after each, with their number."""
+        """Return the events of a turn's reader. `after` is called after each event with their number."""
         seen: list[Any] = []
         for event in self.client.conversation(conversation_id).send(text, **options):
             seen.append(event)
@@ -110,7 +110,7 @@ class WithThreads:
 
 
 class WithTasks(WithThreads):
-    """The client for asyncio, in an event loop that runs while it is called."""
+    """The async client, in an event loop that runs only during calls."""
 
     def __init__(self, addresses: list[str], retry: Retry = QUICK, **options: Any) -> None:
         self.slept = []

@@ -1,4 +1,4 @@
-"""What a client knows of its addresses, with a clock of the test's own."""
+"""How a client tracks its addresses, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_each_address_is_tried_once_in_a_round(addresses: Addresses) -> None:
     error = route.explained(errors.Unavailable("away 2"))
     whys = {name: f"away {number}" for number, name in enumerate(order)}
     texts = "; ".join(f"{name}: {whys[name]}" for name in NAMES)
-    assert str(error) == f"no address of 3 could do it ({texts})"
+    assert str(error) == f"all 3 addresses failed ({texts})"
     route.begin_round()
     assert route.choose() == (order[0], True)
 

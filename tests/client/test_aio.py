@@ -1,4 +1,4 @@
-"""The asyncio twin: the same promises, and those that only tasks need."""
+"""The async client: the promises of the sync client, and those that only tasks need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def run(server: ScriptedServer, script: Script) -> list[float]:
-    """Run a script with a client; how long it slept between tries."""
+    """Run a script with a client. Return how long it slept between tries."""
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -152,7 +152,7 @@ def test_a_task_that_is_cancelled_has_ended_its_turn(server: ScriptedServer) -> 
         assert await abandoned(server) == "r"
         (ended,) = server.requests("CancelTurn")
         assert (ended.request_id, ended.keep_tokens, ended.attempt) == ("r", 1, 1)
-        with pytest.raises(errors.TurnInterrupted, match="what was delivered"):
+        with pytest.raises(errors.TurnInterrupted, match="the delivered part"):
             await turn.reply()
 
     run(server, script)

@@ -1,4 +1,4 @@
-"""Every other method: what is sent, what comes back, what is retried, and how errors arrive."""
+"""All unary methods: requests, results, retries and errors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_conversation_from_its_beginning_to_its_end(client: Client) -> None:
 
 
 def test_whole_numbers_of_metadata_come_back_whole(server: ScriptedServer) -> None:
-    """On the wire every number is a double."""
+    """The wire has only doubles."""
     given = {
         "whole": 7,
         "deep": [{"n": -3}],
@@ -465,7 +465,7 @@ def test_a_client_that_is_shared_reads_pages_for_each_thread(
 
 
 def test_errors_that_other_modules_derive_stand_for_no_reason() -> None:
-    """A program may hold a daemon beside its client."""
+    """A program may contain both a daemon and a client."""
     program = (
         "import pensieve.api.json_fields\n"
         "from pensieve.client.grpc_errors import BY_REASON\n"

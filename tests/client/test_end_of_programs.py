@@ -1,4 +1,4 @@
-"""A program that leaves a turn and ends, with a client that it has not closed, has ended that turn."""
+"""A program that ends during a turn, without closing its client, stops that turn."""
 
 from __future__ import annotations
 

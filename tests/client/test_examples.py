@@ -1,4 +1,4 @@
-"""Each example of docs/examples is a program that runs as it stands, against `pensieve serve`."""
+"""Each example of docs/examples runs unchanged against `pensieve serve`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def environment(**given: str) -> dict[str, str]:
 
 
 def run(name: str, *arguments: str, code: int = 0, **given: str) -> str:
-    """What an example prints; not one word on its error output if it succeeds."""
+    """Return an example's output. A successful example prints nothing to stderr."""
     finished = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / name, *arguments],
         capture_output=True,

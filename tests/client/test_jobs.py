@@ -1,4 +1,4 @@
-"""Batch jobs: what is sent, what comes back, and what is sent again when the connection breaks."""
+"""Batch jobs: requests, results, and retries after broken connections."""
 
 from __future__ import annotations
 

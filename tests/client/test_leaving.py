@@ -1,6 +1,6 @@
-"""Every way of leaving a turn on purpose ends it at the daemon, and the next message may be sent at once.
+"""Every way to stop a turn early stops it at the daemon, and the next message can be sent at once.
 
-The daemon's grace is so long that no turn here ends by it.
+The daemon's grace period is so long that no turn here ends because of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def endless_async(talk: AsyncConversation, **options: object) -> AsyncTurn:
 
 
 def check_kept(reply: Message, pieces: list[Piece]) -> None:
-    """It is what the caller was given; its text may end with what was withheld until then."""
+    """Check that the history has the text that the caller received, perhaps followed by withheld text."""
     deltas = [piece for piece in pieces if isinstance(piece, Delta)]
     assert reply.token_ids == tuple(token_id for delta in deltas for token_id in delta.token_ids)
     assert reply.text.startswith("".join(map(str, deltas)))
@@ -111,7 +111,7 @@ def by_ctrl_c_in_the_body(talk: Conversation) -> list[Piece]:
 def by_a_timeout(talk: Conversation) -> list[Piece]:
     pieces: list[Piece] = []
     turn = endless(talk, timeout=0.3)
-    with pytest.raises(errors.DeadlineExceeded, match="what was delivered of it is in the history"):
+    with pytest.raises(errors.DeadlineExceeded, match="the delivered part of it is in the history"):
         pieces.extend(turn)
     with pytest.raises(errors.DeadlineExceeded):  # and it stays so
         _ = turn.reply
@@ -161,7 +161,7 @@ def test_ask_that_runs_out_of_time_leaves_nothing(rig: DaemonRig) -> None:
 def test_ask_keeps_what_was_delivered_if_it_is_told_to(rig: DaemonRig) -> None:
     with Client(rig.server.address) as client:
         talk = client.conversation()
-        with pytest.raises(errors.DeadlineExceeded, match="what was delivered"):
+        with pytest.raises(errors.DeadlineExceeded, match="the delivered part"):
             talk.ask("hello", max_tokens=90_000, ignore_eos=True, timeout=0.3, keep_partial=True)
         assert [message.finish_reason for message in talk.messages()] == ["", "cancelled"]
 
@@ -172,7 +172,9 @@ def test_nothing_stays_of_a_turn_that_is_sent_so(rig: DaemonRig) -> None:
         with endless(talk, keep_partial=False) as turn:
             for _ in range(NUM_PIECES):
                 next(turn)
-        with pytest.raises(errors.TurnInterrupted, match=r"left.*nothing of it is in the history"):
+        with pytest.raises(
+            errors.TurnInterrupted, match=r"stopped.*nothing of it is in the history"
+        ):
             _ = turn.reply
         assert list(talk.messages()) == []
         assert talk.ask("again", max_tokens=3).revision == 1
@@ -266,7 +268,7 @@ def test_a_cancel_within_a_with_keeps_all_that_was_generated(rig: DaemonRig) -> 
 
 
 def test_a_daemon_that_does_not_answer_keeps_nobody_for_long(tmp_path: Path) -> None:
-    """It does so when it finds out that nobody reads; the next message waits for that, or is refused."""
+    """It stops the turn when it notices that nobody reads. Until then, the next message waits or fails."""
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
         with closing(Proxy(rig.server.address)) as proxy, Client(proxy.address) as client:
             talk = client.conversation()
@@ -274,7 +276,7 @@ def test_a_daemon_that_does_not_answer_keeps_nobody_for_long(tmp_path: Path) -> 
             next(turn)
             proxy.freeze()
             turn.close()
-            with pytest.raises(errors.TurnInterrupted, match="has not said"):
+            with pytest.raises(errors.TurnInterrupted, match="did not confirm"):
                 _ = turn.reply
         wait_for(lambda: not rig.num_live)
 
@@ -337,7 +339,7 @@ async def task_by_the_end_of_a_generator(talk: AsyncConversation) -> list[Piece]
 
 async def task_by_a_timeout(talk: AsyncConversation) -> list[Piece]:
     pieces: list[Piece] = []
-    with pytest.raises(errors.DeadlineExceeded, match="what was delivered of it is in the history"):
+    with pytest.raises(errors.DeadlineExceeded, match="the delivered part of it is in the history"):
         await read(endless_async(talk, timeout=0.3), pieces)
     return pieces
 
@@ -488,7 +490,9 @@ def test_of_a_turn_that_was_never_sent_nothing_else_is_said(rig: DaemonRig) -> N
     with Client(rig.server.address) as client:
         turn = endless(client.conversation())
         turn.close()
-        with pytest.raises(errors.TurnInterrupted, match=r"left before its end; it was not sent$"):
+        with pytest.raises(
+            errors.TurnInterrupted, match=r"stopped before its end; it was not sent$"
+        ):
             _ = turn.reply
 
 
@@ -512,7 +516,7 @@ def test_a_reader_whose_turn_another_thread_closes_is_told_what_stays(
         closer.start()
         asked.wait(10)
         try:
-            with pytest.raises(errors.TurnInterrupted, match="what was delivered of it is in the"):
+            with pytest.raises(errors.TurnInterrupted, match="the delivered part of it is in the"):
                 _ = turn.reply
         finally:
             told.set()

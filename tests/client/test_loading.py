@@ -1,4 +1,4 @@
-"""A server that loads its model is waited for, however long that takes."""
+"""The client waits for a server that is loading its model, however long that takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAITS = 'while [ ! -e "$0" ]; do sleep 0.02; done; exec "$@"'  # for the file $0
 
 @contextmanager
 def loading(data: Path) -> Iterator[tuple[DaemonRig, Callable[[], None]]]:
-    """A daemon whose engine loads its model until it is let go."""
+    """A daemon whose engine loads its model until the test releases it."""
     gate = data.with_suffix(".gate")
     rig = DaemonRig(data, program=("sh", "-c", WAITS, str(gate), *ECHO))
     starting = threading.Thread(target=rig.__enter__)

@@ -1,4 +1,4 @@
-"""Declared prefixes through the SDK: what is sent, what comes back, and what is retried."""
+"""Declared prefixes through the SDK: requests, results and retries."""
 
 from __future__ import annotations
 

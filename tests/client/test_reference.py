@@ -1,4 +1,4 @@
-"""The reference of the SDK: everything public is in it and explained, and it builds without a network."""
+"""The SDK reference explains everything public, and builds without a network."""
 
 from __future__ import annotations
 

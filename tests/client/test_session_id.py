@@ -1,7 +1,7 @@
-"""Each call about a conversation or a job carries its id as metadata, so that a router can send it home.
+"""Each call about a conversation or a job carries its id as metadata for routers.
 
-A router that looks for another key than `session_id` scatters the calls without any error, so the metadata is
-looked at here as it arrives, for every method of the protos that names a conversation or a job.
+A router that looks for another key than `session_id` scatters the calls silently. So this test checks the
+received metadata of every method in the protos that names a conversation or a job.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Listener(grpc.GenericRpcHandler):
-    """Takes every method, keeps its metadata, and does nothing."""
+    """Accepts every method, records its metadata, and does nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[tuple[str, Any]]]] = []

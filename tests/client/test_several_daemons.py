@@ -1,4 +1,4 @@
-"""Three real daemons behind one client; each with a history of its own, so what moves is easily seen."""
+"""Three real daemons behind one client, each with a separate history, which makes moves visible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IDS = [f"talk-{number}" for number in range(40)]
 
 
 class Daemons:
-    """Rigs that can be stopped and started again at their address."""
+    """Rigs that can be stopped and restarted at the same address."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
         self._folder = folder
@@ -62,7 +62,7 @@ def daemons(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Daemons]
 
 
 def who_knows(daemons: Daemons) -> dict[str, set[str]]:
-    """Which conversations each running daemon has."""
+    """Return the conversations of each running daemon."""
     known = {}
     for address in daemons.addresses:
         with Client(address, retry=QUICK) as client:

@@ -1,4 +1,4 @@
-"""What the values of the SDK look like in a prompt: one line that helps, and no secret."""
+"""How the SDK's values are displayed: one helpful line, without secrets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_turn_shows_how_far_it_is(tmp_path: Path) -> None:
         left = client.conversation("trip").send("More.")
         next(left)
         left.close()
-        assert repr(left) == f"<Turn {left.turn_id} of 'trip': left>"
+        assert repr(left) == f"<Turn {left.turn_id} of 'trip': stopped>"
         failed = client.conversation("trip").send("More.", max_tokens=-1)
         with pytest.raises(InvalidArgument):
             next(failed)

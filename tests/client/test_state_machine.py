@@ -1,7 +1,7 @@
-"""Each acknowledged turn is in the history once, whatever a client does and its connections suffer.
+"""Each acknowledged turn is in the history exactly once, whatever the client and its connections do.
 
-A model remembers what was acknowledged. Turns are begun, read, attached to, tried again, cancelled, left and
-cut off in any order, by the client for threads and by the one for asyncio.
+A model records the acknowledged turns. Turns are begun, read, joined, retried, cancelled, stopped and cut
+off in any order, by the sync and the async client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = ("a", "b")
 
 
 class Person:
-    """A client of either kind, behind connections that can be cut."""
+    """A sync or async client behind connections that can be cut."""
 
     def __init__(self, kind: type[Any], address: str) -> None:
         self._runner = asyncio.Runner()
@@ -40,11 +40,11 @@ class Person:
         self.cut = self._proxy.reset
 
     def do(self, called: Any) -> Any:
-        """Return the result of a call, which is a coroutine of the client for asyncio."""
+        """Return the result of a call, which is a coroutine with the async client."""
         return self._runner.run(called) if inspect.iscoroutine(called) else called
 
     def next(self, turn: Any) -> Delta | Restarted | None:
-        """The turn's next piece; None at its end."""
+        """Return the turn's next event; None at the end."""
         if hasattr(turn, "__next__"):
             return next(turn, None)
 
@@ -65,7 +65,7 @@ class Person:
 
 @dataclass
 class Open:
-    """A turn whose end its reader has not seen."""
+    """A turn whose reader has not seen its end."""
 
     name: str
     text: str
@@ -128,7 +128,7 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def attach(self, data: st.DataObject) -> None:
-        """The same request, by another client; then the first reader reads the same reply."""
+        """Send the same request from another client. The first reader still reads the same reply."""
         opened = self.drawn(data)
         if not opened.pieces:
             return  # it may not have been sent yet
@@ -155,7 +155,7 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """What was delivered stays, or nothing does; or the turn was complete already."""
+        """The delivered part stays, or nothing does, or the turn was already complete."""
         opened = self.drawn(data)
         self.person.do(opened.turn.close())
         del self.open[opened.name]
@@ -177,7 +177,7 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.latest)
     @rule(data=st.data())
     def try_again(self, data: st.DataObject) -> None:
-        """A request that was answered is answered alike, and says nothing twice."""
+        """A repeated request gets the same answer, and adds no second message."""
         name = data.draw(st.sampled_from(sorted(self.latest)))
         opened, reply = self.latest[name]
         talk = self.other.client.conversation(self.id_of(name))

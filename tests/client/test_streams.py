@@ -1,4 +1,4 @@
-"""A turn over connections that fail: added once, shown once, cancelled once."""
+"""Turns over failing connections: added once, shown once, cancelled once."""
 
 from __future__ import annotations
 
@@ -112,7 +112,11 @@ def test_whatever_cuts_the_connection_the_turn_goes_on(
 
 @pytest.mark.parametrize(
     ("words", "problem"),
-    [(("a", "x", "c"), "another"), (("a", "bb", "c"), "another"), (("a",), "shorter")],
+    [
+        (("a", "x", "c"), "different reply"),
+        (("a", "bb", "c"), "different reply"),
+        (("a",), "shorter"),
+    ],
 )
 def test_a_reply_that_is_not_the_one_begun_is_a_fault(
     client: Client, server: ScriptedServer, words: tuple[str, ...], problem: str
@@ -133,7 +137,7 @@ def test_the_same_text_of_other_tokens_is_a_fault_too() -> None:
     progress = ReplyAccumulator()
     for response in (started, delta(1, 2), started):
         progress.take(response)
-    with pytest.raises(errors.ServerFault, match="another"):
+    with pytest.raises(errors.ServerFault, match="different reply"):
         progress.take(delta(1, 3))
 
 
@@ -286,7 +290,7 @@ def test_a_turn_that_is_held_goes_on_until_it_is_closed(
     turn.close()
     assert server.abandoned.get(timeout=SAFETY_SECONDS) == "held"
     assert list(turn) == []
-    with pytest.raises(errors.TurnInterrupted, match="left"):
+    with pytest.raises(errors.TurnInterrupted, match="stopped"):
         _ = turn.reply
 
 
@@ -331,7 +335,7 @@ def test_an_exception_between_two_tries_ends_the_turn(server: ScriptedServer) ->
         (ended,) = server.requests("CancelTurn")
         assert (ended.keep_tokens, ended.attempt) == (1, 1)
         assert list(turn) == []
-        with pytest.raises(errors.TurnInterrupted, match="what was delivered"):
+        with pytest.raises(errors.TurnInterrupted, match="the delivered part"):
             _ = turn.reply
 
 
@@ -367,7 +371,7 @@ def test_an_exception_within_the_wait_for_a_piece_ends_the_turn(
 def test_a_reply_that_is_complete_when_the_time_is_over_is_read_to_its_end(
     client: Client, server: ScriptedServer
 ) -> None:
-    """Whoever is told that the time was over would say it again, and have it in the history twice."""
+    """A caller that sees a timeout would send the message again, and the history would have it twice."""
     late = Refusal("DEADLINE_EXCEEDED")
     for ask in (True, False):
         talk = client.conversation(f"c{ask}")

@@ -1,4 +1,4 @@
-"""A turn's progress and the policy of trying again, without a socket."""
+"""The progress of a turn and the retry policy, without sockets."""
 
 from __future__ import annotations
 

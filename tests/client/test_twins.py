@@ -1,4 +1,4 @@
-"""The clients for threads and for asyncio make the same promises, each of them written down."""
+"""The sync and async clients have the same methods and documentation."""
 
 from __future__ import annotations
 

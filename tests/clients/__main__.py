@@ -1,11 +1,11 @@
-"""Clients as they are on the package index, each in its own environment, against `pensieve serve --http`.
+"""Run clients from the package index, each in its own environment, against `pensieve serve --http`.
 
-    scripts/try_clients                     # all of them, at the versions that are named here
+    scripts/try_clients                     # all, at the versions listed here
     scripts/try_clients openai-2 litellm    # some
-    scripts/try_clients --newest            # the newest that there are
+    scripts/try_clients --newest            # at their newest versions
 
-The model plays a script (tests/conversations/scripted_engine.py), since a client that calls tools needs one
-that does; daemon, store, scheduler and cache are real.  Environments are made in .clients, once.
+The model follows a script (tests/conversations/scripted_engine.py), because tests of tools need a model that
+calls them. Daemon, store, scheduler and cache are real. Environments are created once, in .clients.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CLIENTS: Mapping[str, Client] = {
 
 @dataclass
 class Tried:
-    """What came of a client."""
+    """The outcome of a client."""
 
     name: str
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def tried(name: str, *, newest: bool = False) -> Tried:
-    """Its scenes, against a daemon of its own."""
+    """Run a client's scenes against a daemon of its own."""
     client, found = CLIENTS[name], Tried(name)
     try:
         python = environment(name, client.newest if newest else client.packages)
@@ -130,7 +130,7 @@ def tried(name: str, *, newest: bool = False) -> Tried:
 
 
 def environment(name: str, packages: Sequence[str]) -> Path:
-    """The Python of an environment with these packages and nothing else."""
+    """Return the Python of a new environment with only these packages."""
     folder = FOLDER / name
     python, ready = folder / "bin" / "python", folder / "packages"
     wanted = "\n".join(packages)
@@ -148,7 +148,7 @@ def environment(name: str, packages: Sequence[str]) -> Path:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Its URL, the script of what the model says, and its log."""
+    """Start a daemon; yield its URL, the script of the model's replies, and its log."""
     model = write_model(folder / "model", QWEN_3)
     script, log, ready = folder / "script.json", folder / "log", folder / "ready"
     write_script(script, [])

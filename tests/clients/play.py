@@ -1,8 +1,8 @@
-"""What the scenes of a client have: the server's address, what the model will say, and the turns of it.
+"""Tools for a client's scenes: the server's address, the model's next replies, and the turns it ran.
 
-It runs in the client's own environment (`python -m tests.clients.with_NAME URL SCRIPT LOG`), so it imports
-nothing but the standard library.  Each scene is a function marked with `scene`; `act` plays them one after
-the other and writes a line of JSON for each.
+Runs in the client's own environment (`python -m tests.clients.with_NAME URL SCRIPT LOG`), so it imports only
+the standard library. Each scene is a function marked with `scene`; `act` runs them one after the other, and
+writes a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def scene(what: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 
 def says(*replies: str) -> None:
-    """What the model says in the next turns."""
+    """Set the model's replies in the next turns."""
     new = SCRIPT.with_suffix(".new")
     new.write_text(json.dumps(replies))
     new.replace(SCRIPT)
 
 
 def call(name: str, /, **arguments: Any) -> str:
-    """A call of a tool, as this model writes it."""
+    """Return a tool call in this model's format."""
     return CALL.format(name, json.dumps(arguments))
 
 
 def agent_replies(tool: str = "look") -> list[str]:
-    """Of a model that thinks and calls the tool with another place each time."""
+    """Return replies that think, and call the tool with a different place each time."""
     calls = [
         f"<think>\nRoom {turn} is next.\n</think>\n\nI look." + call(tool, place=f"room {turn}")
         for turn in range(TURNS)
@@ -59,13 +59,13 @@ def agent_replies(tool: str = "look") -> list[str]:
 
 
 class Turns:
-    """Those that ended since it was made, as the daemon logs them."""
+    """The turns that ended since this object was created, from the daemon's log."""
 
     def __init__(self) -> None:
         self._size = LOG.stat().st_size
 
     def all(self, count: int) -> list[dict[str, Any]]:
-        """Once there are so many."""
+        """Wait for this many turns, and return them."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while len(found := self._found()) < count and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -73,7 +73,7 @@ class Turns:
         return found
 
     def one_conversation(self, count: int) -> list[dict[str, Any]]:
-        """They are one conversation, of which nothing was computed twice."""
+        """Check that the turns are one conversation, and nothing was computed twice."""
         found = self.all(count)
         names = {each["conversation_id"] for each in found}
         assert len(names) == 1, f"{len(names)} conversations"

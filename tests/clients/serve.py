@@ -1,4 +1,4 @@
-"""`pensieve serve` with an engine that says what a script has it say: SCRIPT and then its own flags."""
+"""Run `pensieve serve` with a scripted engine. Arguments: SCRIPT, then flags of serve."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def talk(chat: ChatOpenAI, *, stream: bool = False) -> None:
 
 
 def agent(chat: ChatOpenAI, *, stream: bool = False) -> None:
-    """As LangChain's own loop does: the reply as it is, and what the tools gave."""
+    """Run LangChain's agent loop: append replies unchanged, and the results of tools."""
     turns, bound = Turns(), chat.bind_tools([look])
     messages: list[Any] = [HumanMessage("Look around.")]
     says(*agent_replies())

@@ -1,7 +1,7 @@
-"""Open WebUI's requests, as its releases 0.12 write them: it brings torch, and is not installed here.
+"""Requests of Open WebUI 0.12, written by hand: it depends on torch, so it is not installed.
 
-A chat is streamed, its history sent back without thinking, its calls of tools with what a stream's deltas
-add up to.  Titles, tags and follow-ups are requests of their own, of the same chat.
+Chats are streamed. The history is sent back without thinking, and with tool calls assembled from deltas.
+Titles, tags and follow-ups are separate requests of the same chat.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def request(path: str, body: Any = None, **headers: str) -> bytes:
 
 
 def streamed(messages: list[Any], **more: Any) -> dict[str, Any]:
-    """The reply, as its deltas add up."""
+    """Return the reply, assembled from its deltas."""
     body = {
         "stream": True,
         "model": MODEL,
@@ -59,7 +59,7 @@ def streamed(messages: list[Any], **more: Any) -> dict[str, Any]:
 
 
 def task(name: str, text: str) -> str:
-    """One of its own requests, whose connection has the header `X-OpenWebUI-Task: {{TASK}}`."""
+    """Send a task request, with the header `X-OpenWebUI-Task: {{TASK}}`."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],

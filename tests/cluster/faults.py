@@ -1,8 +1,8 @@
-"""What can befall a cluster, and a schedule of it that is drawn from a seed.
+"""Faults of a cluster, and a schedule of them drawn from a seed.
 
-A fault has a target (a replica, or the database) and lasts for some seconds.  Two never befall one target at
-once, and of those that outlast the lease there is one at a time: two replicas of three that are gone for good
-are no case to be served.
+A fault has a target (a replica, or the database) and lasts some seconds. A target has at most one fault at
+a time. Only one fault at a time may outlast the lease: a cluster with two of three replicas gone for good
+cannot serve.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fault:
 
 
 async def start(part: Part) -> None:
-    """As a supervisor does: again, if it could not open the history just then."""
+    """Restart until the history can be opened, like a supervisor."""
     for _ in range(STARTS_MAX - 1):
         with contextlib.suppress(CannotStart):
             await part.start()
@@ -58,7 +58,7 @@ async def kill(part: Part, seconds: float) -> None:
 
 
 async def pause(part: Part, seconds: float) -> None:
-    """The others kill it if it was writing to the history."""
+    """Stop a replica. If it was writing to the history, the others kill it."""
     part.pause()
     try:
         await asyncio.sleep(seconds)
@@ -109,7 +109,7 @@ def refused(*names: str) -> Callable[[Part, float], Awaitable[None]]:
 
 
 async def reset(part: Part, seconds: float) -> None:
-    """Now and then all connections of a replica end at once."""
+    """Now and then, reset all connections of a replica at once."""
     assert isinstance(part, Replica)
     for _ in range(3):
         for link in (part.peer_link, part.client_link):
@@ -155,7 +155,7 @@ def schedule(
     lease: float,
     has_server: bool = False,
 ) -> list[Fault]:
-    """A fault every so many seconds, with the targets that are free by then.
+    """Yield a fault at intervals, on a target that is free by then.
 
     `has_server`: the database is a server, to which each replica has a link.
     """
@@ -184,7 +184,7 @@ def schedule(
 
 
 def _write(database: Path, seconds: float) -> None:
-    """Keep everybody else from writing."""
+    """Prevent everybody else from writing."""
     with WriteTurn(database, 60.0, 60.0).taken():
         time.sleep(seconds)
 

@@ -1,14 +1,13 @@
-"""A cluster is talked to while its parts are killed, paused and cut off, and then everything is looked at.
+"""Talk to a cluster while its parts are killed, paused and cut off, and then check everything.
 
     python -m tests.cluster.nemesis FOLDER --seed 7                   # 3 minutes, 50 conversations
     python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2
     python -m tests.cluster.nemesis FOLDER --seed 7 --engine model    # the built-in model
-    python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql    # a server of its own
+    python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql    # a private server
     python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2   # on Ray Serve
 
-The faults and what the talkers say are drawn from the seed; which call meets which fault is not.  FOLDER
-keeps, by seed, the history with its owner log, and the logs of the processes.  Its results.jsonl has a line
-for each run.
+The seed determines the faults and the messages, but not which call meets which fault. For each seed, FOLDER
+keeps the history with its owner log, and the logs of the processes. results.jsonl has a line for each run.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ HANG_SECONDS = 150.0  # after which nothing will come any more
 
 @dataclass(frozen=True)
 class Storm:
-    """How much of it."""
+    """The size of a run."""
 
     seed: int
     seconds: float = 180.0
@@ -59,7 +58,7 @@ class Storm:
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """The result of a run."""
 
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
@@ -76,7 +75,7 @@ class Outcome:
 
 
 async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
-    """One storm, in a folder of its own."""
+    """Run one storm in its own folder."""
     folder.mkdir(parents=True)
     outcome = Outcome(storm.seed)
     async with _world(folder, storm.kind) as world:
@@ -159,7 +158,7 @@ async def _until_all_talk(
     healed_at: float,
     outcome: Outcome,
 ) -> None:
-    """Until each has had another answer."""
+    """Wait until each talker has had another answer."""
     while waiting := [t for t in talkers if not any(s.ended_at > healed_at for s in t.spoken)]:
         if time.monotonic() - healed_at > HANG_SECONDS or any(task.done() for task in talking):
             outcome.problems.append(
@@ -191,7 +190,7 @@ async def _read_back(
 
 
 def _verified(world: World | RayWorld) -> list[str]:
-    """What the cluster says of itself, once the engine there runs: its daemon may have started it again."""
+    """Return the cluster's own checks, once its engines run again."""
     until = time.monotonic() + HANG_SECONDS
     with Admin(world.admin_addresses[0]) as admin:
         while True:
@@ -228,7 +227,7 @@ def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> Non
 
 @contextmanager
 def _store_of(given: str) -> Iterator[str]:
-    """The address of a database that has no history yet, or none for a SQLite file."""
+    """Return the URL of a new database, or none for a SQLite file."""
     if given != OWN_SERVER:
         yield given
         return

@@ -1,9 +1,9 @@
-"""People who talk through the SDK, each in one conversation, and remember what they said and were answered.
+"""Simulated users of the SDK, each in one conversation, who remember their messages and replies.
 
-A talker goes to the address that its conversation's id says, and to the next one where that does not answer,
-with the same request id: what a client with several addresses does.  What such a client would raise (it has
-tried as often as `Retry` says, or the error is one that it does not try again) is *visible*; the talker then
-says the same again, as its user would.
+A talker goes to the address that its conversation's id selects, and to the next one if that does not
+answer, with the same request id, like a client with several addresses. An error that such a client would
+raise (its retries are used up, or it does not retry this error) is *visible*. The talker then sends the
+message again, as a user would.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LENGTHS = (3, 12, 40, 120)  # tokens of a reply
 
 @dataclass
 class Spoken:
-    """One message and what became of it."""
+    """A message and its outcome."""
 
     request_id: str
     text: str
@@ -42,7 +42,7 @@ class Talker:
     def __init__(
         self, number: int, clients: Sequence[AsyncClient], seed: int, pause_seconds: float
     ) -> None:
-        """Of `clients`, one for each address, which do not retry by themselves."""
+        """`clients` has one client for each address. They do not retry."""
         self.conversation_id = f"talk-{number}"
         self.spoken: list[Spoken] = []
         self._clients = clients
@@ -52,7 +52,7 @@ class Talker:
         self._pause_seconds = pause_seconds
 
     async def talk(self, enough: asyncio.Event) -> None:
-        """Until it is enough, and the last turn is acknowledged."""
+        """Talk until the time is up and the last turn is acknowledged."""
         while not enough.is_set():
             await asyncio.sleep(self._random.uniform(0, 2 * self._pause_seconds))
             await self.say()
@@ -77,7 +77,7 @@ class Talker:
         return spoken
 
     async def _persist(self, spoken: Spoken, length: int, cancels: bool) -> None:
-        """As a client with several addresses does."""
+        """Retry like a client with several addresses."""
         tries = Tries(Retry(drawn=self._random.random), Deadline(None))
         while True:
             try:

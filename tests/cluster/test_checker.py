@@ -1,4 +1,4 @@
-"""The checker of the nemesis rejects what must not be: one planted history for each of its rules."""
+"""The checker of the nemesis finds a planted violation of each of its rules."""
 
 from __future__ import annotations
 

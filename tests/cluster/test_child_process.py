@@ -1,4 +1,4 @@
-"""Programs that are tied to an actor: ready, ended with it, killed with it."""
+"""Child programs of an actor: ready, ended with it, killed with it."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_an_end_that_nobody_wanted_is_told_from_one_that_somebody_did() -> None:
         await stopped.stop(60.0)
         os.kill(killed.pid, 9)
         assert await asyncio.wait_for(asyncio.gather(*lost), 60.0) == [False, True]
-        assert killed.end == f"it ended with exit code -9: {LINE}"
+        assert killed.end == f"the daemon ended with exit code -9: {LINE}"
 
     asyncio.run(scenario())
 
 
 def test_one_that_is_stopped_twice_is_told_once() -> None:
-    """A daemon would interrupt its turns at the second signal."""
+    """A second signal would make a daemon interrupt its turns."""
     code = (
         "import signal; told = []; signal.signal(signal.SIGTERM, lambda *_: told.append(1)); "
         + READY
@@ -76,7 +76,7 @@ def test_one_that_is_stopped_twice_is_told_once() -> None:
 def test_one_that_does_not_start_says_why() -> None:
     async def scenario() -> None:
         child = ChildProcess(program("raise SystemExit('the disk is full')"))
-        with pytest.raises(Unavailable, match="it did not start: the disk is full"):
+        with pytest.raises(Unavailable, match="the daemon did not start: the disk is full"):
             await child.start(60.0)
 
     asyncio.run(scenario())
@@ -88,7 +88,7 @@ def test_one_that_ends_by_itself_is_noticed() -> None:
         await child.start(60.0)
         while child.exit_code is None:
             await asyncio.sleep(0.01)
-        with pytest.raises(Unavailable, match="it ended with exit code 7"):
+        with pytest.raises(Unavailable, match="the daemon ended with exit code 7"):
             child.check()
 
     asyncio.run(scenario())
@@ -111,7 +111,7 @@ class FullDisk:
 
 
 def test_a_log_that_cannot_be_written_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would kill the child with the thread that has started it."""
+    """If the thread that started the child ended, the kernel would kill the child."""
     code = "[print('a line', file=sys.stderr, flush=True) for _ in range(3)]; "
 
     async def scenario() -> None:
@@ -152,7 +152,7 @@ def test_it_knows_no_token_of_ray_s(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         code = "import os; raise SystemExit(str([n for n in os.environ if 'RAY_AUTH' in n]))"
         child = ChildProcess(program(code))
-        with pytest.raises(Unavailable, match=r"it did not start: \[\]"):
+        with pytest.raises(Unavailable, match=r"the daemon did not start: \[\]"):
             await child.start(60.0)
 
     asyncio.run(scenario())

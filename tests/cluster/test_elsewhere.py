@@ -1,4 +1,4 @@
-"""Requests that reach another daemon than the one that has the conversation: right, only slower."""
+"""Requests that reach another daemon than the conversation's owner: correct, only slower."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONE, TWO = 0, 1
 
 
 class Both:
-    """Two daemons that echo, with one history."""
+    """Two echo daemons with one history."""
 
     def __init__(self, rigs: list[DaemonRig]) -> None:
         self.rigs = rigs
@@ -59,7 +59,7 @@ def test_a_conversation_is_deleted_at_any_daemon(both: Both) -> None:
 def test_a_deletion_that_takes_long_is_answered_by_the_owner(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the conversation has no owner any more, since it is gone."""
+    """Although the deleted conversation has no owner any more."""
     conversations = both.rigs[ONE].daemon.conversations
     delete = conversations.delete
 
@@ -87,7 +87,7 @@ def test_a_response_is_deleted_at_any_daemon_and_leaves_no_conversation(both: Bo
 
 
 def test_a_response_that_runs_at_another_daemon_is_not_said_to_have_failed(both: Both) -> None:
-    """Who runs its turn ends it, wherever the request comes in."""
+    """The daemon that runs the turn ends it, wherever the request arrives."""
     more = {"background": True, "max_output_tokens": 3000, "ignore_eos": True}
     began = both.respond(ONE, **more)
     path = f"/v1/responses/{began.value['id']}"
@@ -104,7 +104,7 @@ def test_a_response_that_runs_at_another_daemon_is_not_said_to_have_failed(both:
 
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Have owners carry calls out whose answers nobody gets; the list has the calls."""
+    """Let owners execute calls but lose their answers. The list has the calls."""
     sent, lost = forwarding.Forwarder._sent, list[Any]()
 
     class Deaf:
@@ -126,7 +126,7 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_message_without_a_request_id_that_is_sent_twice_is_one_turn(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner has had it, and cannot be reached when it answers."""
+    """The owner has received it, but becomes unreachable before its answer."""
     both.rigs[ONE].ask("c", "hello", request_id="r0")
     lost = lose_answers(monkeypatch)
     said = both.rigs[TWO].ask("c", "again")
@@ -261,7 +261,7 @@ def test_two_daemons_that_disagree_are_an_error(
 
 
 class SlowRequest:
-    """A request whose client takes nothing of the answer until it may."""
+    """A request whose client reads nothing of the answer until released."""
 
     def __init__(self) -> None:
         self.scope: Mapping[str, Any] = {"method": "GET", "path": "/", "headers": []}

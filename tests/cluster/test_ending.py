@@ -1,4 +1,4 @@
-"""Ray's flag by which a replica learns that it is to end."""
+"""Ray's flag that tells a replica that it has to end."""
 
 from __future__ import annotations
 

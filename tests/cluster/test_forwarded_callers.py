@@ -1,4 +1,4 @@
-"""Whose a forwarded call is: a daemon is believed, and a client that writes the same headers is not."""
+"""The caller of a forwarded call: a daemon is trusted, a client that sends the same headers is not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "a secret that all daemons of a cluster have"
 
 
 class Guarded:
-    """Two daemons that know each other, and clients of two tenants."""
+    """Two daemons that trust each other, and clients of two tenants."""
 
     def __init__(self, folder: Path, rigs: list[DaemonRig], tokens: dict[str, str]) -> None:
         self.folder, self.rigs, self._tokens = folder, rigs, tokens
@@ -67,12 +67,12 @@ class Guarded:
         return self.rigs[at].call(look())
 
     def lines(self, at: int) -> list[dict[str, Any]]:
-        """What the audit log of a daemon has of deletions."""
+        """Return the deletions in a daemon's audit log."""
         lines = (self.folder / f"audit-{at}").read_text().splitlines()
         return [each for each in map(json.loads, lines) if each["event"] == "delete"]
 
     def deletions(self, at: int, tenant: str) -> list[str]:
-        """Conversations that the tenant has deleted, as the audit log of a daemon has it."""
+        """Return the conversations that the tenant has deleted, according to a daemon's audit log."""
         lines = (self.folder / f"audit-{at}").read_text().splitlines()
         events = [each for each in map(json.loads, lines) if each["event"] == "delete"]
         return [each["conversation_id"] for each in events if each.get("tenant") == tenant]
@@ -183,7 +183,7 @@ def test_what_a_client_writes_of_its_identity_is_not_believed(guarded: Guarded) 
 def forwarded_status(
     guarded: Guarded, at: int, name: str, method: str = "GET", **fields: Any
 ) -> int:
-    """A client calls the method by which daemons forward."""
+    """Let a client call the method that daemons use for forwarding."""
     head = replica_pb2.HttpRequest(method=method, path="/v1/conversations/c", **fields)
     with grpc.insecure_channel(guarded.rigs[at].server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)

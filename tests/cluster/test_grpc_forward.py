@@ -1,4 +1,4 @@
-"""Calls of gRPC through a replica: messages, errors, deadlines and cancellations are the daemon's."""
+"""gRPC calls through a replica keep the daemon's messages, errors, deadlines and cancellations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from pensieve.cluster.grpc_edge import GONE, _around
 from pensieve.cluster.grpc_forward import GrpcForward
 from pensieve.cluster.grpc_methods import TIMEOUT, methods
-from pensieve.cluster.replica import STRANGER, DaemonReplica, add_methods
+from pensieve.cluster.replica import NEEDS_TOKENS, DaemonReplica, add_methods
 from pensieve.cluster.settings import ClusterSettings
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig
@@ -31,7 +31,7 @@ SEND, GET = METHODS["SendMessage"], METHODS["GetConversation"]
 
 
 class Context:
-    """As gRPC gives it to a servicer, and Ray to a replica."""
+    """The context that gRPC gives to a servicer, and Ray to a replica."""
 
     def __init__(self, left: float | None = None, peer: str = "ipv4:127.0.0.1:9") -> None:
         self.left, self._peer = left, peer
@@ -63,7 +63,7 @@ class Context:
 
 
 class World:
-    """A call as it goes: the proxy's part around Ray's handler, which calls a replica's method."""
+    """The path of a call: our wrapper around Ray's handler, which calls a replica's method."""
 
     def __init__(self, address: str, **settings: Any) -> None:
         self.replica: Any = ReplicaWithMethods()
@@ -199,7 +199,7 @@ def test_without_tokens_other_machines_are_refused() -> None:
         context = Context(peer="ipv4:192.0.2.1:9")
         assert [each async for each in world.send(b"", context)] == []
         assert context.said["code"] is grpc.StatusCode.PERMISSION_DENIED
-        assert context.said["details"] == STRANGER
+        assert context.said["details"] == NEEDS_TOKENS
 
     run("127.0.0.1:1", work)
 
@@ -207,7 +207,7 @@ def test_without_tokens_other_machines_are_refused() -> None:
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND])
 @pytest.mark.parametrize("num_messages", [0, 1])
 def test_what_ray_says_itself_is_unavailable(code: grpc.StatusCode, num_messages: int) -> None:
-    """Its replica is gone, also in the middle of a stream, or the cluster is."""
+    """The replica is gone, perhaps in the middle of a stream, or the cluster is."""
 
     async def rays(_: bytes, context: Any) -> AsyncIterator[bytes]:
         for _number in range(num_messages):

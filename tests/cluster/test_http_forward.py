@@ -1,4 +1,4 @@
-"""HTTP requests through a replica: the client sees the daemon's answer, and 503 for what Ray says itself."""
+"""HTTP requests through a replica: the client gets the daemon's answer, or 503 for Ray's own errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from pensieve.cluster.http_edge import HttpEdge
 from pensieve.cluster.http_forward import GONE, HttpForward
-from pensieve.cluster.replica import STRANGER, DaemonReplica, forward_http
+from pensieve.cluster.replica import NEEDS_TOKENS, DaemonReplica, forward_http
 from pensieve.cluster.settings import ClusterSettings
 
 CHAT = "/v1/chat/completions"
@@ -21,7 +21,7 @@ CLIENT = ("127.0.0.1", 9)
 
 
 class Daemon:
-    """Answers with what it was sent; on /endless a message every 10 ms, on /cut two and no end."""
+    """Echoes requests. /endless sends a message every 10 ms; /cut sends two and no end."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -46,7 +46,7 @@ class Daemon:
 
 
 class Client:
-    """One request, as uvicorn brings it."""
+    """One request, as uvicorn delivers it."""
 
     def __init__(
         self, path: str = CHAT, body: bytes | None = None, method: str = "", peer: Any = CLIENT
@@ -190,7 +190,7 @@ def test_what_the_replica_says_itself_is_the_answer() -> None:
     async def work(daemon: Daemon, _: Any, edge: HttpEdge) -> None:
         client = Client(body=b"{}", peer=("192.0.2.1", 9))
         await edge(client.scope, client.receive, client.send)
-        assert (client.status, client.text) == (403, STRANGER.encode())
+        assert (client.status, client.text) == (403, NEEDS_TOKENS.encode())
         assert daemon.requests == []
 
     run(work)
@@ -220,7 +220,7 @@ def test_the_bytes_of_a_header_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("status", [404, None])
 def test_what_ray_says_itself_is_a_503(status: int | None) -> None:
-    """It has no application, or says nothing because the replica died."""
+    """Ray has no application, or does not answer because the replica died."""
 
     async def ray(_: Any, __: Any, send: Any) -> None:
         if status is not None:

@@ -1,4 +1,4 @@
-"""The configurations in docs/cluster are what Ray Serve and KubeRay take."""
+"""Ray Serve and KubeRay accept the configurations in docs/cluster."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_all_nodes_can_log_in_to_the_database() -> None:
 
 
 def test_secrets_of_the_manifest_have_a_mode_that_the_daemon_takes() -> None:
-    """They are root's, and the pod's group reads them."""
+    """They belong to root, and the pod's group can read them."""
     cluster = manifests()[0]["spec"]["rayClusterConfig"]
     pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
     (tokens,) = (each["secret"] for each in pod["volumes"] if "secret" in each)
@@ -189,7 +189,7 @@ def test_what_a_roll_has_replaced_stays_when_the_unchanged_file_is_deployed() ->
 
 
 def running(**changed: Any) -> dict[str, Any]:
-    """What Ray says of a Serve that was started with serve.yaml."""
+    """Return Ray's report of a Serve that was started with serve.yaml."""
     details = {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": 8000, "keep_alive_timeout_s": 77},
@@ -205,7 +205,7 @@ def test_options_of_proxies_that_run_are_compared_with_those_of_the_file() -> No
     config = checked(serve_yaml(), "serve.yaml")
     check_options(config, running())
     for changed, named in (
-        ({"proxy_location": "HeadOnly"}, "proxy_location: Ray Serve runs with other values"),
+        ({"proxy_location": "HeadOnly"}, "proxy_location: Ray Serve is running with other values"),
         (
             {"http_options": {"host": "127.0.0.1", "port": 80}},
             "http_options.host, http_options.port:",

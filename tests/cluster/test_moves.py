@@ -1,9 +1,9 @@
 """M1 while conversations move: a real model, three daemons with one history, each request at any of them.
 
-A request that comes to a daemon which does not have the conversation is answered by the one that has it, or
-if that is out of reach, by the daemon itself.  Then KV is computed again there, or brought from the daemon
-that had the conversation; all that this daemon still has of it is of an older epoch.  Every sampled token is
-the one that plain transformers says after the same tokens.
+A request at a daemon that does not own the conversation is answered by the owner, or, if the owner is
+unreachable, by that daemon. Then KV is recomputed there, or fetched from the previous owner; KV that this
+daemon still has is from an older epoch. Every sampled token equals the one that plain transformers gives
+after the same tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def hand_over(rig: DaemonRig, always: bool) -> KvReceiver:
 
 
 def lose_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have two of three owners be out of reach, so that the daemon which is called takes the conversation."""
+    """Make two of three owners unreachable, so that the called daemon takes the conversation."""
     sent, choose = forwarding.Forwarder._sent, random.Random(SEED)
 
     async def may_send(self: Any, *given: Any) -> None:

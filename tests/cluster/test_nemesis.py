@@ -1,4 +1,4 @@
-"""Parts of a cluster are killed, paused and cut off while people talk; see nemesis.py."""
+"""Parts of a cluster are killed, paused and cut off while people talk. See nemesis.py."""
 
 from __future__ import annotations
 

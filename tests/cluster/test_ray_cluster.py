@@ -1,6 +1,6 @@
-"""A cluster on a real Ray of two nodes: what its clients see of two replicas behind one address.
+"""A cluster on a real Ray with two nodes, as clients see it: two replicas behind one address.
 
-One cluster for all tests of this file, brought up and taken down by the commands that a person uses.
+All tests of this file use one cluster, which the user's commands start and stop.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class RayCluster:
         return done.stdout
 
     def replicas(self) -> dict[str, int]:
-        """The names of replicas that run, and their processes."""
+        """Return the running replicas and their processes."""
         found = re.findall(
             r"Replica +(\w+) +running +\S+ pid (\d+)", self.command("status", codes=(0, 1))
         )
         return {name: int(pid) for name, pid in found}
 
     def wait_until_replaced(self, killed: str) -> None:
-        """Both replicas run, as one look at Ray sees them: it lists one that was killed for a while."""
+        """Wait until both replicas run. Ray lists a killed replica for a while."""
 
         def is_whole() -> bool:
             names = self.replicas().keys()
@@ -118,12 +118,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 def replica_of(call: Any) -> str:
-    """Who answered, as the trailing metadata says."""
+    """Return the replica that answered, from the trailing metadata."""
     return str(dict(call.trailing_metadata())["pensieve-replica"])
 
 
 def send(stub: Any, conversation_id: str, text: str, **metadata: str) -> str:
-    """A turn, read to its end; the replica that had it.  The SDK, too, sends the id as the session."""
+    """Run a turn and return its replica. Like the SDK, it sends the id as the session."""
     metadata = {"session_id": conversation_id, **metadata}
     new = pb.CreateConversationRequest(conversation_id=conversation_id)
     with contextlib.suppress(grpc.RpcError):  # which has it already
@@ -241,7 +241,7 @@ def test_a_deadline_ends_the_turn(stub: Any) -> None:
 
 
 def test_a_client_that_leaves_ends_its_turn(stub: Any) -> None:
-    """The daemon interrupts a turn whose client cancelled it, and takes the next message."""
+    """The daemon interrupts a turn that its client cancelled, and accepts the next message."""
     request = pb.SendMessageRequest(
         conversation_id="left",
         request_id="left-1",
@@ -343,7 +343,7 @@ def test_y_a_turn_whose_replica_is_killed_ends_as_unavailable(
 
 
 class Talking(threading.Thread):
-    """Somebody who talks on and on, with the SDK as it is."""
+    """A user who talks on and on with the SDK."""
 
     def __init__(self, address: str, name: str, enough: threading.Event) -> None:
         super().__init__(daemon=True)
@@ -369,7 +369,7 @@ def test_y_a_roll_replaces_all_replicas_and_loses_no_turn(cluster: RayCluster) -
     for each in talking:
         each.start()
     wait_for(lambda: all(each.spoken for each in talking))
-    assert "all replicas are new" in cluster.command("roll")
+    assert "all replicas were restarted" in cluster.command("roll")
     num_before = [len(each.spoken) for each in talking]
     wait_for(
         lambda: all(
@@ -390,7 +390,7 @@ def test_y_a_roll_replaces_all_replicas_and_loses_no_turn(cluster: RayCluster) -
 
 
 def test_y_up_with_the_file_as_it_was_replaces_nothing(cluster: RayCluster) -> None:
-    """The roll before is not taken back.  What Ray would leave out in silence is an error."""
+    """It keeps the earlier roll. Options that Ray would silently ignore are errors."""
     before = cluster.replicas()
     cluster.command("up", str(cluster.folder / "serve.yaml"))
     assert cluster.replicas() == before
@@ -404,7 +404,7 @@ def test_y_up_with_the_file_as_it_was_replaces_nothing(cluster: RayCluster) -> N
 def test_y_calls_that_would_never_end_do_not_keep_a_replica_from_draining(
     cluster: RayCluster, stub: Any
 ) -> None:
-    """A stream that watches ends at once; a turn has the drain_timeout, and the daemon says why it ends."""
+    """A watching stream ends at once. A turn has the drain_timeout, and the daemon explains its end."""
     at = send(stub, "endless", "0")
     request = pb.SendMessageRequest(
         conversation_id="endless",
@@ -448,7 +448,7 @@ def test_z_when_a_replica_is_killed_only_its_conversations_move(
 
 
 def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> None:
-    """Their replies are written."""
+    """Their replies are stored."""
     send(stub, "last", "0")
     request = pb.SendMessageRequest(
         conversation_id="last",
@@ -461,7 +461,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
     command = [sys.executable, "-m", "pensieve", "cluster", "down", "--data", str(cluster.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as down:
         assert down.stdout is not None
-        assert down.stdout.readline() == "the replicas drain and end\n"
+        assert down.stdout.readline() == "draining and stopping the replicas\n"
         began = time.monotonic()
         events, refused = [], None
         for each in turn:
@@ -482,7 +482,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
 
 
 def tried(stub: Any, conversation_id: str) -> str:
-    """The replica that had a turn of this conversation; "" when it had to be sent again."""
+    """Return the replica that ran a turn of this conversation; "" if it must be sent again."""
     try:
         return send(stub, conversation_id, "1")
     except grpc.RpcError as error:

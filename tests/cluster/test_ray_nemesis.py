@@ -1,4 +1,4 @@
-"""Parts of a cluster on Ray are killed, paused and cut off while people talk; see ray_world.py."""
+"""Parts of a cluster on Ray are killed, paused and cut off while people talk. See ray_world.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a short name: a socket of the daemon lies deep in it."""
+    """A folder with a short name, because the path of the daemon's socket is long."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     if why := why_not():
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def database() -> Iterator[Callable[[], str]]:
-    """Makes new ones, on a server with room for the connections of all daemons."""
+    """Creates databases on a server with enough connections for all daemons."""
     if why := missing():
         pytest.skip(why)
     with serving(max_connections="200") as server:
@@ -50,7 +50,7 @@ def weathered(folder: Path, storm: Storm) -> None:
 
 
 def hurt_at_once(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
-    """For each fault its role, and how many of this role are under one by then."""
+    """Return, for each fault, its role and how many of that role are affected by then."""
     until: dict[int, float] = {}
     for fault in schedule(seed, 180.0, 5.0, num_nodes, 10.0):
         assert fault.kind in deeds(fault.target)

@@ -38,7 +38,7 @@ def cluster(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_replicas_answer_within_a_minute(tmp_path: Path) -> None:
-    """Another cluster on a port of this one is refused in one line, and leaves nothing."""
+    """A second cluster on a used port is refused in one line, and leaves nothing behind."""
     grpc_port, http_port = free_port(), free_port()
     ports = ("--grpc", str(grpc_port), "--http", str(http_port))
     try:
@@ -64,7 +64,10 @@ def test_two_replicas_answer_within_a_minute(tmp_path: Path) -> None:
     finally:
         down = cluster(tmp_path / "one", "down")
     assert down.returncode == 0, down.stderr
-    assert cluster(tmp_path / "one", "status").stdout == "no cluster runs here\n"
+    assert (
+        cluster(tmp_path / "one", "status").stdout
+        == "no cluster runs here; `pensieve cluster up` starts one\n"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing Ray Serve

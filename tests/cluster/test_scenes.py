@@ -1,4 +1,4 @@
-"""Two daemons on one database: what the nemesis does at random, one thing at a time."""
+"""Two daemons on one database: the faults of the nemesis, one at a time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 class Saying(threading.Thread):
-    """Somebody says something; `begun` is set with the first piece of the reply."""
+    """A message in progress; `begun` is set with the first piece of the reply."""
 
     def __init__(self, client: Client, name: str, request_id: str, length: int) -> None:
         super().__init__(daemon=True)
@@ -97,7 +97,7 @@ class Saying(threading.Thread):
 def test_a_daemon_that_stood_still_comes_back_and_writes_nothing_of_what_it_had(
     cluster: Cluster,
 ) -> None:
-    """It believes that the conversation is its own; its client gets the one turn that there is."""
+    """It still believes that it owns the conversation. Its client gets the single turn."""
     first, second = cluster.clients
     paused = cluster.world.replicas[0]
     away = Saying(first, "still", "r", LONG)
@@ -148,7 +148,7 @@ def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster)
 
 @pytest.mark.timeout(600)
 def test_a_daemon_that_ends_passes_on_what_another_one_answers(cluster: Cluster) -> None:
-    """It has no turn of its own; a client without retries reads the whole reply through it."""
+    """It has no turn of its own. A client without retries reads the whole reply through it."""
     cluster.clients[0].conversation("through").ask("hello", max_tokens=4)
     door = cluster.world.replicas[1]
     with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as client:
@@ -164,7 +164,7 @@ def test_a_daemon_that_ends_passes_on_what_another_one_answers(cluster: Cluster)
 
 
 def respond(cluster: Cluster, name: str, *, is_stream: bool) -> None:
-    """Through the HTTP door of the second daemon, of a client that does not repeat."""
+    """Send a request over HTTP to the second daemon, from a client that does not retry."""
     address = cluster.world.replicas[1].http_address
     connection = http.client.HTTPConnection(address, timeout=120)
     body = {"model": ECHO_MODEL, "input": "more", "conversation": name, "stream": is_stream}
@@ -204,7 +204,7 @@ def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_the_nex
 def test_a_stopped_daemons_conversations_are_served_by_another_within_its_lease_and_two_seconds(
     cluster: Cluster,
 ) -> None:
-    """It still accepts connections. Clients that do not repeat anything get their answers over both doors."""
+    """It still accepts connections. Clients without retries get their answers over gRPC and HTTP."""
     first, paused = cluster.clients[0], cluster.world.replicas[0]
     for name in ("idle-grpc", "idle-http", "idle-stream", "idle-cancel"):
         first.conversation(name).ask("hello")
@@ -261,7 +261,7 @@ def test_a_stopped_daemons_conversations_are_served_by_another_within_its_lease_
 def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_its_owner(
     cluster: Cluster,
 ) -> None:
-    """As long as the owner is there and runs a turn; the SDK says the same again until it is not."""
+    """While the owner is alive and runs a turn. The SDK retries until it is not."""
     cluster.do(cluster.world.replicas[0].peer_link.refuse)
     saying = Saying(cluster.clients[0], "apart", "r", LASTING)
     assert saying.begun.wait(120)

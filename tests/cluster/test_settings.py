@@ -1,4 +1,4 @@
-"""What a cluster's arguments may say, and the command lines that come of them."""
+"""The arguments of a cluster, and the command lines that follow from them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ SLOT = Slot(3, Path("/data/replicas/3"), -1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"modle": "smollm2"}, "args: there is no 'modle'; there are model, replicas"),
-        ({"replicas": "two"}, "args: replicas is 'two', and has to be of type int"),
-        ({"replicas": True}, "args: replicas is True, and has to be of type int"),
-        ({"replicas": 0}, "args: replicas has to be at least 1"),
+        ({"modle": "smollm2"}, "args: unknown argument 'modle'; known arguments: model, replicas"),
+        ({"replicas": "two"}, "args: replicas must be of type int, not 'two'"),
+        ({"replicas": True}, "args: replicas must be of type int, not True"),
+        ({"replicas": 0}, "args: replicas must be at least 1"),
         ({"serve": {"adress": "x"}}, "args: `pensieve serve` has no setting 'adress'"),
-        ({"serve": {"address": "x"}}, "args: serve.address is the cluster's to decide"),
-        ({"serve": {"threads": [1]}}, "args: serve.threads is [1], and has to be one value"),
-        ({"serve": {"token_file": "tokens"}}, "args: serve.token_file has to be a whole path"),
-        ({"serve": {"drain_timeout": "soon"}}, "args: serve.drain_timeout is a number"),
+        ({"serve": {"address": "x"}}, "args: serve.address cannot be set"),
+        ({"serve": {"threads": [1]}}, "args: serve.threads must be a single value, not [1]"),
+        ({"serve": {"token_file": "tokens"}}, "args: serve.token_file must be an absolute path"),
+        ({"serve": {"drain_timeout": "soon"}}, "args: serve.drain_timeout must be a number"),
         (
             {"serve": {"tls_cert": "/etc/pensieve/cert.pem"}},
-            "args: serve.tls_cert: Ray's proxies speak no TLS",
+            "args: serve.tls_cert: Ray's proxies and replicas do not use TLS",
         ),
-        ({}, "args: whoever reaches a node can call its daemon: give serve.token_file, or say"),
-        ({"serve": {"cluster_secret": "key"}}, "args: serve.cluster_secret has to be a whole path"),
+        ({}, "args: anybody who reaches a node could call its daemon. Set serve.token_file"),
+        (
+            {"serve": {"cluster_secret": "key"}},
+            "args: serve.cluster_secret must be an absolute path",
+        ),
         ({"insecure": True}, "args: serve.store: several hosts need a postgresql://USER@HOST/NAME"),
         (
             {"insecure": True, "serve": {"store": "sqlite:///data/history.db"}},
@@ -43,18 +46,21 @@ SLOT = Slot(3, Path("/data/replicas/3"), -1)
         ),
         (
             {"local": True, "serve": {"store": "mysql://db/pensieve"}},
-            "args: serve.store 'mysql://db/pensieve' is an address such as postgresql://user@host/name",
+            "args: serve.store 'mysql://db/pensieve' must be an address such as postgresql://user@host/name",
         ),
         (
             {"insecure": True, "serve": {"store": "postgresql://u:pw@db/pensieve"}},
-            "args: serve.store has a password, and Ray shows args to whoever asks it: put that into a f",
+            "args: serve.store contains a password, but Ray shows args to everybody",
         ),
         (
             {"insecure": True, "serve": {"store": "postgresql://db/pensieve?password=pw"}},
-            "args: serve.store has a password",
+            "args: serve.store contains a password",
         ),
-        ({"data": "data"}, "args: data is 'data', and has to be a whole path"),
-        ({"history": "/data"}, "args: there is no 'history'; there are model, replicas, data"),
+        ({"data": "data"}, "args: data must be an absolute path, not 'data'"),
+        (
+            {"history": "/data"},
+            "args: unknown argument 'history'; known arguments: model, replicas, data",
+        ),
     ],
 )
 def test_an_error_names_the_argument_that_is_wrong(arguments: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Whose the file of a secret is, and who may read it."""
+"""The owner and the mode of a secret file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_secret_is_its_owners_or_of_root_and_a_group(
 
 @pytest.mark.parametrize(("mode", "owner"), [(0o444, 0), (0o460, 0), (0o440, 1000), (0o604, 1000)])
 def test_a_secret_that_others_read_is_none(tmp_path: Path, mode: int, owner: int) -> None:
-    with pytest.raises(ConfigError, match="can be read by others: `chmod 600` it"):
+    with pytest.raises(ConfigError, match="can be read by others: run `chmod 600"):
         read_secret(file(tmp_path, mode, owner))
 
 

@@ -1,4 +1,4 @@
-"""Which data folder a replica gets."""
+"""The data folder that a replica gets."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_a_folder_that_somebody_elses_daemon_holds_is_passed_over(tmp_path: Path
 
 def test_a_node_without_room_for_it_says_so(tmp_path: Path) -> None:
     (tmp_path / "replicas").write_text("a file")
-    with pytest.raises(Unavailable, match=r"replicas of this node cannot be used: File exists"):
+    with pytest.raises(
+        Unavailable, match=r"cannot use the folder .*replicas of this node: File exists"
+    ):
         take_slot(tmp_path / "replicas")
 
 

@@ -33,6 +33,7 @@ def write_model(folder: Path, family: Family, kind: str = "llama-gqa", seed: int
     config.bos_token_id = None
     model = tiny_model(config, seed)
     model.generation_config.eos_token_id = None
+    model.generation_config.do_sample = False  # tests compare with greedy transformers
     model.config.save_pretrained(folder)
     model.save_pretrained(folder)
     return folder

@@ -53,7 +53,10 @@ class ScriptedExecutor(echo_engine.EchoExecutor):
             if piece.needs_token:
                 token_id = self._left[piece.turn_id].pop(0)
                 text, stopped = self._turns[piece.turn_id].text.push(token_id, piece.is_last)
-                samples.append(SampledToken(piece.turn_id, token_id, text, stopped))
+                repeats = self._turns[piece.turn_id].text.repeats
+                samples.append(
+                    SampledToken(piece.turn_id, token_id, text, stopped, repeats=repeats)
+                )
         copied = (each.copy_id for each in iteration.swap_ins)
         stored = (each.copy_id for each in iteration.swap_outs)
         return Outcome(tuple(samples), (*copied, *stored))

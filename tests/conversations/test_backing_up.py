@@ -190,7 +190,7 @@ def test_the_command_copies_a_history_also_while_a_daemon_serves_it(
     assert main(["backup", copy, *data]) == 0
     assert "generation-000002 has the history as of" in capsys.readouterr().out
     assert main(["backup", str(tmp_path / "backup"), *data]) == 3
-    assert "another process writes to the backup" in capsys.readouterr().err
+    assert "another process is writing to the backup" in capsys.readouterr().err
     assert restore(tmp_path / "copy", tmp_path / "restored").messages == 4
 
 
@@ -336,5 +336,5 @@ def test_the_command_copies_a_file_that_daemons_share(
         assert main(["backup", copy, "--store", url]) == 0
     assert restore(tmp_path / "copy", tmp_path / "restored").messages == 2
     assert main(["backup", copy, "--store", "sqlite:///nowhere"]) == 3
-    assert "/nowhere is not there" in capsys.readouterr().err
+    assert "there is no history /nowhere" in capsys.readouterr().err
     assert main(["backup", copy, "--store", "postgresql:///history"]) == 3

@@ -78,7 +78,7 @@ def test_what_a_reader_kept_is_erased_when_it_has_ended(
             assert is_in_the_files(rig)
             with redirect_stdout(io.StringIO()) as shown:
                 main(["admin", "stats", "--data", str(tmp_path / "data")])
-            assert "still hold text that was deleted" in shown.getvalue()
+            assert "deleted text is not erased from the files yet" in shown.getvalue()
         wait_for(lambda: not pending(rig))
         assert not is_in_the_files(rig)
         wait_for(lambda: "all deleted text is erased" in caplog.text)

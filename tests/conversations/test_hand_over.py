@@ -185,7 +185,7 @@ def test_a_connection_that_is_reset_within_a_part_is_no_more_than_that(
     monkeypatch.setattr(hand_over, "_check_identity", reset_then)
     pulled = two.pull(name, address=proxy.address)
     assert num_seen == 1
-    assert "hands nothing over" in pulled.why_no_more
+    assert "cannot fetch KV" in pulled.why_no_more
     two.check_replies(name, len(two.log_of(name)) - 1 - pulled.tokens)
     proxy.close()
 

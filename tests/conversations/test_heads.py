@@ -45,7 +45,7 @@ class Texts:
     defaults = Sampling()
 
     def __init__(self, template: ChatTemplate) -> None:
-        self.recommended: dict[str, float] = {}
+        self.defaults_from_model = False
         self.template = template
         self.fingerprint = template.tokenizer.fingerprint()
 

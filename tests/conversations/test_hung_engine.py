@@ -239,7 +239,7 @@ def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) 
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
     last = told.splitlines()[-1]
-    assert last.startswith("pensieve: the service cannot go on")
+    assert last.startswith("pensieve: the daemon failed")
     assert "nobody foresaw this" in last
 
 

@@ -110,13 +110,14 @@ def test_a_conversation_goes_on_after_either_process_was_killed(
         assert store.verify() == []
 
 
-def test_a_daemon_without_its_server_says_so_and_ends(tmp_path: Path) -> None:
-    url = f"postgresql://me:{SECRET}@127.0.0.1:1/history"
-    if problem := postgres_server.missing():
-        pytest.skip(problem)
+def test_a_daemon_without_its_database_says_so_and_ends(
+    tmp_path: Path, server: PostgresServer
+) -> None:
+    url = server.url("nowhere").replace(f"{USER}@", f"{USER}:{SECRET}@")
     done = serve(tmp_path / "data", "--store", url)
     assert done.returncode == 1
-    assert "the history postgresql://me@127.0.0.1:1/history: " in done.stderr
+    assert "the history postgresql://" in done.stderr
+    assert "does not exist" in done.stderr
     assert "Traceback" not in done.stderr
     assert SECRET not in done.stderr + done.stdout
 

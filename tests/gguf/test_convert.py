@@ -1,4 +1,4 @@
-"""A GGUF file becomes the folder of transformers that it was made from, or is refused with the reason."""
+"""A GGUF file becomes the folder that it was made from, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_quantised_file_is_what_transformers_itself_reads_from_it(
 def test_rows_that_are_written_block_by_block_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of three rows of 32: none ends where a head ends."""
+    """Blocks have three rows of 32, so no block ends where a head ends."""
     model = random_model("llama")
     for name, elements in (("whole", 1 << 22), ("blocks", 100)):
         monkeypatch.setattr(weights_module, "BLOCK_ELEMENTS", elements)
@@ -182,12 +182,12 @@ def one_of_three(writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (unknown_key, r"llama.rope.scaling.type = 'yarn' means"),
-        (other_factors, "scaled in another way than Llama 3's"),
-        (unknown_tensor, "nothing like its tensor blk.0.attn_sinks.weight"),
+        (unknown_key, r"no known equivalent of llama.rope.scaling.type = 'yarn'"),
+        (other_factors, "not scaled as Llama 3's"),
+        (unknown_tensor, "no tensor like blk.0.attn_sinks.weight"),
         (a_window, "llama.attention.sliding_window = 128"),
         (part_of_a_head, "llama.attention.value_length is 4"),
-        (one_of_three, "one of 3 parts; llama-gguf-split --merge"),
+        (one_of_three, "one of 3 parts. Join them with llama-gguf-split --merge"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_with_the_reason(
@@ -205,7 +205,7 @@ def test_an_architecture_that_is_not_known_is_refused_with_those_that_are(tmp_pa
     for write in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file"):
         getattr(writer, write)()
     writer.close()
-    with pytest.raises(UnsupportedModel, match=r"architecture mamba; .* llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModel, match=r"architecture mamba. .* llama, qwen2, qwen3"):
         Conversion(tmp_path / "tiny.gguf")
 
 
@@ -219,10 +219,10 @@ def test_a_file_that_lacks_a_tensor_or_its_end_is_refused(tmp_path: Path) -> Non
     whole = path.read_bytes()
     for length in (3, 30, 2000, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(ModelError, match="no whole GGUF file"):
+        with pytest.raises(ModelError, match="not a complete GGUF file"):
             Conversion(path)
 
 
 def test_the_rows_of_a_head_go_back_where_they_were() -> None:
-    """Literally: two heads of four rows, which llama.cpp writes as 0 2 1 3."""
+    """Two heads of four rows, which llama.cpp writes as 0 2 1 3."""
     assert permuted(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file cuts text as the model's own does, and a rule that is not known is refused."""
+"""A GGUF file's tokenizer cuts text as the model's own does. An unknown rule is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXTS = [
 
 
 def words(made: Any, text: str) -> list[str]:
-    """What the text is cut into, before merges."""
+    """Return the words of a text, before merges."""
     return [word.replace("Ġ", " ") for word, _ in made.pre_tokenizer.pre_tokenize_str(text)]
 
 
@@ -61,7 +61,7 @@ def test_each_rule_cuts_text_in_its_own_way(rule: str, cut: list[str], tmp_path:
 def test_a_rule_that_transformers_knows_too_gives_the_same_tokens(
     rule: str, tmp_path: Path
 ) -> None:
-    """It knows neither that digits are alone (smollm, starcoder) nor Unicode's forms (qwen2)."""
+    """transformers has neither separate digits (smollm, starcoder) nor Unicode's forms (qwen2)."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, rule=rule)
     made, theirs = (
@@ -84,7 +84,7 @@ def test_a_decomposed_letter_is_composed_where_the_model_wants_it(tmp_path: Path
 
 
 def write_sentencepiece(path: Path, scheme: str) -> Any:
-    """A file with a tokenizer like that of Llama 2, or like one that puts no space before a text."""
+    """Write a file with a tokenizer like Llama 2's, or like one that puts no space before a text."""
     original = sentencepiece_library(("<s>", "</s>"), prepend_scheme=scheme)
     definition = json.loads(original.to_str())
     merged = {"".join(pair): rank for rank, pair in enumerate(definition["model"]["merges"])}
@@ -116,7 +116,9 @@ def test_a_sentencepiece_tokenizer_is_the_one_the_file_was_made_from(tmp_path: P
 
 def test_where_a_space_goes_is_not_guessed(tmp_path: Path) -> None:
     write_sentencepiece(tmp_path / "tiny.gguf", "first")
-    with pytest.raises(UnsupportedModel, match=r"does not say whether its tokenizer .* a space"):
+    with pytest.raises(
+        UnsupportedModel, match=r"does not say whether its SentencePiece tokenizer puts"
+    ):
         tokenizer_of(Header(tmp_path / "tiny.gguf"))
 
 
@@ -135,7 +137,7 @@ def test_the_folder_is_one_that_the_service_reads(tmp_path: Path) -> None:
 )
 def test_a_rule_that_is_not_known_is_refused(rule: str | None, said: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", rule=rule)
-    with pytest.raises(UnsupportedModel, match=f"cuts text by {said}; known are gpt-2, smollm"):
+    with pytest.raises(UnsupportedModel, match=f"cuts text by {said}. Known rules: gpt-2, smollm"):
         tokenizer_of(Header(tmp_path / "tiny.gguf"))
 
 
@@ -144,7 +146,7 @@ def test_a_kind_of_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> Non
         writer.add_tokenizer_model("rwkv")
 
     write_gguf(tmp_path / "tiny.gguf", family=None, change=change)
-    with pytest.raises(UnsupportedModel, match="of the kind 'rwkv'"):
+    with pytest.raises(UnsupportedModel, match="has the kind 'rwkv'"):
         tokenizer_of(Header(tmp_path / "tiny.gguf"))
 
 

@@ -1,4 +1,4 @@
-"""Writes tiny random models as GGUF files, in the way llama.cpp's converter does."""
+"""Write tiny random models as GGUF files, as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Change = Callable[[gguf.GGUFWriter], object]
 
 
 def random_model(architecture: str, **changes: Any) -> Any:
-    """In fp32, with weights that can be quantised: llama.cpp needs rows of whole blocks of 32."""
+    """Return an fp32 model that can be quantised: llama.cpp needs rows of whole blocks of 32."""
     config = SERVED[ARCHITECTURES[architecture]]()
     config.vocab_size, config.intermediate_size = 512, 64
     for name, value in changes.items():
@@ -45,7 +45,7 @@ def write_gguf(
     leave_out: str = "",
     has_template: bool = True,
 ) -> Any:
-    """The model that was written; `change` adds what the file says besides."""
+    """Write a file and return its model. `change` adds further keys and tensors."""
     model = model or random_model(architecture)
     writer = gguf.GGUFWriter(path, architecture)
     _write_config(writer, model.config, architecture)
@@ -128,7 +128,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def llama3_factors(config: Any) -> np.ndarray:
-    """What llama.cpp's converter writes for Llama 3's rotary frequencies."""
+    """Return llama.cpp's factors for Llama 3's rotary frequencies."""
     rope, size = config.rope_parameters, config.head_dim
     frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
     length = rope["original_max_position_embeddings"]
@@ -148,7 +148,7 @@ def llama3_factors(config: Any) -> np.ndarray:
 
 
 def write_byte_level(writer: gguf.GGUFWriter, library: Any, rule: str | None) -> None:
-    """A tokenizer of the library, as the arrays of a GGUF file."""
+    """Write a tokenizer of the library as the arrays of a GGUF file."""
     definition = json.loads(library.to_str())
     added = {each["id"]: each for each in definition["added_tokens"]}
     vocabulary = library.get_vocab(with_added_tokens=True)

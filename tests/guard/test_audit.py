@@ -1,4 +1,4 @@
-"""The audit log: who did what, one line each, whatever the names hold and whatever the disk does."""
+"""The audit log has one valid line per event, with hostile names and a failing disk."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SECRET = "the words of a conversation"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Every line is an object; so a name with a line break in it is one line."""
+    """Parse all lines; a name with a line break must not split a line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def of(path: Path, event: str, num: int = 1) -> list[dict[str, Any]]:
-    """The lines of this event, once there are so many."""
+    """Wait for this many lines of an event, and return them."""
     wait_for(lambda: sum(each["event"] == event for each in lines(path)) >= num, 30)
     return [each for each in lines(path) if each["event"] == event]
 
@@ -98,7 +98,7 @@ def test_a_file_that_is_moved_away_is_made_anew(tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """In the place of `os` for the audit log: writes fail, or stop in the middle."""
+    """Replaces `os` for the audit log: writes fail, or are partial."""
 
     def __init__(self) -> None:
         self.is_full = self.is_short = False

@@ -1,4 +1,4 @@
-"""To whom a daemon listens, who counts as its operator, and what its errors tell a client."""
+"""Who can reach a daemon, who counts as its operator, and what errors reveal to clients."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_machine_itself_may_connect_without_tls_or_tokens(address: str) -> N
     ],
 )
 def test_everybody_elses_address_needs_tls_and_tokens(address: str) -> None:
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         check_exposure(Listening(address))
     check_exposure(Listening(address, insecure=True))
     check_exposure(Listening(address, tls_cert=PEM, tls_key=PEM, tokens=TOKENS))
     check_exposure(Listening(address, tls_cert=PEM, tls_key=PEM, tls_client_ca=PEM))
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         check_exposure(Listening(address, tls_cert=PEM, tls_key=PEM))
 
 
@@ -58,7 +58,7 @@ def test_everybody_elses_address_needs_tls_and_tokens(address: str) -> None:
     ],
 )
 def test_what_is_no_host_is_no_address_even_if_it_is_insecure(address: str, insecure: bool) -> None:
-    """A peer on a UNIX socket is the operator, so the one in the data folder is the only one."""
+    """A peer on a UNIX socket counts as the operator, so only the socket in the data folder may exist."""
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
         check_exposure(Listening(address, insecure=insecure))
 

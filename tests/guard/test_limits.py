@@ -1,4 +1,4 @@
-"""Limits of a tenant, with a clock of the test's own; and the token file."""
+"""Limits of a tenant, with a fake clock, and the token file."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def test_without_tokens_everybody_here_may_talk_and_nobody_administrate() -> Non
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "names no token"),
+        ("", "has no token"),
         ("[[token]]\n", "is not 64 hexadecimal digits"),
         ('[[token]]\nsha256 = "' + "g" * 64 + '"\n', "is not 64 hexadecimal digits"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\ntenat = "a"\n', "unknown key 'tenat'"),
-        ('[[token]]\nsha256 = "' + "0" * 64 + '"\ntenant = "a/b"\n', "is no id"),
+        ('[[token]]\nsha256 = "' + "0" * 64 + '"\ntenant = "a/b"\n', "is not a valid id"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\nturns_max = 0\n', "turns_max"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\ntokens_per_second = "x"\n', "tokens_per_second"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\nrequests_per_second = nan\n', "positive number"),
@@ -118,7 +118,7 @@ def test_without_tokens_everybody_here_may_talk_and_nobody_administrate() -> Non
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\ncalls_max = 2.5\n', "positive whole number"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\nstorage_bytes = true\n', "storage_bytes"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\npriority_max = 9\n', r"not in -8\.\.8"),
-        ("token = 5\n", "is a list of tables"),
+        ("token = 5\n", "must be a list of tables"),
         ("[[token\n", "is not valid TOML"),
     ],
 )

@@ -54,7 +54,7 @@ class Guarded(ServeProcess):
             return True
 
     def certificate(self) -> bytes:
-        """What somebody who connects now is shown."""
+        """Return the certificate that a new connection gets."""
         context = ssl.create_default_context()
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -106,7 +106,7 @@ def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
 def test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file has not changed since; what failed was the machine, or the file was being replaced."""
+    """Even if the file did not change: the machine failed, or the file was being replaced."""
     path = tmp_path / "tokens.toml"
     path.write_text(callers.new_token("a", admin=False)[1])
     path.chmod(0o600)

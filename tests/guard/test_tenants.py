@@ -1,4 +1,4 @@
-"""What tenants may take of a daemon, each limit over the wire; and limits that change while it runs."""
+"""Each limit of tenants, over gRPC; and limits that change while the daemon runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHORT = pb.Sampling(max_tokens=3, ignore_eos=True)
 
 
 class TokensRig(DaemonRig):
-    """A daemon whose clients need tokens, one for each tenant; `tokens[tenant]` calls with it."""
+    """A daemon with a token per tenant; `tokens[tenant]` is a caller with that token."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TokensRig(DaemonRig):
         super().__init__(data, config=config, listening=listening, program=program, written=written)
 
     def write(self, limits: dict[str, dict[str, Any]]) -> None:
-        """A token for each tenant, the same as before."""
+        """Write the token file, with the same tokens as before."""
         lines = []
         for tenant, values in limits.items():
             if tenant not in self.secrets:
@@ -77,7 +77,7 @@ class TokensRig(DaemonRig):
         new.replace(self.file)
 
     def change(self, limits: dict[str, dict[str, Any]]) -> None:
-        """Other limits, once they are in force."""
+        """Change limits, and wait until they are in force."""
         before = self.limits()
         self.write(limits)
         wait_for(lambda: self.limits() != before, 30)
@@ -110,7 +110,7 @@ class TokensRig(DaemonRig):
         return int(self.call(look()))
 
     def charged(self) -> list[tuple[str, int]]:
-        """Who is charged for how many tokens, from now on."""
+        """Record which tenant is charged for how many tokens."""
         seen: list[tuple[str, int]] = []
         charge = self.daemon.admission.charge
 
@@ -134,7 +134,7 @@ class TokensRig(DaemonRig):
         return (("authorization", f"Bearer {self.secrets[tenant]}"),)
 
     def begin(self, tenant: str, name: str, sampling: Any = ENDLESS, **fields: Any) -> Any:
-        """A turn, once it was accepted."""
+        """Begin a turn, and wait until it is accepted."""
         request = pb.SendMessageRequest(
             conversation_id=name,
             messages=[pb.NewMessage(content="hello")],
@@ -204,7 +204,7 @@ def test_a_reply_that_was_stored_is_repeated_and_a_turn_that_runs_is_stored_abov
 def test_what_changes_the_history_is_paid_for_and_a_tenant_in_debt_may_read_and_delete(
     tmp_path: Path,
 ) -> None:
-    """A limited tenant's creates had texts tokenized for others to wait for, as many as it liked."""
+    """Otherwise a limited tenant could make others wait for the tokenization of its texts."""
     with TokensRig(tmp_path, {"a": {"tokens_per_second": 5}}) as rig, rig.client("a") as client:
         client.conversation("c").ask("hello", max_tokens=1, ignore_eos=True)
         charged = rig.charged()
@@ -432,7 +432,7 @@ async def tell(error: Exception) -> None:
 
 
 class Stream:
-    """A call's context whose writes last until they are let go."""
+    """A call's context whose writes block until released."""
 
     read: Any = None
     read_ahead: Any = None
@@ -507,9 +507,9 @@ def test_a_priority_above_the_tokens_ceiling_is_lowered_to_it(tmp_path: Path) ->
 def order_of_admission(
     folder: Path, limits: dict[str, dict[str, Any]], turns: Sequence[str]
 ) -> list[str]:
-    """The tenants of turns that all wait behind another one, as the engine admits them.
+    """Return the tenants of turns that wait behind another turn, in the order of admission.
 
-    That one keeps its place: by its weight it holds less than anybody.
+    The first turn keeps its place, because its weight is the highest.
     """
     slow, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
     with TokensRig(folder, {"first": {"weight": 100}, **limits}, slow, written) as rig:
@@ -544,7 +544,7 @@ def test_tenants_that_all_have_more_than_can_run_get_it_by_their_weights(tmp_pat
 
 
 def test_warms_take_places_among_those_who_wait(tmp_path: Path) -> None:
-    """The engine's queue takes as many as the daemon's limit: a flood of warms must not fill it."""
+    """The engine's queue has as many places as the daemon's limit, and a flood of warms must not fill it."""
     config = DaemonConfig(turns_max=2)
     slow, written = (*ECHO, "--seconds=0.2"), {"token_budget": "16"}
     with DaemonRig(tmp_path / "data", config=config, program=slow, written=written) as rig:
@@ -587,7 +587,7 @@ def test_limits_that_change_hold_at_once_also_for_a_tenant_with_running_turns(
     slow = (*ECHO, "--seconds=0.01")
     with TokensRig(tmp_path, {"a": {}, "b": {"turns_max": 1}}, slow) as rig:
         running = [
-            rig.begin("a", f"c{i}", pb.Sampling(max_tokens=150, ignore_eos=True)) for i in (1, 2)
+            rig.begin("a", f"c{i}", pb.Sampling(max_tokens=500, ignore_eos=True)) for i in (1, 2)
         ]
         rig.change({"a": {"turns_max": 2, "storage_bytes": 1}, "b": {"turns_max": 2}})
         with refused("turns_max"):

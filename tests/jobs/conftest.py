@@ -1,4 +1,4 @@
-"""A folder in memory, and each SQLite there is, as the tests of the store have them."""
+"""The fixtures of the store's tests: a folder in memory, and each available SQLite driver."""
 
 from tests.store.conftest import driver, pytest_generate_tests, tmp_path
 

@@ -1,6 +1,6 @@
-"""Jobs whose lines are answered when a test says so, over a real store of jobs.
+"""Jobs over a real job store, whose lines are answered when a test says so.
 
-A line that is no JSON object is refused; each other one is answered with its own words.
+A line that is not a JSON object is refused; other lines are answered with their own text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.01
 
 
 class ScriptedJobs:
-    """All of it in the loop."""
+    """Runs on the event loop."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class ScriptedJobs:
                 text += chunk
             digest = hashlib.sha256(text).hexdigest()
             if header.sha256 not in ("", digest):
-                raise InvalidArgument("sha256", "is not that of what arrived")
+                raise InvalidArgument("sha256", "does not match the uploaded file")
             lines = [JobLine(n, line) for n, line in enumerate(text.splitlines(), 1) if line]
             self.store.append_lines(key, lines)
             self.store.received(key)
@@ -73,7 +73,7 @@ class ScriptedJobs:
         return await self.get(*key)
 
     def work(self, key: JobKey, num_lines: int) -> None:
-        """Answer so many lines of a job that runs."""
+        """Answer `num_lines` lines of a running job."""
         if self.store.get(key).state is not JobState.RUNNING:
             return
         answers = []

@@ -1,4 +1,4 @@
-"""Short ways to make a batch job, for tests that are about something else."""
+"""Shortcuts for batch jobs, for tests about something else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refusal(number: int, text: str = "no") -> NewRefusal:
 
 
 def sent(store: JobStore, key: JobKey = KEY, num_lines: int = 5, text: str = "") -> StoredJob:
-    """A job that waits."""
+    """Create a waiting job."""
     store.create(NewJob(key, "by night", "ab" * 32, {"endpoint": ""}))
     store.append_lines(key, [line(number, text) for number in range(1, num_lines + 1)])
     store.received(key)
@@ -46,7 +46,7 @@ def sent(store: JobStore, key: JobKey = KEY, num_lines: int = 5, text: str = "")
 
 
 def numbers(store: JobStore, key: JobKey = KEY) -> list[int]:
-    """The pending lines, by pages of two."""
+    """Return the numbers of the pending lines, read in pages of two."""
     found: list[int] = []
     while page := store.pending_lines(key, found[-1] if found else 0, limit=2):
         found += [each.number for each in page]
@@ -56,7 +56,7 @@ def numbers(store: JobStore, key: JobKey = KEY) -> list[int]:
 def results(
     store: JobStore, key: JobKey = KEY, which: ResultKind = ResultKind.ALL
 ) -> list[tuple[int, str]]:
-    """All results, by pages of two."""
+    """Return all results, read in pages of two."""
     found: list[tuple[int, str]] = []
     while page := store.results(key, found[-1][0] if found else 0, 2, which):
         found += [(each.line, each.text.decode()) for each in page]
@@ -64,7 +64,7 @@ def results(
 
 
 def everything(store: JobStore) -> Any:
-    """All there is to see of all jobs, but for times."""
+    """Return everything visible of all jobs, except times."""
     return [
         (
             job.key,

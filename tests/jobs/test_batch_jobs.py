@@ -1,4 +1,4 @@
-"""Batch jobs of a daemon: each line has one answer, whatever happens meanwhile, and chats come first."""
+"""Batch jobs of a daemon: each line gets exactly one answer in all circumstances, and chats go first."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def results(
 
 
 def words(rig: DaemonRig, job_id: str) -> dict[str, str]:
-    """What each answered line says."""
+    """Return the text of each answered line."""
     answers = results(rig, job_id, ResultKind.ANSWERS)
     said = {
         each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"]
@@ -166,7 +166,7 @@ def test_what_is_wrong_is_named_by_line_and_the_rest_goes_on(tmp_path: Path) -> 
             (7, "invalid_url"),
             (8, "unsupported_parameter"),
         ]
-        assert "line 1 has the same" in errors[1]["message"]
+        assert "is already used in line 1" in errors[1]["message"]
 
 
 def test_choices_share_their_prompt_and_differ(tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_files_that_are_not_what_was_said_leave_no_job(tmp_path: Path) -> None:
         ):
             with pytest.raises(InvalidArgument, match=field):
                 send(daemon, "j", file, **fields)
-        with pytest.raises(InvalidArgument, match="no line"):
+        with pytest.raises(InvalidArgument, match="no requests"):
             send(daemon, "j", b"\n\n")
         with pytest.raises(NotFound):
             view(daemon, "j")

@@ -1,4 +1,4 @@
-"""A job outlives its daemon and its engine, killed at any moment: each line has one answer, the same one."""
+"""A job survives when its daemon or engine is killed at any moment: each line gets one, unchanged answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINES, KILLS = 100 * SCALE, 3 * SCALE
 
 
 def job_of(client: Client, job_id: str) -> Job | None:
-    """None while nobody answers."""
+    """Return the job; None while no daemon answers."""
     with contextlib.suppress(PensieveError):
         return client.jobs.get(job_id, timeout=2.0)
     return None

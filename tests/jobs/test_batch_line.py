@@ -1,4 +1,4 @@
-"""Lines of a Batch file: read, or refused with the line's number and the parameter's name."""
+"""Lines of a Batch file are read, or refused with the line's number and the parameter's name."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_line_has_a_largest_size() -> None:
             "custom_id",
             "must have 1 to 512 characters",
         ),
-        ({"method": "GET"}, "a-1", "invalid_method", "method", "'GET' is not POST"),
+        ({"method": "GET"}, "a-1", "invalid_method", "method", "must be POST, not 'GET'"),
         ({"method": None}, "a-1", "missing_required_parameter", "method", "is required"),
         ({"body": None}, "a-1", "missing_required_parameter", "body", "is required"),
         ({"body": []}, "a-1", "invalid_type", "body", "must be a JSON object"),
@@ -125,7 +125,7 @@ def test_a_line_has_a_largest_size() -> None:
             "a-1",
             "model_not_found",
             "body.model",
-            "'gpt-9' is not served here; served: tiny",
+            "unknown model 'gpt-9'; this server has tiny",
         ),
         (
             {"body": BODY | {"temperature": -1}},
@@ -173,7 +173,7 @@ def test_a_line_has_a_largest_size() -> None:
             "a-1",
             "unsupported_parameter",
             "body.background",
-            "a batch is in the background as a whole",
+            "a batch always runs in the background",
         ),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_url_is_one_that_is_known_and_the_jobs() -> None:
     assert found.message.startswith("url: '/v1/embeddings' is not one of /v1/chat/completions, ")
     assert isinstance(read(LINE, endpoint=CHAT), BatchLine)
     found = refused(LINE, endpoint="/v1/responses")
-    assert found.message == "url: this job's requests go to /v1/responses"
+    assert found.message == "url: must be /v1/responses in this job"
 
 
 def test_a_custom_id_that_utf_8_cannot_express_is_refused() -> None:
@@ -225,7 +225,7 @@ def test_what_template_context_or_engine_refuse_is_named_like_that() -> None:
         7,
         "a-1",
         "context_length_exceeded",
-        "body.messages: a context of 5,000 tokens is needed, and the limit is 4,096",
+        "body.messages: needs a context of 5,000 tokens, but the limit is 4,096",
         "body.messages",
     )
     assert line_error(batch_line(), TurnFailed("NAN_LOGITS", "no number")) == LineError(

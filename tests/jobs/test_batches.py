@@ -1,4 +1,4 @@
-"""Files and batches over HTTP, as plain requests and with OpenAI's own client."""
+"""Files and batches over HTTP, with plain requests and with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_openais_client_uploads_a_file_and_has_it_answered(client: openai.OpenAI
 
 @pytest.mark.parametrize("state", JobState)
 def test_a_batch_names_its_results_once_it_has_ended(state: JobState) -> None:
-    """Before that a client would read a part of them and take it for all."""
+    """Earlier, a client could take a part of the results for all of them."""
     has_ended = state is JobState.ENDED
     view = JobView(
         *("batch_1", "", 1, "in.jsonl", "", 0, "/v1/chat/completions"),
@@ -223,11 +223,11 @@ def test_a_job_of_grpc_is_a_batch_whose_file_is_its_lines(
         ((PURPOSE,), "file"),
         ((SENT,), "purpose"),
         ((('name="purpose"', b"vision"), SENT), "purpose"),
-        ((PURPOSE, SENT, SENT), "one file"),
+        ((PURPOSE, SENT, SENT), "only once"),
         ((PURPOSE, PURPOSE, SENT), "twice"),
         ((PURPOSE, SENT, ('name="expires_after[seconds]"', b"9")), "not supported"),
         ((('name="purpose"', b"x" * 9_000), SENT), "field"),
-        ((PURPOSE, ('name="file"; filename="e"', b"")), "no line"),
+        ((PURPOSE, ('name="file"; filename="e"', b"")), "no requests"),
     ],
 )
 def test_a_form_that_is_none_leaves_no_file(door: HttpRig, parts: Any, says: str) -> None:

@@ -1,4 +1,4 @@
-"""kill -9 of a process that works on jobs, and losses of power: what was acknowledged is there, once."""
+"""After a kill -9 or a power loss during jobs, acknowledged data is there exactly once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ sys.stdin.read()
 
 
 def killed_after(folder: Path, life: int, num_said: int, seconds: float) -> list[str]:
-    """What a process acknowledged before it was killed."""
+    """Return what a process acknowledged before it was killed."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder), str(life), str(NUM_LINES)],
         stdin=subprocess.PIPE,
@@ -183,7 +183,7 @@ os._exit(0)
 
 
 def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
-    """What jobs that were left by a loss of power owe, after these events."""
+    """Return what jobs that survived a power loss lack, given these events."""
     promised: dict[str, dict[int, str]] = {}
     gone: set[str] = set()
     for event in events:

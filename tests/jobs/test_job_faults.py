@@ -1,4 +1,4 @@
-"""Jobs on a disk that fails, is full or is damaged: all of an operation or none, and one job at a time."""
+"""Jobs on a failing, full or damaged disk: operations are atomic, and only one job is affected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NEW = JobKey("", "new")
 
 
 def prepare(store: JobStore) -> None:
-    """`nightly` waits with two results; `new` is being received; `old` has ended."""
+    """Create jobs: `nightly` waits with two results, `new` is being received, `old` has ended."""
     sent(store)
     store.answer(KEY, [answer(2)])
     store.refuse(KEY, [refusal(4)])
@@ -259,7 +259,7 @@ def edit(path: Path, driver: Any, statement: str) -> None:
     [
         ("PRAGMA user_version = 7", StoreTooNew, f"that wrote it, or {LAST_RESORT}"),
         ("PRAGMA application_id = 1", StoreError, "a database of another program"),
-        ("UPDATE job SET job_id = 'moved'", StoreError, "is not where its job belongs"),
+        ("UPDATE job SET job_id = 'moved'", StoreError, "has the wrong name for its job"),
     ],
 )
 def test_a_file_that_is_not_ours_to_read_is_left_as_it_is(

@@ -1,4 +1,4 @@
-"""Jobs where several daemons share a history: any daemon answers about them, over both doors."""
+"""If several daemons share a history, any of them answers about jobs, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BROKEN = FILE + b"no json\n"
 
 
 class Both:
-    """Two daemons that echo, with one history."""
+    """Two echo daemons with one history."""
 
     def __init__(self, rigs: list[DaemonRig]) -> None:
         self.rigs = rigs
@@ -219,7 +219,7 @@ def test_a_list_without_the_sizes_of_files_fails_and_names_the_daemon(
         monkeypatch.undo()
     assert answer.status == 503
     assert "one at 127.0.0.1:" in answer.value["error"]["message"]
-    assert "does not say how long its files are" in answer.value["error"]["message"]
+    assert "does not report the sizes of its files" in answer.value["error"]["message"]
     assert len(both.ids(TWO, "/v1/files")) == 3
 
 
@@ -283,7 +283,7 @@ def test_the_error_names_a_daemon_that_is_away_and_its_jobs_return_with_it(tmp_p
             answer = both.ask(TWO, method, f"/v1/files/{file_id}{path}")
             assert answer.status == 503
             assert answer.value["error"]["message"] == (
-                f"job '{file_id}' is in the data folder of one, which is away"
+                f"job '{file_id}' is in the data folder of one, which is down"
             )
         assert both.ids(TWO, "/v1/files") == []
         with pytest.raises(grpc.RpcError) as failed:
@@ -310,7 +310,7 @@ def test_jobs_of_a_home_that_does_not_come_back_are_forgotten_when_jobs_are(
 def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then it may come again."""
+    """Until then, it may come back."""
     file_id = both.upload(ONE)
     find, num_looks = both.rigs[TWO].daemon.store.job_owners.find, 0
 
@@ -325,7 +325,7 @@ def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     monkeypatch.setattr(forwarding, "LOOK_SECONDS", 0.05)
     answer = both.ask(TWO, "GET", f"/v1/files/{file_id}")
     assert answer.status == 503
-    assert "is in the data folder of one, which is away" in answer.value["error"]["message"]
+    assert "is in the data folder of one, which is down" in answer.value["error"]["message"]
     assert num_looks > 2
 
 

@@ -1,4 +1,4 @@
-"""The methods of JobService over the wire, in front of scripted jobs."""
+"""The methods of JobService over the wire, with scripted jobs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACME, OTHER, OPERATOR = (
 
 
 class JobsRig(DaemonRig):
-    """With tokens of two tenants and of an operator."""
+    """A server with tokens of two tenants and an operator."""
 
     def __init__(self, folder: Path) -> None:
         self.jobs = ScriptedJobs(folder / "scripted")
@@ -87,7 +87,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsRig]:
 
 
 def refused(call: Callable[[], object]) -> tuple[str, str]:
-    """The code of an error, and the field that it names."""
+    """Return the code of an error and the field that it names."""
     with pytest.raises(grpc.RpcError) as error:
         call()
     found = details(error.value)
@@ -317,7 +317,7 @@ def test_a_watch_shows_each_change_and_ends_with_the_job(rig: JobsRig) -> None:
 
 
 def test_a_line_larger_than_a_message_comes_in_pieces(rig: JobsRig) -> None:
-    """And says of each piece which lines are whole by then."""
+    """Each piece says which lines are complete so far."""
     large = json.dumps({"custom_id": "large", "q": "x" * (9 << 20)}).encode()
     chunks = [large[at : at + (1 << 20)] for at in range(0, len(large), 1 << 20)]
     rig.create(pb.JobHeader(job_id="large"), LINES[0].encode(), b"\n", *chunks)
@@ -359,4 +359,4 @@ def test_a_daemon_without_jobs_says_so(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as error:
             service.GetJob(pb.GetJobRequest(job_id="x"))
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
-        assert "takes no jobs" in str(error.value.details())
+        assert "does not run batch jobs" in str(error.value.details())

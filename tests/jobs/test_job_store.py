@@ -120,7 +120,7 @@ def test_only_legal_transitions_are_made(jobs: JobStore, before: JobState, after
     if after is before or after in JOB_TRANSITIONS[before]:
         assert change(jobs, after) is after
     else:
-        with pytest.raises(WrongJobState, match=f"is {before}, so not {after}"):
+        with pytest.raises(WrongJobState, match=f"is {before} and cannot become {after}"):
             change(jobs, after)
         assert jobs.get(KEY).state is before
 
@@ -135,7 +135,7 @@ def test_the_same_end_again_changes_nothing(jobs: JobStore) -> None:
 def test_a_job_with_pending_lines_is_not_completed(jobs: JobStore) -> None:
     sent(jobs, num_lines=2)
     jobs.answer(KEY, [answer(2)])
-    with pytest.raises(WrongJobState, match="1 lines of the job 'nightly' have no result"):
+    with pytest.raises(WrongJobState, match="1 lines of job 'nightly' have no result"):
         jobs.set_state(KEY, JobState.ENDED, JobOutcome.COMPLETED)
     jobs.refuse(KEY, [refusal(1)])
     jobs.set_state(KEY, JobState.ENDED, JobOutcome.COMPLETED)
@@ -219,7 +219,7 @@ def test_ids_are_checked_and_taken_once(jobs: JobStore) -> None:
             jobs.create(NewJob(JobKey("", job_id)))
     jobs.create(NewJob(JobKey("", "..")))  # the id is no file's name
     sent(jobs)
-    with pytest.raises(AlreadyExists, match="a job 'nightly'"):
+    with pytest.raises(AlreadyExists, match="job 'nightly' already"):
         jobs.create(NewJob(KEY))
     assert numbers(jobs) == [1, 2, 3, 4, 5]
 
@@ -299,7 +299,7 @@ def test_pages_end_by_bytes_and_leave_nothing_out(jobs: JobStore) -> None:
 
 
 def test_fifty_thousand_lines_are_answered_in_chunks_out_of_order(jobs: JobStore) -> None:
-    """In a memory of pages, not of the job; each line is written and read a fixed number of times."""
+    """Memory depends on pages, not on the job. Each line is written and read a fixed number of times."""
     num_lines = 50_000
     jobs.create(NewJob(KEY))
     for first in range(1, num_lines, 1000):

@@ -151,7 +151,7 @@ def test_a_profile_that_another_key_wrote_under_this_name_is_not_used(place: Pla
     profiles.write(
         key.path, profiles.text_of(key._replace(measured_with=other), COST, "today", ERRORS)
     )
-    assert "is of something else" in place.costs().in_words
+    assert "belongs to another model or configuration" in place.costs().in_words
 
 
 def test_a_profile_that_cannot_be_written_is_no_half_file(place: Place) -> None:

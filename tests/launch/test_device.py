@@ -25,7 +25,7 @@ def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.Monke
     assert chosen_device(settings_of()) == torch.device("cuda", 0)
     assert chosen_device(settings_of(device="cuda:1")) == torch.device("cuda", 1)
     assert chosen_device(settings_of(device="cpu")) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+    with pytest.raises(ConfigError, match="this machine has 2 GPUs"):
         chosen_device(settings_of(device="cuda:2"))
     with pytest.raises(ConfigError, match="the first GPUs"):
         chosen_device(settings_of(device="cuda:1", tensor_parallel="2"))
@@ -58,11 +58,11 @@ def test_int8_is_for_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     flag = "--" + name.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag} int8 is for CPUs: --device cpu"):
+    with pytest.raises(ConfigError, match=f"{flag} int8 is only for CPUs: pass --device cpu"):
         usable_device(settings_of(**{name: "int8"}, device="cuda"), print)
     lines: list[str] = []
     assert usable_device(settings_of(**{name: "int8"}), lines.append) == torch.device("cpu")
-    assert lines == [f"computing on the CPU: {flag} int8 is for CPUs: --device cpu"]
+    assert lines == [f"computing on the CPU: {flag} int8 is only for CPUs: pass --device cpu"]
 
 
 def test_fp8_on_a_cpu_is_said_to_be_slow_also_where_a_gpu_cannot_be_used(
@@ -81,7 +81,7 @@ def test_fp8_on_a_cpu_is_said_to_be_slow_also_where_a_gpu_cannot_be_used(
         assert usable_device(settings_of(kv_dtype="fp8"), lines.append) == torch.device("cpu")
         told[has_gpu] = lines
     (slow,) = told[False]
-    assert "--kv-dtype fp8 is made for GPUs" in slow
+    assert "--kv-dtype fp8 is meant for GPUs" in slow
     assert told[True] == ["computing on the CPU: the CUDA kernels need CuPy", slow]
 
 

@@ -79,7 +79,7 @@ def test_a_failure_of_the_start_is_raised_where_it_was_started(tmp_path: Path) -
     read = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1 << 20)"
     dying = (sys.executable, "-c", read)
     with (
-        pytest.raises(DeviceError, match="ended while it was starting"),
+        pytest.raises(DeviceError, match="ended with exit code 0 while it was starting"),
         embedded(tmp_path, [], dying),
     ):
         raise AssertionError("it has started")

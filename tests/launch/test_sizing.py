@@ -33,7 +33,7 @@ def test_a_gpu_has_memory_of_its_own() -> None:
     given = settings_of(device_cache="50%", host_cache="60GiB", stream="off")
     assert tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
     with pytest.raises(
-        ConfigError, match=r"--device-cache .*101.*100.0 GiB of the GPU's memory are left"
+        ConfigError, match=r"--device-cache .*101.*only 100.0 GiB of the GPU's memory"
     ):
         tier_pages(settings_of(device_cache="101GiB"), PAGE_BYTES, 100 * GIB)
     with pytest.raises(ConfigError, match=r"--host-cache .*65.*64.0 GiB are available"):
@@ -72,7 +72,7 @@ def test_on_a_gpu_staging_is_taken_from_what_is_left() -> None:
 
 
 def test_streaming_without_a_host_tier_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs a host tier: .* the smallest is 32t"):
+    with pytest.raises(ConfigError, match=r"needs a host tier, .* --host-cache 32t"):
         staging_pages(settings_of(stream="on"), TierPages(1000, 0), PAGE_BYTES, 32)
 
 

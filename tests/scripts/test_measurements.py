@@ -13,7 +13,7 @@ from pensieve.bench.random_model import RandomShape
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.records import NewMessage, NewTurn
-from scripts.measurements import isolation, lanes, planning, service, shared_pages, swap
+from scripts.measurements import isolation, lanes, loops, planning, service, shared_pages, swap
 from scripts.measurements.processes import pinned
 
 # Their daemons find the engine among their children.
@@ -86,3 +86,22 @@ def test_sharing_that_changes_a_result_is_not_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shared_pages.Inputs, "run", wrong)
     with pytest.raises(PensieveError, match="sharing changes a result"):
         shared_pages.measure(shared_pages.Shape(2, 160, 64, 4, 2, 32, "float32"), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_loop"),
+    [
+        ("She was a robot that loved painting. " * 5, True),
+        ("A story. " + "ab " * 60, True),
+        ("It is big.\nIt is very big.\nIt was bigger then.", False),
+        ("I like my dog a lot. Indeed. I like my dog a lot! And: i like my dog a lot.", False),
+        ("\n".join(f"{n}. The number {n} comes here" for n in range(90)), False),
+    ],
+)
+def test_a_loop_is_a_text_that_repeats_a_piece_or_a_sentence(text: str, is_loop: bool) -> None:
+    assert loops.repeats(text) is is_loop
+
+
+def test_what_is_compared_is_named_or_given_as_values() -> None:
+    assert loops.sampling_of("greedy") == ("greedy", {"temperature": 0.0})
+    assert loops.sampling_of("top_k=5,min_p=0.1")[1] == {"top_k": 5, "min_p": 0.1}

@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import re
 import shlex
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
 
 from pensieve.cli.main import parser
+from scripts import release
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
 
 
-@pytest.fixture(scope="module")
-def release() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
-
-
-def test_a_wheel_with_kernels_is_for_its_machine(release: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_with_kernels_is_for_its_machine(tmp_path: Path) -> None:
     pure = tmp_path / "pensieve_serve-1.2-py3-none-any.whl"
     info = "pensieve_serve-1.2.dist-info"
     with zipfile.ZipFile(pure, "w") as archive:
@@ -55,7 +39,7 @@ def test_a_wheel_with_kernels_is_for_its_machine(release: ModuleType, tmp_path: 
     assert "Root-Is-Purelib: false\nTag: py3-none-manylinux_2_28_aarch64\n" in about
 
 
-def test_a_checkout_that_is_not_ready_is_refused(release: ModuleType, tmp_path: Path) -> None:
+def test_a_checkout_that_is_not_ready_is_refused(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)

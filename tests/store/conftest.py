@@ -1,8 +1,8 @@
-"""A store in a folder of its own, over each SQLite there is and over PostgreSQL, with a clock that counts.
+"""A store in a temporary folder, over each available SQLite driver and PostgreSQL, with a counting clock.
 
-A test that uses `store` or `open_store` runs on all of them, unless it is marked `sqlite`, which says that it
-is about SQLite's own files.  The server of PostgreSQL is started once, by the first test that needs it; where
-it cannot be, those tests are skipped.
+A test that uses `store` or `open_store` runs on all of them. The mark `sqlite` limits a test about SQLite's
+own files to SQLite. The first test that needs PostgreSQL starts the server; without one, those tests are
+skipped.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """The server, for all tests of a process; those that stop or kill one make their own."""
+    """The server for all tests of a process. Tests that stop or kill a server start their own."""
     if problem := postgres_server.missing():
         pytest.skip(problem)
     server = PostgresServer(MEMORY if os.access(MEMORY, os.W_OK) else None)
@@ -64,13 +64,13 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def driver(request: pytest.FixtureRequest) -> Any:
-    """What the store is opened with: a driver of SQLite, or None where it is PostgreSQL."""
+    """The store's driver: a SQLite driver, or None for PostgreSQL."""
     return None if request.param == POSTGRES else importlib.import_module(request.param)
 
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
-    """Of a database of the test's own; empty where it is SQLite."""
+    """The URL of a new PostgreSQL database; empty for SQLite."""
     if driver is not None:
         yield ""
         return
@@ -82,7 +82,7 @@ def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
 
 @pytest.fixture
 def open_store(tmp_path: Path, driver: Any, url: str) -> Iterator[Callable[..., ConversationStore]]:
-    """Opens tmp_path/data, or the database; every store it gave out is closed in the end."""
+    """Opens tmp_path/data, or the database. All stores are closed at the end."""
     opened: list[ConversationStore] = []
     seconds = itertools.count(1000)
 
@@ -104,7 +104,7 @@ def store(open_store: Callable[..., ConversationStore]) -> ConversationStore:
 
 @pytest.fixture
 def folder(tmp_path: Path, driver: Any) -> Path:
-    """A closed store that holds the small history of `world`."""
+    """A closed store with the small history of `world`."""
     with ConversationStore.open(tmp_path / "world", "test", driver=driver) as store:
         world(store)
     return tmp_path / "world"

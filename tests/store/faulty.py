@@ -1,4 +1,4 @@
-"""A SQLite driver that fails at a chosen statement, and a small history to fail on."""
+"""A SQLite driver that fails at a chosen statement, and a small history for it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ NEVER = 10**9
 
 
 class FaultyDriver:
-    """A real SQLite driver whose Nth statement from now fails: before or after it is carried out,
-    once or until healed."""
+    """A real SQLite driver that fails at the Nth statement from now.
+
+    It fails before or after executing the statement, once or until healed.
+    """
 
     def __init__(self, driver: Any, code: int, after: bool, lasting: bool) -> None:
         self.Error = driver.Error
@@ -67,13 +69,13 @@ HEAD = NewMessage("system", "Be brief.", (1, 2))
 
 
 def writer_of(store: ConversationStore) -> WriterConnection:
-    """The connection under a store, for tests that damage the database, starve it or look into it."""
+    """Return a store's connection, for tests that damage, starve or inspect the database."""
     found: WriterConnection = vars(store)["_writer"]
     return found
 
 
 def without_foreign_keys(conn: Any) -> None:
-    """For damage that they would refuse."""
+    """Turn foreign keys off, to insert damage that they would refuse."""
     is_postgres = isinstance(conn, SqlSession)
     conn.execute(
         "SET session_replication_role = replica" if is_postgres else "PRAGMA foreign_keys = OFF"
@@ -81,12 +83,15 @@ def without_foreign_keys(conn: Any) -> None:
 
 
 def database_of(store: ConversationStore) -> Any:
-    """The database that is open now, None after an I/O error closed it."""
+    """Return the open database; None after an I/O error has closed it."""
     return writer_of(store)._db
 
 
 def world(store: ConversationStore) -> None:
-    """tea: two turns; cup: forked from the first; pot: a turn interrupted, one cut."""
+    """Create the small history.
+
+    tea has two turns, cup is forked from its first turn, and pot has an interrupted and a cut turn.
+    """
     for name in ("tea", "pot"):
         store.create_conversation(NewConversation(name, "f", [HEAD], prefix_id="bot"))
     say(store, "tea", "r1", user("hi", 10), reply("hello", 20, 21))
@@ -98,7 +103,7 @@ def world(store: ConversationStore) -> None:
 
 
 def history(store: ConversationStore) -> Any:
-    """All there is to see, but for times and the states of turns."""
+    """Return everything visible, except times and turn states."""
     reader = store.reader()
     try:
         return [

@@ -1,4 +1,4 @@
-"""The way back to an older schema, as statements, for tests of migrations: each undoes the newer steps."""
+"""Statements that return a database to an older schema, for tests of migrations. Each undoes later steps."""
 
 from __future__ import annotations
 

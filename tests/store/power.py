@@ -1,7 +1,7 @@
-"""Records what a process writes, and makes the files that a loss of power at any moment may leave.
+"""Record a process's writes, and construct the files that a power loss at any moment may leave.
 
-A write that no sync of its file followed may be there or not, each sector of 512 bytes on its own, in any
-order; so may a truncation.  What a sync followed is there, and a file that was removed is gone.
+A write that no later sync of its file covers may be present or not, for each sector of 512 bytes, in any
+order. So may a truncation. Synced writes are present, and a removed file is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WRITE, TRUNCATE, SYNC, UNLINK, NOTE = b"w", b"t", b"s", b"u", b"n"
 
 
 class Event(NamedTuple):
-    """A call on a file, or a note of the process about what it has done."""
+    """A call on a file, or a note of the process about something it has done."""
 
     what: bytes
     name: str
@@ -34,7 +34,7 @@ class Event(NamedTuple):
 
 
 def recorder() -> Path | None:
-    """The recorder as a library; None if there is no compiler for it."""
+    """Return the recorder library; None without a compiler."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None or sys.platform != "linux" or sys.maxsize < 2**32:
         return None
@@ -43,14 +43,14 @@ def recorder() -> Path | None:
 
 
 def note(content: bytes) -> None:
-    """Called by the recorded process: this has been promised now."""
+    """Record a promise of the recorded process."""
     log = os.open(os.environ["RECORDER_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(log, HEADER.pack(NOTE, 0, 0, len(content)) + content)
     os.close(log)
 
 
 def recorded(library: Path, folder: Path, program: Sequence[str]) -> list[Event]:
-    """What a program does to the files of a folder, in order, with its notes in between."""
+    """Return a program's calls on the files of a folder, in order, with its notes."""
     log = folder.with_name(f"{folder.name}.log")
     environment = {
         **os.environ,
@@ -76,7 +76,7 @@ def _events(log: bytes) -> list[Event]:
 
 
 def files_after(events: Sequence[Event], rng: random.Random) -> Mapping[str, bytes]:
-    """The files when the power went after these events."""
+    """Return the files after a power loss that follows these events."""
     durable: dict[str, bytearray] = {}
     pending: dict[str, list[Event]] = {}
     for event in events:

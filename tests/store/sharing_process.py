@@ -1,7 +1,7 @@
-"""A store in a process of its own, which shares a history and does what it is told.
+"""A store in a separate process, which shares a history and follows commands.
 
-A line of JSON is a call, `[method, arguments…]`, and gets a line as its answer: what came of it, or
-`["error", its class, its text]`.  `world` writes without being told, until it is killed.
+A command is a line of JSON, `[method, arguments…]`. The answer is a line with the result, or `["error",
+class, text]`. `world` writes without commands until it is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONG_SECONDS = 60.0  # of one whose is not, however slow the machine is
 
 
 class Worker:
-    """What is told to a process is done here."""
+    """Executes the commands in the process."""
 
     def __init__(self, path: Path, name: str, lease_seconds: float, url: str) -> None:
         self.stale: list[str] = []
@@ -70,7 +70,7 @@ class Worker:
         return found and [found.replica, found.epoch, found.is_alive, found.is_ours]
 
     def told(self) -> list[Any]:
-        """What is outdated since the last call, and where conversations came from."""
+        """Return what became stale since the last call, and where conversations came from."""
         stale, self.stale = self.stale, []
         return [stale, {name: at for (_, name), at in self.store.came_from.items()}]
 
@@ -81,13 +81,13 @@ class Worker:
         return self.store.keeps_house
 
     def hold_write_lock(self, statement: str = KEEP_OWNERS) -> None:
-        """And stop in the middle of a write, until somebody lets the process go on."""
+        """Stop in the middle of a write until somebody continues the process."""
         with vars(self.store)["_writer"].writing() as conn:
             conn.execute(statement).fetchall()
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def race(self, prefix: str, num: int, seed: int) -> list[list[Any]]:
-        """Say something in each of these conversations, in a random order: which epochs that was in."""
+        """Say something in each of these conversations, in random order. Return the epochs."""
         won = []
         names = [f"{prefix}{number}" for number in range(num)]
         random.Random(seed).shuffle(names)
@@ -103,7 +103,7 @@ class Worker:
         self.store.close()
 
     def world(self, seed: int, num: int) -> None:
-        """Say what is random in conversations, and take over what may be had; a line for each thing."""
+        """Say random things in conversations and take over what is allowed, with one output line for each."""
         chance, number = random.Random(seed), 0
         while True:
             name, number = f"w{chance.randrange(num)}", number + 1
@@ -128,7 +128,7 @@ class Worker:
 
 
 def tell(answer: Any) -> None:
-    """A line, whole or not at all."""
+    """Write one line atomically."""
     os.write(1, (json.dumps(answer) + "\n").encode())
 
 
@@ -145,12 +145,12 @@ def main() -> None:
 
 
 class Process:
-    """The same, for a test."""
+    """The test's side of a Worker."""
 
     def __init__(
         self, path: Path, name: str, lease_seconds: float = LONG_SECONDS, url: str = ""
     ) -> None:
-        """`url` is that of a PostgreSQL database; without it the history is in the file `path`."""
+        """`url` is that of a PostgreSQL database. Without it, the history is the file `path`."""
         command = (sys.executable, "-m", "tests.store.sharing_process", str(path), name)
         self.child = subprocess.Popen(
             (*command, str(lease_seconds), url or f"sqlite://{path}"),

@@ -1,4 +1,4 @@
-"""Short ways to say a turn, for tests that are about something else."""
+"""Shortcuts for turns, for tests about something else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def begin(store: ConversationStore, name: str, request_id: str, text: str, *ids:
 def say(
     store: ConversationStore, name: str, request_id: str, question: NewMessage, answer: NewMessage
 ) -> int:
-    """One whole turn; returns its revision."""
+    """Run one complete turn and return its revision."""
     begun = store.begin_turn(name, NewTurn(request_id, [question]))
     assert begun.must_run
     return store.finish_turn(begun.turn.turn_id, answer, "stop", {"output_tokens": 2})

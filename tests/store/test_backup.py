@@ -1,4 +1,4 @@
-"""Backups of a history while it is written to: whole, of any moment, and safe against damage."""
+"""Backups of a history during writes: complete, at any moment, and safe against damage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Backing(NamedTuple):
-    """A history, and the backup that another process could write of it as well."""
+    """A history and a backup of it, as another process could write it."""
 
     store: ConversationStore
     backup: Backup
@@ -58,14 +58,14 @@ class Backing(NamedTuple):
     driver: Any
 
     def write(self, seconds: float = 60.0) -> float:
-        """The moment that was added, or the one before."""
+        """Return the moment that was added, or the previous one."""
         self.clock.time += seconds
         self.backup.write()
         return points(self.folder)[-1].times[-1]
 
     @contextmanager
     def restored(self, at: float | None = None, **options: Any) -> Iterator[ConversationStore]:
-        """The history of a moment, opened as a daemon would."""
+        """Open the history of a moment as a daemon would."""
         data = self.folder.with_name("restored")
         shutil.rmtree(data, ignore_errors=True)
         restore(self.folder, data, at, driver=self.driver, **options)
@@ -95,7 +95,7 @@ def backing(store: ConversationStore, driver: Any, tmp_path: Path) -> Iterator[B
 
 
 def talk(store: ConversationStore, choose: random.Random, number: int) -> None:
-    """Any change of the history."""
+    """Make a random change to the history."""
     known = [c.conversation_id for c in store.list_conversations(1000).conversations]
     roll = choose.random()
     if roll < 0.15 or not known:
@@ -111,7 +111,7 @@ def talk(store: ConversationStore, choose: random.Random, number: int) -> None:
 
 
 def test_every_moment_is_restored_as_it_was(open_store: Open, driver: Any, tmp_path: Path) -> None:
-    """Whatever happened between: deletions, checkpoints, a file that was compacted and shortened."""
+    """Also with deletions, checkpoints and a compacted, shortened file in between."""
     store, choose = open_store(compact_bytes_min=2**14), random.Random(3)
     world(store)
     backing, moments = backing_of(store, tmp_path / "backup", driver), {}
@@ -127,7 +127,7 @@ def test_every_moment_is_restored_as_it_was(open_store: Open, driver: Any, tmp_p
             assert history(found) == expected
     with backing.restored() as found:
         assert history(found) == history(store)
-    with pytest.raises(NotFound, match="nothing as old as that"):
+    with pytest.raises(NotFound, match="no moment that old"):
         backing.refused(at=0.0)
     backing.backup.close()
 
@@ -182,7 +182,7 @@ def test_a_turn_that_was_running_is_interrupted_in_what_is_restored(backing: Bac
 
 
 def test_deleted_text_leaves_the_backup_a_day_after_what_is_kept(backing: Backing) -> None:
-    """Also if nothing else ever changes."""
+    """Even if nothing else ever changes."""
 
     def is_there() -> bool:
         files = [file for file in backing.folder.rglob("*") if file.is_file()]
@@ -243,7 +243,7 @@ def test_without_room_for_a_copy_nothing_is_written(
     full = {backing.folder.with_name(place): usage._replace(free=100)}
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: full.get(path, usage))
-        with pytest.raises(StoreUnavailable, match=f"there is no room for .* in .*{place}$"):
+        with pytest.raises(StoreUnavailable, match=f"not enough disk space in .*{place}: "):
             backing.write()
     assert [path.name for path in backing.folder.glob("generation*")] == []
     backing.write()
@@ -265,7 +265,7 @@ def test_more_changes_than_a_segment_holds_begin_a_generation(
 def test_the_last_moment_comes_behind_one_that_is_still_being_written(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon that ends writes it while the thread of its last regular write may wait for the folder."""
+    """A daemon writes it at its end, while the thread of its last regular write may wait for the folder."""
     create(backing.store, "tea")
     backing.write()
     append, at_once, most = Backup._append, list[Any](), list[int]()
@@ -313,7 +313,7 @@ def test_a_folder_that_was_cleared_gets_another_generation(backing: Backing) -> 
 
 @pytest.fixture
 def written(backing: Backing) -> list[float]:
-    """Two generations, the second with three segments; a turn for each moment."""
+    """Two generations, the second with three segments, and a turn for each moment."""
     create(backing.store, "tea")
     times = [backing.write()]
     for number in range(1, 6):
@@ -361,7 +361,7 @@ def test_damage_is_named_and_restoring_stops_before_it_only_when_told(
 def test_segments_of_another_chain_are_refused(written: list[float], backing: Backing) -> None:
     chain = backing.folder / "generation-000002"
     shutil.copyfile(chain / "00000002.segment", chain / "00000003.segment")
-    with pytest.raises(BackupDamaged, match=r"00000003.segment does not follow"):
+    with pytest.raises(BackupDamaged, match=r"00000003.segment does not continue"):
         backing.refused()
 
 
@@ -402,7 +402,7 @@ def test_a_wrong_number_of_bytes_is_no_reason_to_lose_a_history(
     said: list[str] = []
     with backing.restored(report=said.append) as found:
         assert found.messages("tea")
-    assert "the bytes of 2 tenants were miscounted, and are counted anew" in said
+    assert "the stored bytes of 2 tenants were wrong and are corrected" in said
 
 
 # -- refusals --
@@ -414,13 +414,13 @@ def test_a_folder_is_for_one_history_and_one_process(backing: Backing, tmp_path:
     data = backing.store.folder.path
     with (
         closing(Backup(backing.folder, data / DATABASE_NAME)) as second,
-        pytest.raises(StoreLocked, match="another process writes"),
+        pytest.raises(StoreLocked, match="another process is writing"),
     ):
         second.write()
     backing.backup.close()
     with ConversationStore.open(tmp_path / "other", "test"):
         other = Backup(backing.folder, tmp_path / "other" / DATABASE_NAME)
-        with closing(other), pytest.raises(StoreError, match="is of another history"):
+        with closing(other), pytest.raises(StoreError, match="belongs to another history"):
             other.write()
     with closing(Backup(backing.folder, data / DATABASE_NAME)) as second:
         second.write()
@@ -436,7 +436,7 @@ def test_processes_take_turns_at_a_folder_that_none_keeps(backing: Backing) -> N
     with closing(Backup(backing.folder, database, backing.clock)) as second:
         create(backing.store, "cup2")
         second.write()
-        with pytest.raises(StoreLocked, match="another process writes"):
+        with pytest.raises(StoreLocked, match="another process is writing"):
             first.write()
         second.release()
         create(backing.store, "cup3")
@@ -464,7 +464,7 @@ def test_a_history_is_replaced_only_when_told(backing: Backing, tmp_path: Path) 
     data = tmp_path / "other"
     with ConversationStore.open(data, "test", driver=backing.driver) as other:
         create(other, "mine")
-    with pytest.raises(StoreError, match="other has a history; --replace"):
+    with pytest.raises(StoreError, match="other already has a history; pass --replace"):
         restore(backing.folder, data, driver=backing.driver)
     with ConversationStore.open(data, "test", driver=backing.driver) as other:
         other.get_conversation("mine")
@@ -555,7 +555,7 @@ while True:
 
 
 def test_processes_that_are_killed_leave_a_backup_that_is_whole(tmp_path: Path) -> None:
-    """Nothing is missing that was acknowledged before the moment, and no file is half."""
+    """Everything acknowledged before the moment is there, and no file is half written."""
     data, folder, choose = tmp_path / "data", tmp_path / "backup", random.Random(1)
     ConversationStore.open(data, "test").close()
     root = Path(__file__).parents[2]

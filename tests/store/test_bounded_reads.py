@@ -1,4 +1,4 @@
-"""What is read a part at a time is bounded in SQL: a server sends all that a statement finds."""
+"""Partial reads are bounded in SQL, because a server sends everything that a statement finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_BYTES = 1000
 
 
 class Eager:
-    """A connection that fetches whatever a statement finds, as psycopg does, and counts it."""
+    """A connection that fetches everything that a statement finds, like psycopg, and counts it."""
 
     def __init__(self, conn: Any) -> None:
         self._conn = conn

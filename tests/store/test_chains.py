@@ -1,4 +1,4 @@
-"""Histories are found again by digests: through forks, rewinds, deletions and other tokenizers."""
+"""Histories are found by digests, across forks, rewinds, deletions and other tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def digest(name: str) -> bytes:
 def say(
     store: ConversationStore, name: str, state: str, session: bytes = b"", tenant: str = ""
 ) -> int:
-    """One turn whose reply ends this state."""
+    """Run one turn whose reply ends this state."""
     request = NewTurn(f"r-{state}", [user("hi", 1)])
     turn = store.begin_turn(name, request, tenant=tenant).turn
     chain_state = ChainState(digest(state), session)

@@ -1,4 +1,4 @@
-"""Compaction: the space of what was deleted is given back, in small steps, and leaves no copy behind."""
+"""Compaction returns the space of deleted text in small steps, and leaves no copy."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def raw(store: ConversationStore) -> bytes:
 
 
 def copies(store: ConversationStore) -> Counter[str]:
-    """How often each text is in the files; it should be there as often as it was said."""
+    """Return how often each text is in the files. It must be there as often as it was said."""
     return Counter(mark.decode() for mark in re.findall(rb"SECRET-\d{6}", raw(store)))
 
 
 def begin_pass(store: ConversationStore) -> None:
-    """Compact whether it is worth it or not."""
+    """Begin a pass even if it is not worth it."""
     assert isinstance(store.erasure, Erasure)
     store.erasure._compaction = Compaction(store.erasure._writer, CompactionPhase.FENCE)
 
@@ -75,7 +75,7 @@ def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None
 
 
 def test_pages_of_long_texts_are_given_back(open_store: Open) -> None:
-    """They lie outside of the leaves, so they are free as soon as they are wiped."""
+    """Overflow pages are outside of the leaves, so they are free as soon as the text is wiped."""
     store = open_store(compact_bytes_min=100_000)
     for number in range(4):
         create(store, f"c{number}", user("x" * 300_000))
@@ -90,7 +90,7 @@ def test_pages_of_long_texts_are_given_back(open_store: Open) -> None:
 
 
 def test_a_deletion_writes_what_it_deletes_and_steps_are_small(open_store: Open) -> None:
-    """What compaction writes at once is bounded, however large the history is."""
+    """The size of a compaction step does not depend on the size of the history."""
     store = open_store(compact_bytes_min=100_000)
     create(store, "large")
     for number in range(1500):
@@ -117,7 +117,7 @@ def test_a_deletion_writes_what_it_deletes_and_steps_are_small(open_store: Open)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_copy_survives_the_moves(open_store: Open, seed: int) -> None:
-    """Turns, deletions and steps in any order: no byte of a text is left where it was before."""
+    """Turns, deletions and steps in any order leave no byte of a text at its old place."""
     rng = random.Random(seed)
     store = open_store(compact_bytes_min=1)
     texts: dict[str, list[str]] = {}
@@ -156,7 +156,7 @@ def test_no_copy_survives_the_moves(open_store: Open, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_fence_keeps_balancing_away_from_what_is_alive(open_store: Open, seed: int) -> None:
-    """Many texts in a leaf, and none of their cells may be copied by the removal of their neighbours."""
+    """With many texts in a leaf, removing neighbours must not copy their cells."""
     rng = random.Random(seed)
     store = open_store()
     alive: set[int] = set()
@@ -178,7 +178,7 @@ def test_the_fence_keeps_balancing_away_from_what_is_alive(open_store: Open, see
 
 @pytest.fixture
 def wasteful(tmp_path: Path, driver: Any) -> Path:
-    """A closed history of which most is wiped."""
+    """A closed history that is mostly wiped."""
     path = tmp_path / "wasteful"
     with ConversationStore.open(path, "test", driver=driver) as store:
         for number in range(40):
@@ -195,7 +195,7 @@ def compacting(path: Path, driver: Any) -> ConversationStore:
 
 
 def test_the_next_process_goes_on(wasteful: Path, driver: Any) -> None:
-    """However far a pass has come when the process ends."""
+    """At whatever point of the pass the process ends."""
     with compacting(wasteful, driver) as store:
         wanted = history(store)
         full = size(store)

@@ -1,4 +1,4 @@
-"""Metadata, beginnings and pending messages change; the history does not."""
+"""Metadata, beginnings and pending messages change, but the history does not."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> N
 
 
 def bring(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
-    """A turn begins that brings these."""
+    """Begin a turn that brings these messages."""
     asked = NewTurn(request_id, [*messages, user("and?", 1)], pending=messages)
     return store.begin_turn("tea", asked).turn.turn_id
 
@@ -129,7 +129,7 @@ def test_only_what_is_pending_is_taken_and_with_the_turn_or_not_at_all(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    with pytest.raises(StaleRevision, match="pending at revision 0 have changed meanwhile"):
+    with pytest.raises(StaleRevision, match="pending at revision 0 have changed since"):
         bring(store, "r1", *TWO[:1])
     assert store.find_turn("tea", "r1") is None
     assert pending(store) == Pending(TWO)
@@ -144,7 +144,7 @@ def test_a_turn_that_expects_nothing_pending_does_not_overtake_what_is(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    with pytest.raises(StaleRevision, match="have changed meanwhile"):
+    with pytest.raises(StaleRevision, match="have changed since"):
         store.begin_turn("tea", NewTurn("r1", [user("and?", 1)], pending=()))
     assert pending(store) == Pending(TWO)
     begin(store, "tea", "r2", "and?", 1)  # it expects nothing of the kind
@@ -167,7 +167,7 @@ def test_a_conversation_under_a_prefix_is_created_with_pending_messages(
 
 
 def delete_last(store: ConversationStore, name: str = "tea") -> LastDeleted:
-    """As somebody who has read the conversation just now."""
+    """Delete the last message, as a caller that has just read the conversation."""
     seen, waiting = store.get_conversation(name), pending(store, name).messages
     return store.changes.delete_last(name, seen.revision, seen.created_at, waiting)
 

@@ -1,4 +1,4 @@
-"""Conversations: made, listed, forked, rewound, given the tokens of another fingerprint."""
+"""Conversations are created, listed, forked, rewound, and get the tokens of another fingerprint."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_listing_gives_the_newest_first_in_pages(store: ConversationStore) -> No
 
 
 def test_a_page_ends_by_bytes_too(store: ConversationStore) -> None:
-    """What a client takes in one answer is bounded, and so is the memory that it costs."""
+    """The size of an answer is limited, and so is its memory."""
     for name in "abcde":
         large = {"note": "x" * (PAGE_BYTES_MAX // 2 - 1000)}
         store.create_conversation(NewConversation(name, "fingerprint 1", [], metadata=large))
@@ -359,7 +359,7 @@ def test_a_prefix_with_new_tokens_is_not_shared_with_the_old_tokens(
 def test_a_prefix_is_not_shared_between_fingerprints_though_its_tokens_are_the_same(
     store: ConversationStore,
 ) -> None:
-    """What another model computed from them is no KV of this one."""
+    """KV of another model is useless for this one."""
     for name, fingerprint in (("a", "f1"), ("b", "f2"), ("c", "f1")):
         store.create_conversation(NewConversation(name, fingerprint, [SYSTEM], prefix_id="bot"))
     with writer_of(store).reading() as conn:

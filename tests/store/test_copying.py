@@ -1,4 +1,4 @@
-"""A history is copied to PostgreSQL and back, and is the same; nothing is half there."""
+"""A history survives a copy to PostgreSQL and back. A failed copy leaves nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 
 def rich(store: ConversationStore) -> None:
-    """Something in each table, a letter NUL, a turn that runs, and numbers that are gone."""
+    """A history with rows in each table, a NUL character, a running turn, and unused numbers."""
     world(store)
     turn_id = begin(store, "cup", "r7", "a\0b", 3)
     state = ChainState(b"digest", b"session")
@@ -121,7 +121,7 @@ def test_a_place_that_has_a_history_is_left_as_it_is(tmp_path: Path, url: str) -
         world(store)
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         create(store, "mine")
-    with pytest.raises(StoreError, match="there is a history already"):
+    with pytest.raises(StoreError, match="already has a history"):
         copy(here, there)
     with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
         assert [each.conversation_id for each in store.list_conversations().conversations] == [
@@ -160,7 +160,7 @@ def test_the_command_says_what_it_has_done(
     with ConversationStore.open(tmp_path / "data", "test") as store:
         world(store)
     assert main(["copy", *data]) == 0
-    assert "3 conversations with 8 messages are in PostgreSQL, too" in capsys.readouterr().out
+    assert "copied 3 conversations with 8 messages to PostgreSQL" in capsys.readouterr().out
     back = ("--data", str(tmp_path / "back"), "--store", url)
     assert main(["copy", "--back", "--json", *back]) == 0
     assert json.loads(capsys.readouterr().out) == {"conversations": 3, "messages": 8}
@@ -181,14 +181,14 @@ def test_the_command_copies_to_a_shared_file_and_back(
     data = ("--data", str(tmp_path / "data"), "--store", f"sqlite://{file}")
     back = ("--data", str(tmp_path / "back"), "--store", f"sqlite://{file}")
     assert main(["copy", "--back", *back]) == 3
-    assert f"{file} is not there" in capsys.readouterr().err
+    assert f"there is no file {file}" in capsys.readouterr().err
     assert not file.exists()
     with ConversationStore.open(tmp_path / "data", "test") as store:
         rich(store)
         store.interrupt_turn(begin_of(store))
         seen, held = history(store), rows(store)
     assert main(["copy", *data]) == 0
-    assert f"4 conversations with 12 messages are in {file}, too" in capsys.readouterr().out
+    assert f"copied 4 conversations with 12 messages to {file}" in capsys.readouterr().out
     url = f"sqlite://{file}"
     with (
         ConversationStore.open(tmp_path / "one", "test", url=url) as one,
@@ -204,7 +204,7 @@ def test_the_command_copies_to_a_shared_file_and_back(
     with ConversationStore.open(tmp_path / "back", "test") as store:
         assert rows(store) == held
     assert main(["copy", *data]) == 3
-    assert "there is a history already" in capsys.readouterr().err
+    assert "already has a history" in capsys.readouterr().err
 
 
 @needs_sqlite

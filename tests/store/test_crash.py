@@ -1,4 +1,4 @@
-"""kill -9 at random moments: what was acknowledged is there, and nothing is half there."""
+"""kill -9 at random moments: acknowledged turns are there, and nothing is half written."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ talk(0)
 def one_life(
     nursery: subprocess.Popen[str], number: int, num_turns: int, seconds: float
 ) -> list[tuple[str, str, int]]:
-    """Kill a worker `seconds` after its `num_turns`-th turn; returns what it acknowledged."""
+    """Kill a worker `seconds` after its `num_turns`-th turn. Return the turns that it acknowledged."""
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     print(number, file=nursery.stdin, flush=True)
@@ -127,7 +127,7 @@ def campaign(tmp_path: Path, url: str = "", num_threads: int = 1) -> None:
 
 
 def check(store: ConversationStore, acknowledged: list[tuple[str, str, int]], seed: int) -> None:
-    """They are there, whole, and so is everything else."""
+    """Check that the acknowledged turns are complete, and that the history verifies."""
     for name, request_id, number in acknowledged:
         turn = store.find_turn(name, request_id)
         assert turn is not None, (seed, name, request_id)

@@ -1,4 +1,4 @@
-"""Prefixes that were declared are kept, shared and deleted like conversations, and are listed as none."""
+"""Declared prefixes are stored, shared and deleted like conversations, but not listed with them."""
 
 from __future__ import annotations
 
@@ -155,19 +155,19 @@ def test_who_holds_the_same_messages_shares_their_tokens(store: ConversationStor
 
 def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> None:
     declare(store)
-    with pytest.raises(AlreadyExists, match="there is a prefix 'rules' already"):
+    with pytest.raises(AlreadyExists, match="prefix 'rules' already exists"):
         declare(store, messages=HEAD[:1])
     with pytest.raises(InvalidArgument, match="prefix_id"):
         declare(store, "prefix:rules")
     begin(store, "tea")
-    with pytest.raises(AlreadyExists, match="there is a conversation 'tea' already"):
+    with pytest.raises(AlreadyExists, match="conversation 'tea' already exists"):
         begin(store, "tea")
     with pytest.raises(InvalidArgument, match="conversation_id"):
         begin(store, "prefix:tea")
 
 
 def test_names_that_are_not_declared_are_the_hints_that_they_were(store: ConversationStore) -> None:
-    """What was declared under a name, and is gone, does not say what that name stands for."""
+    """A deleted declaration does not define the beginning of later conversations with its name."""
     declare(store)
     begin(store, "tea")
     store.delete_conversation("prefix:rules")

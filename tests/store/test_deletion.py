@@ -1,4 +1,4 @@
-"""Deleting leaves nothing: the raw bytes of the files are searched."""
+"""Deletion leaves nothing: the raw bytes of the files are searched."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_a_fork_holds_stays_and_goes_with_the_fork(store: ConversationStore
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_copy_survives_between_the_pages(store: ConversationStore, seed: int) -> None:
-    """Pages fill, split and merge; a text that SQLite once moved must not stay behind."""
+    """Pages fill, split and merge. A text that SQLite once moved must not stay behind."""
     rng = random.Random(seed)
     texts: dict[str, list[str]] = {f"c{number}": [] for number in range(40)}
     for name in texts:
@@ -167,7 +167,7 @@ def test_a_step_erases_once_the_reader_has_ended(store: ConversationStore) -> No
 def test_a_deletion_does_not_wait_for_a_reader(
     open_store: Callable[..., ConversationStore],
 ) -> None:
-    """With this timeout it would wait as long as the reader is there."""
+    """With this timeout, it would wait until the reader ends."""
     store = open_store(busy_timeout_seconds=3600.0)
     create(store, "a", user("SECRET-a", 1))
     answers: list[Exception] = []
@@ -225,7 +225,7 @@ def test_what_a_dying_process_did_not_erase_is_erased_by_the_next(tmp_path: Path
 
 
 def test_recovery_leaves_nothing_of_the_memory_in_a_file(tmp_path: Path) -> None:
-    """A connection of SQLite that recovers a log writes uninitialized memory into the file -shm."""
+    """A SQLite connection that recovers a log writes uninitialized memory to the -shm file."""
     subprocess.run([sys.executable, "-c", DYING_CHILD, str(tmp_path)], check=False)
     with ConversationStore.open(tmp_path, "test"):
         shared = (tmp_path / "conversations.db-shm").read_bytes()
@@ -253,7 +253,7 @@ def test_what_a_reader_kept_beyond_the_end_of_the_process_is_erased_by_the_next(
 
 
 def test_a_full_disk_leaves_the_erasure_to_a_step(tmp_path: Path, driver: Any) -> None:
-    """Whichever statement of the deletion fails: once it is gone, steps erase it."""
+    """Whichever statement of the deletion fails, later steps erase the text."""
     for countdown in itertools.count(1):
         faults = FaultyDriver(driver, FULL, False, True)
         store = ConversationStore.open(tmp_path / str(countdown), "test", driver=faults)

@@ -1,4 +1,4 @@
-"""Errors of SQLite and of the disk are one line each, and the store recovers."""
+"""Errors of SQLite and the disk are one line each, and the store recovers."""
 
 from __future__ import annotations
 

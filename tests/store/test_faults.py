@@ -1,4 +1,4 @@
-"""Fail the Nth statement, for every N, in every operation: all of it happened or none of it."""
+"""Fail the Nth statement, for every N, in every operation: it takes effect completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.store.test_disk_faults import FULL, IO_ERROR
 
 
 def delete_last(store: ConversationStore) -> None:
-    """The last reply of tea, whose question is pending then."""
+    """Delete the last reply of tea, so that its question becomes pending."""
     seen = store.get_conversation("tea")
     store.changes.delete_last("tea", seen.revision, seen.created_at, ())
 
 
 class Act:
-    """One public operation on the world; `prepare` runs before the fault is armed."""
+    """One public operation on the world. `prepare` runs before the fault is armed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The data folder: one holder, a mark of how it ended, and errors that say what to do."""
+"""The data folder: one holder, a mark of a clean close, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["history.db", "conversations.db"])
 def test_a_database_that_is_a_link_is_locked_where_it_is(tmp_path: Path, name: str) -> None:
-    """Whatever it is opened by: another folder's link, its own folder, or `--store`."""
+    """However it is opened: by another folder's link, by its own folder, or by `--store`."""
     file = tmp_path / "real" / name
     for folder in ("real", "one", "two"):
         (tmp_path / folder).mkdir()
@@ -178,7 +178,7 @@ def test_what_people_wrote_is_private_to_the_owner(store: ConversationStore) -> 
 def test_a_folder_that_was_open_to_others_is_closed_to_them(
     tmp_path: Path, has_history: bool
 ) -> None:
-    """systemd and `docker volume` make it with 0755."""
+    """systemd and `docker volume` create it with mode 0755."""
     folder = tmp_path / "data"
     folder.mkdir()
     if has_history:
@@ -193,7 +193,7 @@ def test_a_folder_that_was_open_to_others_is_closed_to_them(
 def test_a_folder_with_other_peoples_files_is_left_as_it_is_and_known_to_be_open(
     tmp_path: Path,
 ) -> None:
-    """--data /tmp by the superuser must not take /tmp from everybody."""
+    """root with --data /tmp must not close /tmp to everybody."""
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "notes.txt").touch()
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_disk_too_full_for_the_mark_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty mark means a clean stop, and a full disk is no reason to believe in one."""
+    """An empty mark means a clean close, which a full disk must not fake."""
     DataFolder.open(tmp_path / "data", "first").close(clean=False)
 
     def full(*arguments: object) -> int:

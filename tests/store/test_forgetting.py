@@ -1,4 +1,4 @@
-"""Requests are forgotten after their time: the history stays, what only a replay needs goes."""
+"""Old requests are forgotten: the history stays, and data that only a replay needs is deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Open = Callable[..., ConversationStore]
 
 
 def forget(store: ConversationStore, before: float) -> int:
-    """A whole pass; how many steps it took."""
+    """Run a whole pass. Return its number of steps."""
     steps = 1
     while store.forgetting.step(before):
         steps += 1
@@ -31,7 +31,7 @@ def forget(store: ConversationStore, before: float) -> int:
 
 
 def request_ids(store: ConversationStore, driver: Any) -> int:
-    """How many turns there are that a request still finds."""
+    """Return how many turns can be found by a request."""
     with writer_of(store).reading() as conn:
         found = conn.execute("SELECT count(*) FROM turns WHERE length(request_key) = 16")
         count: int = found.fetchone()[0]
@@ -57,7 +57,7 @@ def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationSt
 def test_logprobs_are_the_turns_alone_and_go_with_its_request(
     store: ConversationStore, driver: Any
 ) -> None:
-    """They are counted, moved by compaction, and wiped with the turn, also where the history stays."""
+    """They are counted, moved by compaction, and wiped with the turn, even if the history stays."""
     create(store, "tea")
     create(store, "cup")
     secret = b"SECRET-logprobs" * 1000
@@ -116,7 +116,7 @@ def test_a_step_wipes_few_bytes_of_logprobs(
 
 @pytest.mark.sqlite  # it looks into SQLite's files
 def test_what_no_history_holds_goes_with_its_request(store: ConversationStore) -> None:
-    """Turns that were interrupted, that failed, and that a rewind has cut; but not what a fork has."""
+    """Interrupted turns, failed turns and turns that a rewind has cut, but not turns of a fork."""
     create(store, "tea")
     say(store, "tea", "r1", user("kept by a fork", 1), reply("yes", 2))
     store.fork_conversation("tea", 1, "cup")
@@ -199,7 +199,7 @@ def test_forgotten_conversations_are_deleted_and_compacted_like_others(
 def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_turn(
     open_store: Open, driver: Any
 ) -> None:
-    """There it was a chain of the first message that its request brought."""
+    """In schema 8, it was a chain of the request's first message."""
     store = open_store()
     create(store, "tea")
     forgotten = NewTurn("forgotten", [user("hi", 1)], history_digest=b"digest")

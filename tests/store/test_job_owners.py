@@ -1,4 +1,4 @@
-"""Which daemon has a job, as the database has it."""
+"""The database's record of which daemon has a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Open = Callable[..., ConversationStore]
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens the store of a daemon of that name."""
+    """Open the store of a daemon with this name."""
     opened: list[ConversationStore] = []
     server: PostgresServer | None = None
     url = f"sqlite://{tmp_path / 'history.db'}"
@@ -50,7 +50,7 @@ def test_a_job_is_the_daemons_that_took_it_and_stays_so_when_that_starts_again(s
     assert a.job_owners.find("acme", "nightly") == JobOwner("a", "a:1", is_ours=True)
     assert b.job_owners.find("acme", "nightly") == JobOwner("a", "a:1", is_ours=False)
     assert b.job_owners.find("other", "nightly") is None
-    with pytest.raises(AlreadyExists, match="'nightly' already, at another daemon"):
+    with pytest.raises(AlreadyExists, match="'nightly' already exists, at another daemon"):
         b.job_owners.take("acme", "nightly", 2.0)
     a.job_owners.take("acme", "nightly", 2.0)
     a.close()

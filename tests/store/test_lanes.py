@@ -1,4 +1,4 @@
-"""Several threads write to PostgreSQL at the same time, each in transactions of its own."""
+"""Several threads write to PostgreSQL at the same time, each in its own transactions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def store(tmp_path: Path, url: str) -> Iterator[ConversationStore]:
 
 @pytest.fixture
 def elsewhere(url: str) -> Iterator[Callable[[str], object]]:
-    """Carry out a statement on a connection of its own."""
+    """Execute a statement on a separate connection."""
     import psycopg
 
     with psycopg.connect(url, autocommit=True, options="-c search_path=pensieve") as conn:
@@ -63,7 +63,7 @@ def lanes_of(store: ConversationStore) -> PostgresLanes:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Make the calls in threads of their own; returns their results or errors."""
+    """Make the calls in separate threads. Return their results or errors."""
     ready = threading.Barrier(len(calls))
 
     def made(call: Callable[[], Any]) -> Any:
@@ -196,7 +196,7 @@ def test_a_turn_whose_end_loses_every_race_is_interrupted_by_the_next_transactio
 
 
 def test_no_thread_takes_a_turn_for_dead_that_another_one_begins(store: ConversationStore) -> None:
-    """Each look for dead turns comes while others begin and end theirs."""
+    """Threads look for dead turns while others begin and end turns."""
     transactions = vars(store)["_transactions"]
     done = threading.Event()
 
@@ -227,7 +227,7 @@ def test_no_thread_takes_a_turn_for_dead_that_another_one_begins(store: Conversa
 def test_what_two_deletions_at_once_leave_unheld_is_wiped(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither sees the other one, and each leaves to the other what both hold, unless one comes again."""
+    """Neither sees the other, and each leaves common messages to the other, unless one is repeated."""
     create(store, "tea", user("a secret", 1))
     store.fork_conversation("tea", 0, "cup")
     both, original = threading.Barrier(2), vars(conversation_rows)["wipe_bodies"]
@@ -297,7 +297,7 @@ SLOW_COMMIT = (
 def test_a_commit_whose_connection_was_lost_leaves_no_turn_that_nobody_computes(
     store: ConversationStore, elsewhere: Callable[[str], Any]
 ) -> None:
-    """The next write comes by another connection, while the COMMIT is still under way."""
+    """The next write uses another connection, while the COMMIT is still running."""
     create(store, "tea")
     create(store, "cup")
     for statement in SLOW_COMMIT:

@@ -1,4 +1,4 @@
-"""Schemas: made once, copied before they change, refused when they come from the future."""
+"""Schemas: created once, copied before they change, and refused if they are newer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def edit(path: Path, driver: Any, *statements: str) -> None:
 
 @pytest.fixture
 def path(open_store: Open) -> Path:
-    """A closed database with one turn in it."""
+    """A closed database with one turn."""
     store = open_store()
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
@@ -108,8 +108,8 @@ def test_a_newer_schema_is_refused_and_untouched(
     with pytest.raises(StoreTooNew) as refused:
         open_store()
     assert str(refused.value) == (
-        f"{path} has schema version {version} and this Pensieve knows versions up to {NEWEST};"
-        " open it with the newer Pensieve that wrote it, or restore a backup from before that"
+        f"{path} has schema version {version}, but this Pensieve knows only versions up to {NEWEST}."
+        " Open it with the newer Pensieve that wrote it, or restore an older backup"
         " (`pensieve restore`)"
     )
     assert path.read_bytes() == before
@@ -118,16 +118,16 @@ def test_a_newer_schema_is_refused_and_untouched(
 def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open(
     path: Path, driver: Any, open_store: Open
 ) -> None:
-    """And what it says works."""
+    """And following the advice works."""
     conn = driver.connect(str(path), isolation_level=None)
     migrate(Database(conn), path, {**STEPS, "m012_colour": [COLOUR]})
     conn.close()
     with pytest.raises(StoreTooNew) as refused:
         open_store()
     assert str(refused.value) == (
-        f"{path} has schema version {NEWEST + 1} and this Pensieve knows versions up to {NEWEST}; open it"
-        f" with the newer Pensieve that wrote it, or put conversations.db.version{NEWEST} in its place:"
-        " the history before that, and without what came since"
+        f"{path} has schema version {NEWEST + 1}, but this Pensieve knows only versions up to {NEWEST}."
+        " Open it with the newer Pensieve that wrote it, or replace it by"
+        f" conversations.db.version{NEWEST}, the history before the upgrade (without later messages)"
     )
     path.with_name(f"conversations.db.version{NEWEST}").replace(path)
     assert list(open_store().log("tea")) == [1, 2]
@@ -139,7 +139,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
     first_schema(path, driver)
     path.with_name("conversations.db.version1").mkdir()  # what cannot be written
     with pytest.raises(
-        StoreUnavailable, match=r"conversations.db.version1, .* before its schema changes"
+        StoreUnavailable, match=r"conversations.db.version1 before the schema changes"
     ):
         open_store()
     conn = driver.connect(str(path))
@@ -214,13 +214,13 @@ def test_a_record_of_migrations_that_contradicts_the_schema_is_refused(
     path: Path, driver: Any, open_store: Open
 ) -> None:
     edit(path, driver, f"PRAGMA user_version = {NEWEST - 1}")
-    contradiction = f"has schema version {NEWEST - 1}, but says that all {NEWEST} changes"
+    contradiction = f"has schema version {NEWEST - 1}, but records all {NEWEST} migrations"
     with pytest.raises(StoreCorrupt, match=contradiction):
         open_store()
 
 
 def first_schema(path: Path, driver: Any) -> None:
-    """The database as version 1 made it."""
+    """Create the database with schema version 1."""
     conn = driver.connect(str(path), isolation_level=None)
     for table in ("conversations", "turns", "messages"):
         conn.execute(f"DROP INDEX {table}_body")
@@ -241,7 +241,7 @@ def first_schema(path: Path, driver: Any) -> None:
 def test_a_deletion_removes_the_copy_that_a_migration_made(
     path: Path, driver: Any, open_store: Open
 ) -> None:
-    """A copy would keep what is deleted for ever."""
+    """A copy would keep the deleted text forever."""
     first_schema(path, driver)
     backup = path.with_name("conversations.db.version1")
     store = open_store()
@@ -270,7 +270,7 @@ def test_a_copy_that_cannot_be_removed_refuses_the_deletion(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse)
         with pytest.raises(
-            StoreUnavailable, match=r"conversations.db.version1 .* Permission denied"
+            StoreUnavailable, match=r"conversations.db.version1, .* Permission denied"
         ):
             store.delete_conversation("tea")
     assert list(store.log("tea")) == [1, 2]

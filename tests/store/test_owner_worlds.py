@@ -1,8 +1,8 @@
-"""Random worlds of daemons on one file of SQLite, against a model that says who may do what.
+"""Random worlds of daemons on one SQLite file, compared with a model of who may do what.
 
-The stores are in one process and their leases expire when the world says so.  The model knows for every
-conversation its log, its owner and the turn that runs.  Each call must come out as the model says, whoever
-makes it, and in the end every store reads what the model has.
+The stores run in one process, and their leases expire when the world decides. For every conversation, the
+model knows its log, its owner and its running turn. Each call must end as the model predicts, and at the
+end every store reads the model's state.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Talk:
 
 @dataclass
 class Daemon:
-    """One life of it."""
+    """One life of a daemon."""
 
     store: ConversationStore
     number: int
@@ -105,7 +105,10 @@ class World:
                 talk.running = None
 
     def expected(self, daemon: Daemon, name: str) -> type[PensieveError] | None:
-        """Of a call that changes the log; if there is none, the conversation is the daemon's."""
+        """Return the expected error of a call that changes the log, or None.
+
+        Without an error, the daemon then owns the conversation.
+        """
         talk = self.talks.get(name)
         if talk is None:
             return NotFound
@@ -227,7 +230,7 @@ class World:
         assert self.epochs.setdefault(owner.epoch, held) == held
 
     def end(self, daemon: Daemon, name: str) -> None:
-        """Of a turn that was begun there, whatever has become of it."""
+        """End a turn that this daemon began, whatever has become of it."""
         mine = [each for each in self.begun if each.daemon == daemon.number]
         if not mine:
             return

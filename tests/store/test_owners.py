@@ -1,4 +1,4 @@
-"""Whose conversations are: sessions, claims, and the fence around the end of a turn."""
+"""Owners of conversations: sessions, claims, and the fence around the end of a turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows(store: ConversationStore, query: str, *values: Any) -> list[tuple[Any, 
 
 
 def own_elsewhere(store: ConversationStore, name: str) -> None:
-    """What the claim of another daemon writes."""
+    """Write the claim of another daemon."""
     running = store.get_conversation(name).running_turn_id
     with writer_of(store).writing() as conn:
         conn.execute(
@@ -143,7 +143,7 @@ def test_an_unexpected_error_does_not_end_the_lease_thread(
     leases._thread.start()
     assert lives.wait(10)
     leases.close()
-    assert "the lease thread goes on after an unexpected error" in caplog.text
+    assert "unexpected error in the lease thread" in caplog.text
 
 
 def test_a_lease_is_renewed_though_transactions_that_stand_still_cannot_be_ended(
@@ -179,9 +179,9 @@ def test_a_lease_is_renewed_though_transactions_that_stand_still_cannot_be_ended
     leases.close()
     assert done[:6] == ["renew", "end"] * 3
     assert [each.getMessage() for each in caplog.records] == [
-        "the lease of this daemon could not be renewed: a row is locked",
-        "the lease of this daemon is renewed again",
-        "no transaction that stands still could be ended: another role has them",
+        "cannot renew this daemon's lease, will retry: a row is locked",
+        "this daemon's lease is renewed again",
+        "cannot end hanging transactions of other daemons: another role has them",
     ]
 
 
@@ -203,21 +203,21 @@ def test_a_turn_is_ended_only_by_the_owner_of_its_conversation(store: Conversati
         create(store, name)
     running = begin(store, "cup", "r1", "hi", 1)
     own_elsewhere(store, "cup")
-    with pytest.raises(Unavailable, match="served elsewhere"):
+    with pytest.raises(Unavailable, match="another daemon has taken over"):
         store.finish_turn(running, reply("late", 9), "stop", {}, attempt=1)
     with writer_of(store).writing() as conn:  # as if the other daemon had begun it again
         conn.execute(
             "UPDATE turns SET state = 'running', attempts = 2 WHERE turn_id = ?", (running,)
         )
     for attempt in (0, 2):
-        with pytest.raises(Unavailable, match="served elsewhere"):
+        with pytest.raises(Unavailable, match="another daemon has taken over"):
             store.finish_turn(running, reply("late", 9), "stop", {}, attempt=attempt)
-        with pytest.raises(Unavailable, match="served elsewhere"):
+        with pytest.raises(Unavailable, match="another daemon has taken over"):
             store.fail_turn(running, "NAN_LOGITS", attempt)
         store.interrupt_turn(running, attempt)
-    with pytest.raises(Unavailable, match="served elsewhere"):  # its client asks again
+    with pytest.raises(Unavailable, match="another daemon has taken over"):  # its client asks again
         store.finish_turn(running, reply("late", 9), "stop", {}, attempt=1)
-    with pytest.raises(Unavailable, match="served elsewhere"):
+    with pytest.raises(Unavailable, match="another daemon has taken over"):
         store.fail_turn(running, "x", 1)
     store.interrupt_turn(running, 1)
     assert rows(store, "SELECT state FROM turns") == [("running",)]
@@ -237,7 +237,7 @@ def test_an_end_that_is_repeated_after_another_daemon_claimed_the_conversation_i
 def test_recovery_leaves_a_turn_alone_that_another_session_computes(
     store: ConversationStore,
 ) -> None:
-    """Not sure of its own rows, the store interrupts those of conversations that it has."""
+    """An unsure store interrupts only turns of its own conversations."""
     for name in ("tea", "cup"):
         create(store, name)
     mine, other = begin(store, "tea", "r1", "hi", 1), begin(store, "cup", "r1", "hi", 1)

@@ -1,4 +1,4 @@
-"""No statement of the daily work reads a whole table, so none grows with the conversations."""
+"""No everyday statement reads a whole table, so none slows down as conversations accumulate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only PostgreSQL has: its owner, its sessions that are lost, its schema, its damage, its letters."""
+"""PostgreSQL only: its owner row, lost sessions, schema, damage and characters."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from pensieve.errors import (
 )
 from pensieve.store import ConversationStore, NewConversation, StoredTurnState
 from pensieve.store.backend import NUMBER_COLUMNS, Conflict
+from pensieve.store.postgres import connection
 from pensieve.store.postgres.backend import WALKS
 from pensieve.store.postgres.connection import Address, PostgresLanes
 from pensieve.store.postgres.schema import NEWEST, SCHEMA
@@ -54,7 +55,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture
 def opened(tmp_path: Path, url: str) -> Iterator[Callable[..., ConversationStore]]:
-    """Opens the database, each time in another data folder: as another daemon, perhaps elsewhere."""
+    """Open the database, each time with another data folder, like another daemon."""
     stores: list[ConversationStore] = []
 
     def open_one(holder: str = "pensieve test", **options: Any) -> ConversationStore:
@@ -76,7 +77,7 @@ def name_of(url: str) -> str:
 
 
 def end_sessions(postgres: PostgresServer, url: str) -> None:
-    """As an operator does, or a server that stops; until they are gone."""
+    """End all sessions, as an operator or a stopping server does, and wait until they are gone."""
     here = f"FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
     postgres.execute(f"SELECT pg_terminate_backend(pid) {here}")
     while postgres.execute(f"SELECT 1 {here}"):
@@ -87,7 +88,7 @@ def end_sessions(postgres: PostgresServer, url: str) -> None:
 
 
 def alone(url: str) -> PostgresLanes:
-    """As a copy opens the database."""
+    """Open the database exclusively, as a copy does."""
     return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, True, 5.0)
 
 
@@ -133,7 +134,7 @@ def test_who_has_the_history_next_is_there_as_soon_as_the_one_before_has_gone(op
 def test_who_has_lost_the_history_to_another_writes_no_more(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    """A process that has it alone; one of several daemons has lost only what others have claimed."""
+    """An exclusive process. One of several daemons would lose only conversations that others claim."""
     first = alone(url)
     with first.writing():
         pass
@@ -169,7 +170,7 @@ def test_a_session_that_ended_while_nothing_was_done_is_no_error(
 def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    """The network between was lost, and with it our end of the connection."""
+    """The network between them failed, and with it our end of the connection."""
     store = opened(busy_timeout_seconds=20.0)
     create(store, "tea")
     descriptor = writer_of(store).writers[0]._wire.conn.fileno()  # type: ignore[attr-defined]
@@ -186,7 +187,7 @@ def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
 def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_read(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    """Who ends the wait for a standby makes the commit visible; the next session waits for it."""
+    """An interrupted wait for a standby makes the commit visible, so the next session waits again."""
     store = opened()
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "hi", 1)
@@ -231,7 +232,7 @@ def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_
 
 
 class LostAt:
-    """Sessions that are lost at the Nth statement from now: before it, or after it was done."""
+    """Sessions that are lost at the Nth statement from now, before or after it is executed."""
 
     def __init__(self, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.countdown = NEVER
@@ -394,7 +395,7 @@ def test_values_come_back_as_they_went(opened: Open) -> None:
 def test_the_tables_and_columns_are_those_of_sqlite(
     opened: Open, tmp_path: Path, postgres: PostgresServer, url: str
 ) -> None:
-    """A step of one schema that is missing in the other is found here."""
+    """Finds a step that one of the schemas lacks."""
     opened().close()
     found = postgres.execute(
         "SELECT table_name, column_name FROM information_schema.columns"
@@ -423,7 +424,7 @@ def test_a_newer_schema_is_refused_and_untouched(
     opened().close()
     newer = f"INSERT INTO {SCHEMA}.schema_versions (version) VALUES (99)"
     postgres.execute(newer, name_of(url))
-    with pytest.raises(StoreTooNew, match=f"has schema version 99 .* up to {NEWEST}; "):
+    with pytest.raises(StoreTooNew, match=f"has schema version 99, .* up to {NEWEST}\\."):
         opened()
 
 
@@ -446,7 +447,7 @@ def test_a_server_that_would_lose_what_it_acknowledged_is_refused(
 
     reload("ALTER SYSTEM SET full_page_writes = off", "off")
     try:
-        with pytest.raises(StoreError, match="runs with full_page_writes = off, and would lose"):
+        with pytest.raises(StoreError, match="runs with full_page_writes = off, and could lose"):
             opened()
     finally:
         reload("ALTER SYSTEM RESET full_page_writes", "on")
@@ -574,7 +575,7 @@ def test_damage_is_known_to_whoever_opens_the_history_next_and_to_no_other_histo
 
 @pytest.fixture
 def with_amcheck(postgres: PostgresServer) -> Iterator[PostgresServer]:
-    """A server that has the extension: the system's, where the package's programs lack it."""
+    """A server with the extension amcheck: the system's, if the package's programs lack it."""
     available = "SELECT 1 FROM pg_available_extensions WHERE name = 'amcheck'"
     if postgres.execute(available):
         yield postgres
@@ -622,7 +623,7 @@ def test_indices_are_checked_where_the_role_may(
 
 
 def damage_an_index(postgres: PostgresServer, name: str) -> None:
-    """Rows that it does not find: it was told to be of another order, and is not made anew."""
+    """Make an index miss rows: it gets another sort order without being rebuilt."""
     postgres.execute(
         "UPDATE pg_index SET indoption = '0 1'"
         " WHERE indexrelid = 'pensieve.conversations_prefix'::regclass",
@@ -647,7 +648,7 @@ def test_a_check_has_no_limit_but_that_of_its_statements(
 
 
 class Flights:
-    """Between a client and the server's socket; counts how often the client speaks after it has heard."""
+    """A proxy before the server's socket, which counts round trips of the client."""
 
     def __init__(self, server: Path, place: Path) -> None:
         self.num_flights = 0
@@ -774,12 +775,19 @@ def psycopg_error(name: str = "IntegrityError") -> Any:
 
 
 def test_a_password_is_in_no_error_and_no_setting_that_is_shown(
-    tmp_path: Path, postgres: PostgresServer, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    postgres: PostgresServer,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(connection, "START_SECONDS", 0.1)
     url = f"postgresql://me:{SECRET}@127.0.0.1:1/db"
     with pytest.raises(StoreUnavailable, match=r"postgresql://me@127\.0\.0\.1:1/db: ") as caught:
         ConversationStore.open(tmp_path / "data", "test", url=url)
     assert SECRET not in str(caught.value)
+    assert "cannot reach the database" in caplog.text
+    assert SECRET not in caplog.text
     resolved = resolve({"store": url}, {})
     assert resolved.settings.store == url
     print_settings(resolved)
@@ -802,7 +810,7 @@ def test_a_password_is_in_no_error_and_no_setting_that_is_shown(
     ],
 )
 def test_an_address_that_might_be_taken_apart_otherwise_is_refused_unseen(given: str) -> None:
-    with pytest.raises(ConfigError, match="--store is an address such as") as caught:
+    with pytest.raises(ConfigError, match="--store must be an address such as") as caught:
         resolve({"store": given}, {})
     assert SECRET not in str(caught.value)
 

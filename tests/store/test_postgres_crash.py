@@ -1,4 +1,4 @@
-"""The server is killed, damaged, filled up and replaced by its standby: no acknowledged turn is lost."""
+"""The server is killed, damaged, filled and replaced by its standby, and no acknowledged turn is lost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ while True:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[PostgresServer]:
-    """One of the test's own, with what was acknowledged on the disk."""
+    """A server for one test, which syncs acknowledged data to the disk."""
     if problem := postgres_server.missing():
         pytest.skip(problem)
     made = PostgresServer()
@@ -90,7 +91,7 @@ class Talker:
         self.acknowledged: list[tuple[str, str, int]] = []
 
     def look(self) -> int:
-        """How many were acknowledged up to now."""
+        """Return how many turns were acknowledged so far."""
         assert self._process.poll() is None, "it ended by itself"
         self._read()
         return len(self.acknowledged)
@@ -102,7 +103,7 @@ class Talker:
             time.sleep(0.005)
 
     def kill(self) -> None:
-        """A second call does nothing."""
+        """Kill the process. A second call does nothing."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -212,10 +213,35 @@ def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresS
         create(store, "new")  # the service takes no changes from then on; the store itself could
 
 
+def test_a_daemon_that_starts_waits_for_a_server_that_is_away(
+    tmp_path: Path, server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = server.new_database()
+    server.stop()
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(ConversationStore.open, tmp_path / "data", "test", url=url)
+        end = time.monotonic() + SECONDS_MAX
+        while "cannot reach the database" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        server.start()
+        with opening.result() as store:
+            create(store, "tea")
+            assert store.num_conversations() == 1
+
+
+def test_a_server_that_refuses_a_daemon_is_not_waited_for(
+    tmp_path: Path, server: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StoreUnavailable, match="does not exist"):
+        ConversationStore.open(tmp_path / "data", "test", url=server.url("nowhere"))
+    assert "cannot reach the database" not in caplog.text
+
+
 def test_a_standby_takes_over_with_every_acknowledged_turn(
     tmp_path: Path, server: PostgresServer
 ) -> None:
-    """Streaming replication, with commits that wait for the standby; the address names both."""
+    """With streaming replication, commits that wait for the standby, and a URL with both hosts."""
     url = server.new_database()
     standby = PostgresServer(cluster_name="standby")
     talker = None

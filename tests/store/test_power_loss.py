@@ -1,4 +1,4 @@
-"""The power goes at any moment: what was acknowledged is there, what was deleted is gone."""
+"""After a power loss at any moment, acknowledged data is there and deleted data is gone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def record(library: Path, folder: Path, driver: Any, synchronous: str = "") -> l
 
 
 def promised(events: Sequence[Event]) -> tuple[dict[str, dict[str, str]], set[str]]:
-    """The texts of turns by conversation and request_id, and the texts of what was deleted."""
+    """Return the texts of acknowledged turns by conversation and request_id, and the deleted texts."""
     turns: dict[str, dict[str, str]] = {}
     last: dict[str, dict[str, str]] = {}
     gone: set[str] = set()
@@ -90,7 +90,7 @@ def promised(events: Sequence[Event]) -> tuple[dict[str, dict[str, str]], set[st
 
 
 def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
-    """What a history that was left by a loss of power owes, after these events."""
+    """Return what a history that survived a power loss lacks, given these events."""
     turns, gone = promised(events)
     wrong = []
     try:
@@ -113,7 +113,7 @@ def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[st
 
 
 def losses(events: Sequence[Event], folder: Path, driver: Any, num_seeds: int) -> list[str]:
-    """What is wrong after losses of power at so many moments; half of them right after a promise."""
+    """Return the problems after power losses at several moments, half of them right after a promise."""
     notes = [at for at, event in enumerate(events) if event.what == NOTE]
     found = []
     for seed in range(num_seeds):
@@ -140,7 +140,7 @@ def test_a_loss_of_power_loses_nothing_acknowledged(
 def test_without_a_sync_at_each_commit_something_acknowledged_would_be_lost(
     library: Path, tmp_path: Path, driver: Any, synchronous: str
 ) -> None:
-    """The loss of power of the test above is one that takes something."""
+    """Shows that the simulated power loss of the test above does lose data."""
     events = record(library, tmp_path / "data", driver, synchronous)
     found = losses(events, tmp_path / "after", driver, 12)
     assert any("is lost" in each for each in found)

@@ -1,4 +1,4 @@
-"""Responses are found by their id, go with their conversation, and leave nothing when they are deleted."""
+"""Responses are found by id, are deleted with their conversation, and leave nothing when deleted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def found(store: ConversationStore, response_id: str, tenant: str = "") -> Store
 
 
 def raw(store: ConversationStore) -> bytes:
-    """What is in SQLite's files, or what PostgreSQL can be asked for."""
+    """Return the bytes of SQLite's files, or everything that PostgreSQL can be queried for."""
     if isinstance(writer := writer_of(store), PostgresLanes):
         with writer.reading() as conn:
             rows = conn.execute("SELECT coalesce(private, '') || coalesce(tokens, '') FROM bodies")

@@ -1,4 +1,4 @@
-"""Damage is found by looking at the whole history bit by bit, whatever page has it."""
+"""A scrub finds damage in any page of the history."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole_pass(path: Path, driver: Any) -> list[str]:
 
 @pytest.fixture
 def path(open_store: Open) -> Path:
-    """The database of a history of which every table and index has several pages; it is closed."""
+    """The closed database of a history in which every table and index has several pages."""
     store = open_store()
     world(store)
     for number in range(60):
@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_a_text_is_found(path: Path, driver: Any) -> None:
 def test_a_text_that_is_no_text_any_more_is_damage_and_no_fault_of_ours(
     path: Path, driver: Any, open_store: Open, damage: str
 ) -> None:
-    """The driver has no code for it; it ended the service, and the next one when it came there."""
+    """The driver has no error code for it, so it must not end the daemon."""
     conn = driver.connect(str(path))
     conn.execute(damage)
     conn.commit()

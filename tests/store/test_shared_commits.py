@@ -1,4 +1,4 @@
-"""Calls that wait for SQLite share a commit: each is whole or not at all, and answered behind it."""
+"""Calls that wait for SQLite share a commit. Each is complete or absent, and answered after the commit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUSY, IO_ERROR, FULL = 5, 10, 13
 
 
 class Recorder:
-    """A driver that keeps each statement, and fails at those that `fails` chooses."""
+    """A driver that records each statement, and fails at those that `fails` selects."""
 
     def __init__(self) -> None:
         self.Error = preferred_driver.Error
@@ -89,7 +89,7 @@ def num_waiting(store: ConversationStore) -> int:
 
 
 def together(store: ConversationStore, *calls: Callable[[], Any]) -> list[Any]:
-    """Make the calls in this order, while all wait for the connection; their results or errors."""
+    """Make the calls in this order while all wait for the connection. Return their results or errors."""
 
     def made(call: Callable[[], Any]) -> Any:
         try:
@@ -332,7 +332,7 @@ def test_nobody_is_answered_before_the_commit(store: ConversationStore, recorder
 def test_a_lost_turn_does_not_end_the_turn_that_has_its_id(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite gives an id that was rolled back to the next turn, before the loser hears of its loss."""
+    """SQLite gives a rolled-back id to the next turn before the first call learns of the rollback."""
     for name in ("loses", "wins"):
         create(store, name)
     writing = commits(store).writing
@@ -482,7 +482,7 @@ def test_who_is_interrupted_while_it_waits_is_not_waited_for(
 def test_who_is_interrupted_when_it_is_woken_passes_its_turn_on(
     store: ConversationStore, plans: dict[int, list[str]], number: int
 ) -> None:
-    """As the first one of a group, in it, at its end, and to read."""
+    """As the first thread of a group, within it, at its end, and for a read."""
     calls: list[Callable[[], object]] = [
         lambda: create(store, "a"),
         lambda: create(store, "b"),
@@ -527,7 +527,7 @@ def test_a_thread_uses_it_once_at_a_time(store: ConversationStore) -> None:
 def test_threads_talk_and_delete_at_once_and_nothing_is_lost_or_miscounted(
     tmp_path: Path,
 ) -> None:
-    """With the times and the driver that a daemon has."""
+    """With a daemon's timeouts and driver."""
     num_turns = 15 * SCALE
     failures: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Several daemons on one file of SQLite: stores in real processes, which are killed and stopped."""
+"""Several daemons on one SQLite file: stores in real processes, which are killed and stopped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(path: Path) -> Iterator[Start]:
-    """Starts processes, which are ended behind the test."""
+    """Start processes, which are ended after the test."""
     started: list[Process] = []
 
     def one(name: str, **options: Any) -> Process:
@@ -64,7 +64,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 def took(process: Process, *call: Any) -> bool:
-    """Whether a call is not refused any more."""
+    """Return whether a call is accepted now."""
     answer = process(*call)
     return not (isinstance(answer, list) and answer[:2] == ["error", "OwnedElsewhere"])
 
@@ -113,7 +113,7 @@ def test_what_a_killed_daemon_had_is_claimed_after_its_lease(start: Start, path:
 
 
 def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
-    """At once: the lock on its folder shows that it is dead."""
+    """At once: the lock on its folder shows that its predecessor is dead."""
     a, b = start("a"), start("b")
     a("create", "tea")
     turn_id, *_ = a("begin", "tea", "r1", 2)
@@ -130,7 +130,7 @@ def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
 
 
 def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
-    """Of a daemon that was stopped for longer than its lease."""
+    """From a daemon that was stopped for longer than its lease."""
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
@@ -188,7 +188,7 @@ def test_what_another_daemon_deleted_and_made_again_is_not_taken_for_what_it_was
 
 
 def test_two_owners_never_share_an_epoch(start: Start, path: Path) -> None:
-    """Three daemons want the same conversations of a fourth one that is gone, all at once."""
+    """Three daemons claim the same conversations of a dead fourth one at once."""
     before = start("before")
     for number in range(20 * SCALE):
         before("create", f"c{number}")
@@ -239,7 +239,7 @@ def test_a_daemon_that_has_a_history_for_itself_excludes_others_and_is_excluded(
             ConversationStore.open(path.parent, "test")
         with pytest.raises(StoreLocked):
             ConversationStore.open(tmp_path / "a", "test", url=url)  # the other daemon's folder
-    with pytest.raises(StoreError, match="give each daemon a --data folder of its own"):
+    with pytest.raises(StoreError, match="give each daemon its own --data folder"):
         ConversationStore.open(path.parent, "test", url=url)
     with ConversationStore.open(path.parent, "test") as store:
         assert list(store.log("tea")) == [1, 2]
@@ -306,7 +306,7 @@ def test_a_schema_that_others_need_is_not_changed(
     monkeypatch.setattr(
         migrations.migrate, "__defaults__", (newer, *(migrations.migrate.__defaults__ or ())[1:])
     )
-    with pytest.raises(StoreError, match="daemons of an older Pensieve have it open; stop all"):
+    with pytest.raises(StoreError, match=r"daemons of an older Pensieve have it open\. Stop all"):
         ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}")
 
 
@@ -341,7 +341,7 @@ def test_a_file_system_of_other_hosts_is_refused(
     assert file_system(Path("/mnt2")) == "tmpfs"
     assert file_system(Path("/mnt22")) == "ext4"
     if refused:
-        with pytest.raises(StoreError, match=f"/mnt/x is on {kind}; .* Use postgresql://"):
+        with pytest.raises(StoreError, match=f"/mnt/x is on {kind}, .* Use postgresql://"):
             refuse_network(Path("/mnt/x"))
     else:
         refuse_network(Path("/mnt/x"))
@@ -440,7 +440,7 @@ def test_a_link_to_the_file_is_the_same_history(tmp_path: Path) -> None:
 def test_a_lock_that_was_lost_and_found_again_is_shared(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system freed it to change it, another process took it, and was gone again."""
+    """The system freed the lock to change it, and another process took and released it meanwhile."""
     file = module.SharedFile.open(path)
     flock, refused = fcntl.flock, [True]
 
@@ -465,10 +465,10 @@ def test_a_lock_that_was_lost_and_found_again_is_shared(
 
 
 def test_in_a_random_world_nothing_is_lost_or_doubled(start: Start, path: Path) -> None:
-    """Three daemons talk in the same conversations, and are killed and stopped meanwhile.
+    """Three daemons talk in the same conversations, and are killed and stopped.
 
-    The model: what was acknowledged is in the log, in the order of its revisions, once; and whatever was said
-    in an epoch was said by one daemon.
+    Every acknowledged turn is in the log exactly once, in the order of its revision. All turns of one epoch
+    come from one daemon.
     """
     said: list[list[Any]] = []
     first = start("first")
@@ -545,7 +545,7 @@ def _entry(line: bytes) -> list[Any]:
 
 
 def check_epochs(said: list[list[Any]]) -> None:
-    """Never two owners in one epoch."""
+    """Check that no epoch has two owners."""
     owners: dict[int, tuple[str, int]] = {}
     for _, name, _, _, epoch, seed in said:
         assert owners.setdefault(epoch, (name, seed)) == (name, seed), "two owners in one epoch"

@@ -1,4 +1,4 @@
-"""Several daemons on one database of PostgreSQL: stores in real processes, killed, stopped and cut off."""
+"""Several daemons on one PostgreSQL database: stores in processes that are killed, stopped and cut off."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PIECE = 1 << 16
 
 
 class Proxy:
-    """Between daemons and the server's socket; while it is `cut`, it passes nothing on and closes nothing."""
+    """A proxy before the server's socket. While `cut`, it forwards nothing and closes nothing."""
 
     def __init__(self, server: Path) -> None:
         self._server = str(server / SOCKET)
@@ -71,7 +71,7 @@ class Proxy:
         self._goes.clear()
 
     def heal(self, *, closes: bool) -> None:
-        """Pass on what comes; `closes`: the connections from before are lost, on both sides."""
+        """Forward again. `closes`: earlier connections are lost on both sides."""
         if closes:
             for each in list(self._open):
                 with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture
 def path(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the daemons have their folders."""
+    """The parent of the daemons' folders."""
 
     def verified(path: Path) -> list[str]:
         with ConversationStore.open(path.parent / "last", "test", url=url) as store:
@@ -129,7 +129,7 @@ def path(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start(path: Path, url: str) -> Iterator[Start]:
-    """Starts processes, which are ended behind the test."""
+    """Start processes, which are ended after the test."""
     started: list[Process] = []
 
     def one(name: str, **options: Any) -> Process:
@@ -225,7 +225,7 @@ def sessions(store: ConversationStore) -> list[Session]:
 
 @pytest.fixture
 def modest_url(postgres: PostgresServer, url: str) -> Iterator[str]:
-    """The same database for a role that sees the sessions of all, and may not end those of a superuser."""
+    """The same database for a role that sees all sessions, but may not end those of a superuser."""
     postgres.execute("CREATE ROLE modest LOGIN IN ROLE pg_monitor")
     postgres.execute(f"GRANT CREATE ON DATABASE {name_of(url)} TO modest")
     yield url.replace(f"{USER}@", "modest@")
@@ -261,7 +261,7 @@ def test_a_daemon_starts_though_it_cannot_end_what_stands_still(
     options: dict[str, Any] = {"url": url, "lease_seconds": LEASE_SECONDS}
     with ConversationStore.open(tmp_path / "a", "test", replica="a", **options) as store:
         create(store, "tea")
-    assert "no transaction that stands still could be ended: division by zero" in caplog.text
+    assert "cannot end hanging transactions of other daemons: division by zero" in caplog.text
 
 
 def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_the_conversation(
@@ -298,10 +298,10 @@ def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_t
 def test_in_a_random_world_nothing_is_lost_or_doubled(
     start: Start, path: Path, url: str, postgres: PostgresServer
 ) -> None:
-    """Three daemons talk in the same conversations; each in turn is killed, stopped and cut off.
+    """Three daemons talk in the same conversations. Each in turn is killed, stopped and cut off.
 
-    What was acknowledged is in the log, at its revision, once; and what was said in an epoch was said by one
-    daemon.
+    Every acknowledged turn is in the log exactly once, at its revision. All turns of one epoch come from
+    one daemon.
     """
     said: list[list[Any]] = []
     proxies = {name: Proxy(postgres.path) for name in "abc"}

@@ -1,4 +1,4 @@
-"""Stores of several daemons on one SQLite file: what is taken, where its KV is, and what reads see."""
+"""Stores of several daemons on one SQLite file: claims, where KV is, and what reads see."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_sqlite = pytest.mark.skipif(
 
 
 class Daemons:
-    """Their stores; `stale` has what their engines may have outdated KV of: replica and conversation."""
+    """The stores. `stale` lists conversations whose KV may be outdated, by replica."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -116,7 +116,7 @@ def test_a_fork_is_of_who_made_it_and_knows_whether_the_source_is(daemons: Daemo
 def test_a_turn_that_ends_while_it_is_read_is_not_read_as_interrupted(
     open_store: Callable[..., ConversationStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snapshot is from before its end, and there it runs."""
+    """The snapshot is older than the turn's end and shows it as running."""
     store = open_store()
     create(store, "tea")
     turn = begin(store, "tea", "r1", "hi", 1)

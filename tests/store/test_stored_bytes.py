@@ -1,4 +1,4 @@
-"""What each tenant stores is counted in the transactions that change it."""
+"""Each tenant's size is updated in the transactions that change it."""
 
 from __future__ import annotations
 

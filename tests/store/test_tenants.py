@@ -1,4 +1,4 @@
-"""Another tenant's conversation is not found, by the same work as one that never was."""
+"""Another tenant's conversation looks exactly like one that never existed, also in the work it takes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROBES: dict[str, Callable[[ConversationStore, str], object]] = {
 
 
 def work(store: ConversationStore, probe: Callable[[], object]) -> tuple[list[str], int]:
-    """The statements that a probe carries out, and how many instructions of SQLite's machine they take."""
+    """Return a probe's statements, and how many instructions of SQLite's virtual machine they take."""
     statements: list[str] = []
     instructions = 0
 

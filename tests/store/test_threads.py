@@ -1,4 +1,4 @@
-"""One thread at a time may use the store, or as many as there are lanes."""
+"""Only as many threads as there are lanes may use the store at a time."""
 
 from __future__ import annotations
 

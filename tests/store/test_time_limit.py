@@ -1,4 +1,4 @@
-"""A statement that runs away ends, and the history goes on."""
+"""A runaway statement ends, and the history stays usable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = """
 
 @pytest.fixture
 def seconds(url: str) -> float:
-    """A job of a history that is on another process's disk takes more, where others compute."""
+    """Return a time limit. A database in another process needs more on a loaded machine."""
     return 0.5 if url else 0.05
 
 
@@ -49,7 +49,7 @@ def test_a_transaction_that_runs_away_ends_and_changes_nothing(
 def test_a_read_that_runs_away_ends_and_the_next_one_is_answered(
     open_store: Open, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the store's own connection and of the one of a reader."""
+    """On the store's connection and on that of a reader."""
     store = open_store(statement_seconds=seconds)
     create(store, "tea")
     reader = store.reader()

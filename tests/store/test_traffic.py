@@ -1,4 +1,4 @@
-"""Random traffic against a model of a few lines; verify() after every step."""
+"""Random traffic compared with a small model, with verify() after every step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Said = tuple[str, int, tuple[int, ...]]  # text, revision, tokens
 
 @dataclass
 class Expected:
-    """What a conversation should hold."""
+    """The expected state of a conversation."""
 
     revision: int = 0
     messages: list[Said] = field(default_factory=list)

@@ -103,7 +103,7 @@ def test_an_interrupted_turn_cannot_be_finished(store: ConversationStore) -> Non
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "hi", 1)
     store.interrupt_turn(turn_id)
-    refused = "no longer runs, it is interrupted|was given up meanwhile; say it again"
+    refused = "is not running any more, it is interrupted|another daemon has taken over"
     with pytest.raises((NotFound, Unavailable), match=refused):
         store.finish_turn(turn_id, reply("hello", 2), "stop", {})
     with pytest.raises(NotFound, match="no turn 77"):
@@ -170,7 +170,7 @@ def test_the_same_request_id_with_other_content_is_refused(store: ConversationSt
 
 
 def test_tokens_are_not_content(store: ConversationStore) -> None:
-    """The same words may be tokenised for another place in the log when they come again."""
+    """A repeated message may be tokenized differently for another place in the log."""
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     assert not store.begin_turn("tea", NewTurn("r1", [user("hi", 9, 9)])).must_run
@@ -365,5 +365,5 @@ def test_the_content_of_a_keyed_request_is_its_clients_whole_history(
     store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
     again = store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"one"))
     assert not again.must_run
-    with pytest.raises(InvalidArgument, match="other content"):
+    with pytest.raises(InvalidArgument, match="different content"):
         store.begin_turn("tea", NewTurn("r", [user("go on", 1)], history_digest=b"two"))

@@ -1,4 +1,4 @@
-"""verify and the checksums: whatever is changed behind the store's back is named."""
+"""verify and the checksums name every change made behind the store's back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.store.talk import begin, create, reply, say, user
 
 @pytest.fixture
 def spoken(store: ConversationStore) -> ConversationStore:
-    """Conversation tea with two turns, and cup forked from its first; one turn failed."""
+    """Conversation tea with two turns and a failed one, and cup forked from its first turn."""
     create(store, "tea", user("system", 1, 2))
     say(store, "tea", "r1", user("hi", 10, 11), reply("hello", 20, 21))
     say(store, "tea", "r2", user("more", 30), reply("yes", 40))
@@ -36,7 +36,7 @@ def change(store: ConversationStore, *statements: str) -> None:
 
 
 def on_postgres(statement: str) -> str:
-    """Blobs and their texts are written otherwise there."""
+    """Rewrite a statement for PostgreSQL's blobs."""
     return re.sub("x'([0-9a-f]*)'", r"'\\x\1'::bytea", statement).replace(
         "CAST(replace(private, 'hello', 'jello') AS BLOB)",
         "convert_to(replace(convert_from(private, 'UTF8'), 'hello', 'jello'), 'UTF8')",
@@ -73,7 +73,7 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # hello
         ("DELETE FROM messages WHERE message = 3", "conversation 'tea', message 2: does not exist"),
         (
             "DELETE FROM history WHERE conversation = 1 AND position = 1",
-            "conversation 'tea', message 2: the one before it is missing",
+            "conversation 'tea', message 2: the message before it is missing",
         ),
         (
             "UPDATE history SET first_token = 5 WHERE conversation = 1 AND position = 2",
@@ -179,7 +179,9 @@ def test_a_flipped_bit_is_not_served(spoken: ConversationStore) -> None:
 )
 def test_a_log_with_a_gap_is_not_served(spoken: ConversationStore, statement: str) -> None:
     change(spoken, statement)
-    with pytest.raises(StoreCorrupt, match="conversation 'tea': its messages do not tile the log"):
+    with pytest.raises(
+        StoreCorrupt, match="conversation 'tea': its messages do not cover the log exactly"
+    ):
         spoken.log("tea")
 
 

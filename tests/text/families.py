@@ -1,8 +1,8 @@
 # ruff: noqa: E501
-"""Small copies of seven families' chat templates, each with a tiny byte-level tokenizer.
+"""Small copies of the chat templates of model families, each with a tiny byte-level tokenizer.
 
-They keep the structure that matters (which constants, which order, what is done to contents, to earlier
-turns and to tools) and leave out the long instructions.
+They keep the structure that matters: the constants, their order, and what a template does to contents, earlier
+turns and tools. They leave out the long instructions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from pensieve.launch.smollm2 import TEMPLATE
 from pensieve.text import ChatTemplate, Tokenizer
 from tests.text.tiny_tokenizers import byte_level_library
 
@@ -348,11 +349,14 @@ DEEPSEEK_R1 = Family(
     ),
 )
 
-FAMILIES = (LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, PHI_3, GEMMA, DEEPSEEK_R1)
+SMOLLM2 = Family(
+    "smollm2", TEMPLATE.read_text(), _QWEN_SPECIAL, bos="<|im_start|>", eos="<|im_end|>"
+)
+FAMILIES = (LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, PHI_3, GEMMA, DEEPSEEK_R1, SMOLLM2)
 
 
 def write_folder(folder: Path, family: Family) -> Path:
-    """The family as a folder in the Hugging Face layout."""
+    """Write the family as a folder in the Hugging Face layout."""
     byte_level_library(family.special, family.plain_added, family.rstrip).save(
         str(folder / "tokenizer.json")
     )

@@ -1,4 +1,4 @@
-"""Replies that call tools are whole calls of these tools, in each family's form, and text stays free."""
+"""A grammar allows only whole calls of the given tools, in each family's form, and leaves text free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}{
 
 @cache
 def template(name: str) -> ChatTemplate:
-    """Of a family, or one without any control token for calls."""
+    """Return the template of a family, or one without control tokens for calls."""
     families = {"hermes": QWEN_3, "llama": LLAMA_3, "mistral": MISTRAL}
     if name in families:
         return template_of(families[name])
@@ -88,7 +88,7 @@ def allowed(held: Matcher, name: str) -> list[int]:
 
 
 def takes(held: Matcher, name: str, text: str) -> bool:
-    """Whether all of the text may be said, with its control tokens, and the reply may end then."""
+    """Return whether the grammar allows all of the text, with its control tokens, as a whole reply."""
     for token_id in template(name).tokenizer.encode_literal(text):
         if token_id not in allowed(held, name):
             return False
@@ -188,7 +188,7 @@ def test_each_schema_has_definitions_of_its_own() -> None:
 
 def test_a_name_that_cannot_be_written_is_refused() -> None:
     for name in ("a b", "a[b", "", "x" * 300):
-        with pytest.raises(GrammarError, match="cannot be written"):
+        with pytest.raises(GrammarError, match="cannot write a call"):
             matcher("named", tools=[a_tool(name)])
     odd = 'say "hi" / \\ größe'
     text = "<tool_call>" + json.dumps({"name": odd, "arguments": {}}, ensure_ascii=False)
@@ -200,7 +200,7 @@ def test_a_name_that_cannot_be_written_is_refused() -> None:
 def test_whatever_is_sampled_is_read_as_calls_that_the_schemas_accept(
     name: str, single: bool
 ) -> None:
-    """The grammar and the reader of replies agree; random tokens, since a model may be that unsure."""
+    """The grammar and the reader of replies agree. Tokens are random, as a model may be that unsure."""
     chance, num_calls = random.Random(f"{name} {single}"), 0
     texts, style = template(name), style_for(name)
     for _ in range(6):
@@ -240,7 +240,7 @@ def test_whatever_is_sampled_is_read_as_calls_that_the_schemas_accept(
 
 
 def _joined(bytes_of: Any, parts: Any, texts: ChatTemplate) -> list[tuple[str, Any]]:
-    """Runs of one part, so that characters of several tokens are whole."""
+    """Join neighbours of one part, so that characters of several tokens are whole."""
     runs: list[tuple[bytes, Any]] = []
     for (token_id, piece), part in zip(bytes_of, parts, strict=True):
         shown = b"" if texts.tokenizer.is_silent(token_id) else piece

@@ -1,4 +1,4 @@
-"""Text that is released bit by bit is the text of the whole."""
+"""The text released token by token equals the text decoded at once."""
 
 from collections.abc import Sequence
 
@@ -108,3 +108,15 @@ def test_ids_beyond_the_vocabulary_say_nothing() -> None:
     detokenizer = Detokenizer(TOKENIZERS["byte level"])
     assert detokenizer.push(10**9) == ""
     assert detokenizer.push(-1) == ""
+
+
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece", "metaspace"])
+def test_a_continued_text_keeps_the_space_of_its_first_token(name: str) -> None:
+    """Prefill: the reply follows a text, so its leading space belongs to it."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode_text("hello world again")
+    for cut in range(1, len(ids)):
+        detokenizer = Detokenizer(tokenizer, is_first=False)
+        rest = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.flush()
+        assert tokenizer.decode(ids[:cut]) + rest == "hello world again"
+        assert tokenizer.decode(ids[cut:], is_first=False) == rest

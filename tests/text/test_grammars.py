@@ -1,4 +1,4 @@
-"""Matchers over the built-in model's vocabulary: what masks allow, and what hopeless grammars come to."""
+"""Matchers over the built-in model's vocabulary: their masks, and grammars that cost too much."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_whole_text_is_accepted_and_a_part_is_not(case: str, text: str, more: 
 
 
 def test_what_a_matcher_does_depends_on_its_own_tokens_alone() -> None:
-    """A copy of one that was used is not what the next reply gets."""
+    """The next reply does not get a copy of a matcher that was used."""
     first = grammars().matcher(*CASES["grammar"])
     before = first.mask()
     first.consume(tokenizer().encode_text("<")[0])
@@ -182,7 +182,7 @@ COSTLY = {
 
 @pytest.mark.parametrize("case", COSTLY)
 def test_a_costly_grammar_is_an_error_or_steps_within_its_fuel(case: str) -> None:
-    """Whatever is made of it, it comes to an end."""
+    """Compiling and stepping end, with a matcher or an error."""
     chance = random.Random(case)
     try:
         matcher = grammars().compile(*COSTLY[case])

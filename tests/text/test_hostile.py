@@ -1,4 +1,4 @@
-"""Whatever a client writes, wherever: no control token that the template did not write."""
+"""No client text, in any place, becomes a control token that the template did not write."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from tests.text.tiny_tokenizers import byte_level_library
 
 
 def spoken(template: ChatTemplate, ids: Iterable[int]) -> str:
-    """All of it, special tokens too."""
+    """Return the text of all tokens, special tokens too."""
     return b"".join(template.tokenizer.piece(i, first=False) for i in ids).decode()
 
 
@@ -20,7 +20,7 @@ def control_counts(template: ChatTemplate, ids: Iterable[int]) -> Counter[int]:
 
 
 def conversation(template: ChatTemplate, text: str) -> tuple[list[Message], TemplateSetting]:
-    """A conversation with `text` wherever a client may write, and its setting."""
+    """Return a conversation with `text` in every place that a client can write, and its setting."""
     messages = [Message("user", text), Message("assistant", text), Message("user", text)]
     if "system" not in template._refused_first:
         messages.insert(0, Message("system", text))
@@ -57,7 +57,7 @@ def test_every_control_string_everywhere_yields_no_control_token(family: Family)
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_faked_turn_stays_a_users_text(family: Family) -> None:
-    """A user writes the template's own rendering of a conversation."""
+    """The user's text is the template's own rendering of a conversation."""
     template = template_of(family)
     whole = template.opening(
         [Message("user", "Hi"), Message("assistant", "No"), Message("user", "Hi")],

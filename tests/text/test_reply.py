@@ -1,4 +1,4 @@
-"""From token ids to released text, and the three ways a reply ends."""
+"""From token ids to released text, and the ways a reply ends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ EURO = [100, 101, 102]
 
 
 def run(token_ids: list[int], *, length: int = 99, **fields: Any) -> list[object]:
-    """What each token answers: its text, or (text, finish) where it ends the turn."""
+    """Return the text of each token, or (text, finish) for the token that ends the turn."""
     sampling = Sampling(**fields)
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {2})
-    reply = ReplyText(letter_tokenizer(), ends, sampling.stop, sampling.min_tokens)
+    reply = ReplyText(
+        letter_tokenizer(), ends, sampling.stop, sampling.min_tokens, sampling.stop_repetition
+    )
     answers: list[object] = []
     for number, token_id in enumerate(token_ids, 1):
         is_last = number == length
         text, stopped = reply.push(token_id, is_last)
         if stopped or is_last:
-            answers.append((text, FinishReason.STOP if stopped else FinishReason.LENGTH))
+            finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+            answers.append((text, FinishReason.REPETITION if reply.repeats else finish))
             break
         answers.append(text)
     return answers
@@ -80,3 +83,16 @@ def test_incomplete_utf8_is_withheld_and_flushed_as_a_replacement() -> None:
 def test_the_flush_of_incomplete_utf8_may_complete_a_stop_string() -> None:
     answers = run([A, EURO[0]], length=2, stop=("a\ufffd",))
     assert answers == ["", ("", FinishReason.STOP)]
+
+
+def test_a_reply_that_repeats_itself_ends_and_releases_what_was_withheld() -> None:
+    answers = run([A, B, C, D] * 30, stop=("dabx",), stop_repetition=32)
+    assert len(answers) == 32
+    assert answers[-1] == ("d", FinishReason.REPETITION)
+
+
+def test_repetition_ends_nothing_before_min_tokens_and_an_end_token_counts_first() -> None:
+    answers = run([A] * 100, stop_repetition=32, min_tokens=40)
+    assert len(answers) == 48
+    assert run([A] * 47 + [2], stop_repetition=32, min_tokens=40)[-1] == ("", FinishReason.STOP)
+    assert len(run([A] * 100, length=100)) == 100

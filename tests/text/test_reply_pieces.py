@@ -109,7 +109,7 @@ def test_white_space_before_a_text_stays_where_nothing_was_thought() -> None:
 
 
 def test_a_long_run_of_white_space_is_passed_on() -> None:
-    """So that it is not withheld; what follows it directly is passed on with it."""
+    """A long run is not withheld. White space directly after it is passed on too."""
     long = "\n" * (WHITE_CHARACTERS_MAX + 1)
     cutter = ReplyPieces(None)
     assert cutter.push("a" + long[1:], TEXT) == [Text("a")]

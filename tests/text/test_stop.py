@@ -1,4 +1,4 @@
-"""The match that is complete first counts; of several complete with the same character, the longest."""
+"""The match that is complete first counts; of several, the longest."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from pensieve.text import StopMatcher
 
 
 def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[str, str | None, str]:
-    """(all that was released, the match, what the flush gave)"""
+    """Return all released text, the match, and the flushed text."""
     matcher = StopMatcher(stops)
     released = ""
     for piece in pieces:
@@ -76,7 +76,7 @@ def words(longest: int) -> list[str]:
 
 
 def check_against_naive(stops: tuple[str, ...], text: str) -> None:
-    """One character at a time; after each, exactly what may begin a stop string is withheld."""
+    """After each character, exactly the text that may begin a stop string is withheld."""
     matcher = StopMatcher(stops)
     released = ""
     for end in range(1, len(text) + 1):
@@ -126,7 +126,7 @@ def test_however_the_text_is_cut_into_pieces(
 
 
 def num_lines_run(function: Callable[[], object]) -> int:
-    """How many lines of Python a call takes: a measure of its work that no other process disturbs."""
+    """Return how many lines of Python a call executes. No other process disturbs this measure."""
     num_lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

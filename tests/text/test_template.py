@@ -1,5 +1,6 @@
-"""Deltas are exactly what the template writes, token by token, and the past is never touched."""
+"""Deltas are exactly what the template writes, token by token, and earlier tokens never change."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.text.families import (
     PHI_3,
     QWEN_2_5,
     QWEN_3,
+    SMOLLM2,
     Family,
     template_of,
 )
@@ -53,7 +55,7 @@ def test_an_opening_has_the_ids_that_transformers_gives_it(family: Family) -> No
     assert delta.token_ids == oracle_ids(family, plain, **options)
 
 
-@pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL], ids=by_name)
+@pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, SMOLLM2], ids=by_name)
 def test_tools_and_their_calls_have_the_ids_that_transformers_gives_them(family: Family) -> None:
     template = template_of(family)
     call = ToolCall("get_weather", {"city": "Oslo", "days": [1, 2]}, "call00000")
@@ -82,10 +84,31 @@ def test_tools_and_their_calls_have_the_ids_that_transformers_gives_them(family:
     assert delta.token_ids == oracle_ids(family, plain, [TOOL], **options)
 
 
+SMOLLM2_ITSELF = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+{{ '<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
+' }}{% endif %}{{'<|im_start|>' + message['role'] + '
+' + message['content'] + '<|im_end|>' + '
+'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("system", [[], [Message("system", "Be kind.")]], ids=["own", "given"])
+def test_without_tools_the_first_model_has_its_own_template(system: list[Message]) -> None:
+    """The model was trained with that template."""
+    itself = template_of(dataclasses.replace(SMOLLM2, template=SMOLLM2_ITSELF))
+    messages = [*system, user(" Hello "), Message("assistant", "Yes "), user("мир 😀")]
+    template = template_of(SMOLLM2)
+    assert not itself.knows_tools
+    assert template.knows_tools
+    assert template.opening(messages, NOTHING) == itself.opening(messages, NOTHING)
+    assert template.delta([user("a")], 2, NOTHING) == itself.delta([user("a")], 2, NOTHING)
+
+
 # -- appending --
 
 
-APPEND_ONLY = [LLAMA_3, QWEN_2_5, QWEN_3, PHI_3, GEMMA, MISTRAL]
+APPEND_ONLY = [LLAMA_3, QWEN_2_5, QWEN_3, PHI_3, GEMMA, MISTRAL, SMOLLM2]
 
 
 @pytest.mark.parametrize("family", APPEND_ONLY, ids=by_name)

@@ -1,4 +1,4 @@
-"""A head and what follows it are, token for token, the opening that the template writes as a whole."""
+"""A head and the tokens after it are, token for token, the whole opening that the template writes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.text.families import (
     PHI_3,
     QWEN_2_5,
     QWEN_3,
+    SMOLLM2,
     Family,
     template_of,
 )
@@ -39,7 +40,7 @@ FOLLOWERS = [
 
 
 def firsts_of(family: Family) -> list[list[Message]]:
-    """Few-shot turns, a system prompt, and both where the template takes one."""
+    """Return few-shot turns, a system prompt, and both together if the template allows it."""
     if family is GEMMA:
         return [SHOTS, SHOTS[:2]]
     return [[SYSTEM], SHOTS, [SYSTEM, *SHOTS], [SYSTEM, *SHOTS[:2]]]
@@ -91,7 +92,7 @@ def test_a_head_has_all_that_the_first_messages_say(family: Family) -> None:
 
 @pytest.mark.parametrize("family", [QWEN_2_5, LLAMA_3], ids=by_name)
 def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
-    """The head ends as a reply that the model has ended itself, so the log is like any other."""
+    """The head ends like a reply that the model ended itself, so later deltas are as usual."""
     template, setting = template_of(family), setting_of(family)
     first = [SYSTEM, *SHOTS]
     head = template.head(first, setting)
@@ -101,7 +102,7 @@ def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
     assert delta.token_ids == behind.token_ids
 
 
-@pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL], ids=by_name)
+@pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, SMOLLM2], ids=by_name)
 @pytest.mark.parametrize("first", [[], [SYSTEM], [SYSTEM, *SHOTS]], ids=["none", "system", "shots"])
 def test_tools_are_in_the_head_or_follow_it(family: Family, first: list[Message]) -> None:
     template = template_of(family)
@@ -156,7 +157,7 @@ def test_what_depends_on_later_messages_is_refused_and_never_wrong() -> None:
     whole = template.opening([SYSTEM, user("Hello")], NOTHING)
     assert head.token_ids + behind.token_ids == whole.token_ids
     longer = [user("Hello"), Message("assistant", "yes"), user("So?")]
-    with pytest.raises(InvalidArgument, match="writes the prefix in another way"):
+    with pytest.raises(InvalidArgument, match="writes the prefix differently"):
         template.behind(head, [SYSTEM], longer, NOTHING)
 
 

@@ -1,4 +1,4 @@
-"""What a template may use: the day, loops, macros, and control tokens in any expression."""
+"""What a template may use: the date, loops, macros, and control tokens in any expression."""
 
 from datetime import UTC, datetime
 

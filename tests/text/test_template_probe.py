@@ -1,4 +1,4 @@
-"""What a template does to earlier turns is found at load and named."""
+"""What a template does to earlier turns is found and named when the model is loaded."""
 
 import pytest
 from tokenizers import Tokenizer as Library
@@ -13,6 +13,7 @@ from tests.text.families import (
     PHI_3,
     QWEN_2_5,
     QWEN_3,
+    SMOLLM2,
     Family,
     template_of,
 )
@@ -51,6 +52,7 @@ def test_templates_that_only_append(family: Family) -> None:
         ),
         (PHI_3, set()),
         (GEMMA, set()),
+        (SMOLLM2, set()),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -110,7 +112,7 @@ def test_any_other_difference_is_quoted() -> None:
 
 
 def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed() -> None:
-    """This vocabulary begins every section with a space, and here nothing else divides a log."""
+    """This vocabulary begins every section with a space, and only turns divide this log."""
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}assistant:{% endif %}"
     assert report_on(source).same_tokens

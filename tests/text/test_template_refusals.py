@@ -1,4 +1,4 @@
-"""What a template cannot write is refused, and the error names the field."""
+"""A message that a template cannot write is refused, and the error names the field."""
 
 from typing import Any, cast
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_written_is_refused_and_names_the_field(
 
 
 def test_a_system_prompt_that_could_only_stand_at_the_beginning() -> None:
-    """DeepSeek's template moves it there, where the log has long been written."""
+    """DeepSeek's template moves it to the beginning, which is in the log already."""
     with pytest.raises(InvalidArgument, match="no message of the role 'system' after a reply"):
         template_of(DEEPSEEK_R1).delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
 

@@ -1,4 +1,4 @@
-"""Which tokens of the log each message owns."""
+"""The tokens of the log that each message owns."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span() ->
 def test_of_very_many_messages_the_last_one_has_all_tokens(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are rendered once, and the tokens are the same."""
+    """The messages are rendered only once, and the tokens do not change."""
     template = template_of(family)
     history = [user("Hello"), Message("assistant", "Yes")] * 3
     messages = [*history, user("Hi")]

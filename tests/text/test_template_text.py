@@ -1,4 +1,4 @@
-"""Marks survive what templates do to join text, and nothing else."""
+"""Marks survive the operations that templates use to join text, and no others."""
 
 from pensieve.text.template_text import TemplateText, concat, written, written_mask
 

@@ -1,4 +1,4 @@
-"""Loading a folder, and text that never becomes a control token."""
+"""Load a tokenizer from a folder. Client text never becomes a control token."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Calls of tools are found in the replies of each family, and what is none stays text."""
+"""Tool calls are found in the replies of each family. Anything else stays text."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_reply_may_be_cut_anywhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_reply_that_breaks_off_loses_nothing(name: str) -> None:
-    """Wherever its limit lies: what has begun stays begun, the rest is text."""
+    """At any length limit, a begun call stays begun, and the rest is text."""
     style, reply = name.partition(",")[0], REPLIES[name]
     for border in range(len(reply)):
         found = read(style, reply[:border])
@@ -296,6 +296,7 @@ def test_the_style_of_a_model() -> None:
         "qwen2.5": "hermes",
         "qwen3": "hermes",
         "mistral": "mistral",
+        "smollm2": "hermes",
     }
     assert styles["qwen3"].mark_is_token
     assert styles["mistral"].mark_is_token
@@ -317,7 +318,7 @@ def test_a_setting_names_a_style() -> None:
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
 def test_a_call_that_a_template_writes_is_read(family: Family) -> None:
-    """With the parts and the texts that the tokens of such a reply have."""
+    """The parts and texts are those of the tokens of such a reply."""
     tokenizer, template = tokenizer_of(family), template_of(family)
     call = ToolCall("get_weather", {"city": 'Pa"ris\n', "days": [3, None]}, "abcdefghi")
     messages = (Message("user", "hi"), Message("assistant", tool_calls=(call,)))

@@ -1,6 +1,6 @@
-"""Replies that are meant to cost much: time grows with their length, depth and memory are bounded.
+"""Replies made to be costly: time grows with their length, and depth and memory are bounded.
 
-Time is counted, not measured: in lines of Python that were executed.
+Time is counted in executed lines of Python, not measured.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def reply_of(style: str, name: str, length: int) -> str:
 
 
 def num_lines(style: str, reply: str) -> int:
-    """How many lines of the text room are executed for a reply, character by character."""
+    """Return how many lines of pensieve/text a reply executes, fed character by character."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -91,7 +91,7 @@ def num_lines(style: str, reply: str) -> int:
 def test_time_grows_with_the_length_of_a_reply_and_no_faster(
     monkeypatch: pytest.MonkeyPatch, style: str, name: str
 ) -> None:
-    """Limits are reached within the first part; the others cost the same."""
+    """Limits are reached within the first part, so every further part costs as much as the one before."""
     monkeypatch.setattr(calls, "CALLS_MAX", 16)
     first, second, third = (
         num_lines(style, reply_of(style, name, length)) for length in (2_000, 4_000, 6_000)
@@ -102,7 +102,7 @@ def test_time_grows_with_the_length_of_a_reply_and_no_faster(
 
 @pytest.mark.parametrize(("style", "name"), CASES)
 def test_a_long_hostile_reply_is_read_to_its_end(style: str, name: str) -> None:
-    """And nothing of it is lost: what no call has is text."""
+    """Nothing of the reply is lost: characters outside calls are text."""
     reply = reply_of(style, name, 100_000)
     found = read(style, reply)
     if not found.calls:

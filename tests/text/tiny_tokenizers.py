@@ -1,4 +1,4 @@
-"""Tiny tokenizers, trained on a few lines: byte-level ones, and ones like those of Llama 2."""
+"""Tiny tokenizers, trained on a few lines: byte-level, or like Llama 2's."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def user(content: str) -> Message:
 
 
 def spoken(template: ChatTemplate, ids: Iterable[int]) -> str:
-    """All of it, special tokens too."""
+    """Return the text of all tokens, special tokens too."""
     return b"".join(template.tokenizer.piece(i, first=False) for i in ids).decode()
 
 

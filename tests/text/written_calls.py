@@ -1,4 +1,4 @@
-"""Calls as each family writes them, drawn at random, and replies that are cut into tokens anywhere."""
+"""Random calls as each family writes them, and replies cut into tokens at any place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOOLS = (WEATHER, TIME)
 
 
 class Read(NamedTuple):
-    """What became of a reply, its pieces put together."""
+    """A reply as it was read, with its pieces joined."""
 
     text: str
     calls: list[tuple[str, str]]  # name and arguments of each, as they were written
@@ -42,7 +42,7 @@ def read(
     *reply: str | tuple[str, Part],
     tools: Sequence[Mapping[str, Any]] = TOOLS,
 ) -> Read:
-    """A reply as these tokens release it."""
+    """Read a reply from these tokens."""
     cutter = ReplyPieces(STYLES[style] if isinstance(style, str) else style, tools)
     pieces: list[Piece] = []
     for token in reply:
@@ -54,7 +54,7 @@ def read(
 
 
 def together(pieces: Iterable[Piece], cutter: ReplyPieces) -> Read:
-    """Asserts their order too: a call's arguments come after it, and nothing of it after the next."""
+    """Join pieces, and assert that a call's arguments come after it and before the next call."""
     text, thinking = [], []
     calls: list[tuple[str, list[str]]] = []
     for each in pieces:

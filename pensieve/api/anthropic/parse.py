@@ -1,55 +1,56 @@
-"""Read a request body of Anthropic's API into the same values as one of OpenAI's.
+"""Parse request bodies of Anthropic's API into the same `ParsedRequest` as OpenAI's.
 
-A parameter is honoured, or does not affect the answer (`metadata`, `cache_control`, `service_tier`), or is
-refused with its name. Defaults are the model's, not Anthropic's. Two parameters depend on the model's
-template:
+A parameter is honoured, or cannot affect the answer (`metadata`, `cache_control`, `service_tier`), or is
+refused by name. Defaults are the model's, not Anthropic's. Two parameters depend on the model's template:
 
-    thinking               its switch, if it has one; `budget_tokens` is not a limit of its own
-    output_config.effort   its `reasoning_effort`; `high` is the API's default and always accepted
+    thinking               sets its switch for thinking, if any; `budget_tokens` has no effect
+    output_config.effort   sets its `reasoning_effort`; `high` is the API's default and always accepted
 
-Neighbouring messages of one role are read as one, and become
+Adjacent messages of one role are merged, and become
 
     system       a system message
     user         a tool's message for each `tool_result`, then a user's message with the text
     assistant    one message: thinking, text and calls
 
-Blocks of text become lines. Those of the assistant are joined without line ends, because an answer is cut
-into blocks where a call or thinking was in between. A `tool_result` answers a `tool_use` of the assistant's
-message just before; one with `is_error` says so in its text. `redacted_thinking` is another model's and left
-out.
+Text blocks become lines. Text blocks of the assistant are joined without line ends, because an answer has
+several blocks only if calls or thinking are in between. A `tool_result` must answer a `tool_use` of the
+preceding assistant message; with `is_error`, its text begins with "Error: ". `redacted_thinking` is dropped.
+If the last message is the assistant's, the reply continues it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pensieve.api.json_fields import (
-    MESSAGES_VALUES_MAX,
-    VALUES_MAX,
-    Fields,
-    Refusal,
-    check_json,
-    quoted,
+from pensieve.api.json_fields import Fields, Refusal, checked_fields, quoted
+from pensieve.api.openai.formats import (
+    FormatFields,
+    ToolRules,
+    refuse_form,
+    required,
+    take_output_format,
 )
-from pensieve.api.openai.formats import FormatFields, ToolRules, required, take_output_format
+from pensieve.api.openai.messages import reply_begins
 from pensieve.api.openai.request import ParsedRequest, RequestKind, Served, take_model
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.sampling import STOP_STRINGS_MAX
-from pensieve.text.message import Message, ToolCall, plain_text
+from pensieve.text.message import Message, ToolCall
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 UNSUPPORTED_THREAD = "thread_unsupported_request"
-SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+SWITCHES = ("enable_thinking", "thinking")  # the templates' names of the switch
 PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 
 
-def parse(body: Any, served: Served) -> ParsedRequest:
-    """Read the body of a message; InvalidArgument names the wrong parameter."""
-    fields = _checked(body)
+def parse(
+    body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
+) -> ParsedRequest:
+    """Parse a message request; InvalidArgument names the wrong parameter."""
+    fields = fields_of(body)
     prompt, given = _prompt(fields, served), _given_sampling(fields)
-    # max_tokens is given, and may be smaller than a default of min_tokens.
+    # max_tokens may be smaller than the default of min_tokens.
     sampling = served.defaults.with_given({"min_tokens": 0, **given})
     if problem := sampling.problem(served.vocab_size):
         raise Refusal(PARAMS.get(problem[0], problem[0]), problem[1])
@@ -60,36 +61,32 @@ def parse(body: Any, served: Served) -> ParsedRequest:
         metadata.end()
     fields.end()
     constraint = prompt.form.constraint
-    turn = served.turn(prompt.messages, sampling, given, constraint, prompt.settings)
+    begins = prompt.reply_begins
+    turn = served.turn(prompt.messages, sampling, given, constraint, prompt.settings, begins)
     params = {**PARAMS, **prompt.form.params}
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, stream=stream, params=params)
 
 
-def parse_count(body: Any, served: Served) -> ParsedRequest:
-    """Read the body of a token count: only the prompt matters."""
-    fields = _checked(body)
+def parse_count(
+    body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
+) -> ParsedRequest:
+    """Parse a request to count tokens."""
+    fields = fields_of(body)
     prompt = _prompt(fields, served)
     fields.end()
-    turn = served.turn(prompt.messages, served.defaults, {}, settings=prompt.settings)
+    settings, begins = prompt.settings, prompt.reply_begins
+    turn = served.turn(prompt.messages, served.defaults, {}, None, settings, begins)
     return ParsedRequest(RequestKind.CHAT, prompt.model, turn, params=PARAMS)
 
 
-def _checked(body: Any) -> Fields:
-    fields = Fields(body)
-    for name, value in body.items():
-        plain_text(name, "body")
-        values_max = MESSAGES_VALUES_MAX if name == "messages" else VALUES_MAX
-        check_json(value, fields.where(name), values_max)
-    return fields
-
-
 class MessagePrompt(NamedTuple):
-    """What a message and a count of its tokens have in common."""
+    """The fields that messages and token counts share."""
 
     model: str
     messages: tuple[Message, ...]
     settings: ConversationSettings
     form: FormatFields  # of the reply
+    reply_begins: str  # text of a last assistant message, which the reply continues
 
 
 def _prompt(fields: Fields, served: Served) -> MessagePrompt:
@@ -98,14 +95,15 @@ def _prompt(fields: Fields, served: Served) -> MessagePrompt:
     fields.only("mcp_servers", [])
     _thread(fields)
     effort, form = _output(fields, served.template_options)
-    model, messages, rules = (
-        take_model(fields, served.models),
-        take_messages(fields),
-        _tools(fields),
-    )
+    model = take_model(fields, served.models)
+    messages, begins = take_messages(fields)
+    rules = _tools(fields)
     options = {**_thinking(fields, served.template_options), **effort}
     settings = ConversationSettings("", tools=rules.tools, template_options=options)
-    return MessagePrompt(model, messages, settings, rules.held(form, served.call_style))
+    form = rules.held(form, served.call_style)
+    if begins:
+        refuse_form(form)
+    return MessagePrompt(model, messages, settings, form, begins)
 
 
 def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
@@ -142,14 +140,14 @@ def _effort(effort: str | None, where: str, known: Collection[str] | None) -> di
     if effort is None or known is None or "reasoning_effort" in known:
         return {} if effort is None else {"reasoning_effort": effort}
     if effort != "high":
-        raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+        raise Refusal(where, "is not supported by this model's template", "unsupported_parameter")
     return {}
 
 
 def _thread(fields: Fields) -> None:
-    """Refuse a conversation kept by the server; this code tells clients to send the whole history."""
+    """Refuse server-side threads, with a code that makes clients send the whole history."""
     if fields.take("thread") not in (None, False):
-        problem = "is not supported: send the whole history, which is found here"
+        problem = "is not supported: send the whole history; only its new part is computed"
         raise Refusal(fields.where("thread"), problem, UNSUPPORTED_THREAD)
 
 
@@ -181,7 +179,7 @@ def _stop(fields: Fields) -> tuple[str, ...] | None:
 
 
 def _tools(fields: Fields) -> ToolRules:
-    """Read tools into the shape of a chat completion's, which templates know."""
+    """Read tools, in the shape of a chat completion."""
     given, where = fields.items("tools") or (), fields.where("tools")
     strict: dict[int, str] = {}
     tools = tuple(_tool(Fields(each, f"{where}[{n}]"), n, strict) for n, each in enumerate(given))
@@ -206,9 +204,7 @@ def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, A
     """Read a tool; a strict one has its place added to `strict`."""
     kind = fields.text("type") or "custom"
     if kind != "custom":
-        problem = (
-            f"{quoted(kind)} is not supported: the client runs the tools, and says what they take"
-        )
+        problem = f"{quoted(kind)} is not supported: only custom tools, which the client runs"
         raise Refusal(fields.where("type"), problem, "unsupported_parameter")
     described: dict[str, Any] = {"name": fields.needed_text("name")}
     if (description := fields.text("description")) is not None:
@@ -222,14 +218,14 @@ def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, A
     fields.only("defer_loading", False)
     fields.only("allowed_callers", ["direct"])
     fields.only("input_examples", [])
-    fields.flag("eager_input_streaming")  # arguments always come as they are written
+    fields.flag("eager_input_streaming")  # arguments are always streamed
     fields.object("cache_control")
     fields.end()
     return {"type": "function", "function": described}
 
 
 ROLES = ("user", "assistant", "system")
-ERROR = "Error: "  # before the text of a tool's answer that is one
+ERROR = "Error: "  # prefix of failed tool results
 
 
 @dataclass(slots=True)
@@ -251,15 +247,15 @@ class RoleRun:
         return [*self.results, *own]
 
 
-def take_messages(fields: Fields) -> tuple[Message, ...]:
-    """Read the messages, after the system prompt."""
+def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
+    """Read the system prompt and messages; return a last assistant message's text apart (prefill)."""
     system = _system(fields)
     given, where = fields.items("messages"), fields.where("messages")
     if given is None:
         raise Refusal(where, "is required", "missing_required_parameter")
     found: list[Message] = [] if system is None else [system]
     run: RoleRun | None = None
-    calls: Mapping[str, str] = {}  # the tools that the assistant called last, by the calls' ids
+    calls: Mapping[str, str] = {}  # names of the tools of the last assistant message, by call id
     place = where
     for number, each in enumerate(given):
         place = f"{where}[{number}]"
@@ -268,7 +264,7 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
         if role not in ROLES:
             raise Refusal(one.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
         if run is None and role == "assistant":
-            raise Refusal(one.where("role"), "the first message is the user's")
+            raise Refusal(one.where("role"), "must be user in the first message")
         if run is not None and role != run.role:
             found += run.messages(f"{where}[{number - 1}]")
             if run.role == "assistant":
@@ -279,14 +275,14 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
         one.end()
     if run is None:
         raise Refusal(where, "at least one message is required")
+    last = run.messages(place)
     if run.role == "assistant":
-        problem = "the last message is the user's: a reply cannot be begun for the model"
-        raise Refusal(place, problem, "unsupported_parameter")
-    return (*found, *run.messages(place))
+        return tuple(found), reply_begins([*found, *last], place)
+    return (*found, *last), ""
 
 
 def _system(fields: Fields) -> Message | None:
-    """Return the system message; None if it is empty, because templates may have a prompt of their own."""
+    """Return the system message; None if empty, because templates may have a default prompt."""
     run = RoleRun("system")
     if "system" in fields:
         _take_content(fields, run, {}, "system")
@@ -325,7 +321,7 @@ def _take_content(
 
 
 def _text(block: Fields) -> str:
-    block.items("citations")  # of documents, which an answer of ours never had
+    block.items("citations")  # citations of documents, which are not supported
     return block.needed_text("text")
 
 
@@ -341,7 +337,7 @@ def _call(block: Fields) -> ToolCall:
 def _result(block: Fields, calls: Mapping[str, str]) -> Message:
     call_id = block.needed_text("tool_use_id")
     if call_id not in calls:
-        problem = f"there is no tool_use {quoted(call_id)} in the assistant's message before"
+        problem = f"the preceding assistant message has no tool_use {quoted(call_id)}"
         raise Refusal(block.where("tool_use_id"), problem)
     is_error = block.flag("is_error")
     given, where = block.take("content"), block.where("content")
@@ -368,7 +364,7 @@ def _result_text(block: Fields) -> str:
 
 
 def _not_text(block: Fields, kind: str) -> Refusal:
-    problem = f"{quoted(kind)} is not supported here: content is text, and calls of tools"
+    problem = f"{quoted(kind)} is not supported here: content is text and tool calls"
     return Refusal(block.where("type"), problem, "unsupported_parameter")
 
 

@@ -1,12 +1,12 @@
-"""Render replies as messages of Anthropic's API, whole or as events; and errors.
+"""Render replies as messages of Anthropic's API, whole or as events, and errors.
 
     Thinking, Thinking          {"type": "thinking", "thinking": …, "signature": SIGNATURE}
     Text                        {"type": "text", "text": …}
     CallBegan, CallArguments    {"type": "tool_use", "id": "toolu_…", "name": …, "input": {…}}
 
-Neighbours of one kind are one block, and each call is a block. A signature signs nothing, but it is not
-empty, because clients send thinking without a signature back as text. If a call broke off at the limit of the
-reply's length, `input` has the members of its arguments that are whole.
+Adjacent pieces of one kind are one block, and each call is a block. The signature is a placeholder: clients
+send thinking without a signature back as text. If a call is incomplete because of the length limit, `input`
+has the complete members of its arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def message(
     prompt: PromptTokens,
     ending: MessageEnding,
 ) -> dict[str, Any]:
-    """Return the body; `pieces` are those of the whole reply."""
+    """Return the body; `pieces`: of the whole reply."""
     return {
         "id": message_id(heading),
         "type": "message",
@@ -56,14 +56,14 @@ def message_id(heading: Heading) -> str:
 
 
 def call_id(answer_id: str, index: int) -> str:
-    """Return the id of a call; an answer that is made again has the same."""
+    """Return the id of a call; a repeated answer has the same ids."""
     return f"toolu_{answer_id}{index:02d}"
 
 
 def ending_of(
     finish: FinishReason, ends_with_call: bool, stop_sequence: str | None
 ) -> MessageEnding:
-    if finish is FinishReason.LENGTH:
+    if finish is not FinishReason.STOP:  # clients know no reason for a reply that repeats itself
         return MessageEnding("max_tokens")
     if stop_sequence is not None:
         return MessageEnding("stop_sequence", stop_sequence)
@@ -71,10 +71,7 @@ def ending_of(
 
 
 def stopped_by(reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:
-    """Return the stop string that ended the reply, if one did.
-
-    It is in the tokens, but not in the text.
-    """
+    """Return the stop string that ended the reply, if any; it is in the tokens but not in the text."""
     if not stops or reply.finish is not FinishReason.STOP:
         return None
     detokenizer = Detokenizer(tokenizer)
@@ -84,7 +81,7 @@ def stopped_by(reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str]) -
 
 
 def usage_of(prompt: PromptTokens, reply: ReplyTokens | None = None) -> dict[str, Any]:
-    """Return the usage. Cached tokens count apart; cache writes are 0, as no client asks for them."""
+    """Return the usage; cached tokens count separately, and cache writes are always 0."""
     usage: dict[str, Any] = {
         "input_tokens": prompt.num_tokens - prompt.num_cached,
         "cache_creation_input_tokens": 0,
@@ -98,7 +95,7 @@ def usage_of(prompt: PromptTokens, reply: ReplyTokens | None = None) -> dict[str
 
 def blocks_of(pieces: Iterable[Piece], answer_id: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    arguments: list[list[str]] = []  # of each call, as it was written
+    arguments: list[list[str]] = []  # of each call, as sampled
     for piece in pieces:
         if isinstance(piece, CallArguments):
             arguments[-1].append(piece.text)
@@ -120,7 +117,7 @@ def blocks_of(pieces: Iterable[Piece], answer_id: str) -> list[dict[str, Any]]:
 
 
 def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
-    """Return the empty block that a piece begins."""
+    """Return the empty block for a piece."""
     assert not isinstance(piece, CallArguments), "a call begins with its name"
     if isinstance(piece, CallBegan):
         found = {"type": "tool_use", "id": call_id(answer_id, piece.index), "name": piece.name}
@@ -131,7 +128,7 @@ def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
 
 
 def whole_part(text: str) -> dict[str, Any]:
-    """Return the whole members of an object whose JSON may break off anywhere."""
+    """Return the complete members of a JSON object that may be cut off anywhere."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -140,9 +137,9 @@ def whole_part(text: str) -> dict[str, Any]:
 
 
 def _closed(text: str) -> Any:
-    """Parse up to the last comma or bracket outside of strings, with all brackets closed."""
+    """Parse up to the last comma or bracket outside strings, and close all brackets."""
     open_brackets: list[str] = []
-    end = 0  # where that is: no bracket follows it
+    end = 0  # position after which no bracket follows
     in_string = is_escaped = False
     for number, character in enumerate(text):
         if in_string:
@@ -180,7 +177,7 @@ TYPES = {
 def error_body(
     status: int, message: str, details: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error; a status without a type is an API error."""
+    """Return the body of an error; an unknown status has the type api_error."""
     error = {"type": TYPES.get(status, "api_error"), "message": message}
     return {"type": "error", "error": error | ({"details": details} if details else {})}
 
@@ -189,7 +186,7 @@ DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 
 
 class MessageStream:
-    """A message as events, of which a client makes the same blocks.
+    """A message as events.
 
     message_start, ping                                with the length of the prompt
     content_block_start, deltas, content_block_stop    once for each block, one after the other
@@ -198,18 +195,18 @@ class MessageStream:
     """
 
     def __init__(self, heading: Heading, prompt: PromptTokens, cutter: ReplyPieces) -> None:
-        """`prompt`: the counts that are known before the turn is computed."""
+        """`prompt`: counts that are known before the turn runs."""
         self._heading, self._prompt, self._cutter = heading, prompt, cutter
         self._begun = False
-        self._block = ""  # the type of the one that is open
-        self._index = -1  # of the block that began last
+        self._block = ""  # type of the open block
+        self._index = -1  # index of the last block
 
     def tokens(self, tokens: ReplyTokens) -> list[dict[str, Any]]:
-        """Return the events of these tokens of the reply; the first call also begins the message."""
+        """Return the events for these tokens; the first call also begins the message."""
         return self.events(tokens.pieces(self._cutter))
 
     def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]:
-        """Return the events of text that was withheld until the reply ended."""
+        """Return the events for text that was withheld until the end of the reply."""
         pieces = [*tail.pieces(self._cutter), *self._cutter.end()]
         return self.events(pieces) if pieces else []
 
@@ -226,7 +223,8 @@ class MessageStream:
                 found += self._stop()
                 self._index += 1
                 self._block = kind
-                block |= {"signature": ""} if kind == "thinking" else {}  # it comes at the end
+                if kind == "thinking":
+                    block |= {"signature": ""}  # the signature follows at the end of the block
                 found.append(self._of_block("content_block_start", content_block=block))
             if not isinstance(piece, CallBegan):
                 found.append(self._delta({"type": DELTAS[kind], kind: piece.text}))
@@ -235,7 +233,7 @@ class MessageStream:
     def end(
         self, reply: ReplyTokens, prompt: PromptTokens, ending: MessageEnding
     ) -> list[dict[str, Any]]:
-        """Return the last events; `prompt` has the number of cached tokens."""
+        """Return the last events; `prompt` includes the cached tokens."""
         delta = {"stop_reason": ending.reason, "stop_sequence": ending.stop_sequence}
         return [
             *self._begin(),

@@ -1,1 +1,1 @@
-"""The gRPC servers, which translate between the wire and our values and check who may call."""
+"""The gRPC services: authenticate callers, translate messages, forward calls to owners."""

@@ -1,6 +1,6 @@
-"""The methods of gRPC's AdminService, for the operator: what the daemon holds and does.
+"""The methods of gRPC's AdminService, for operators: state, cache and limits of the daemon.
 
-WATCHERS_MAX calls may watch at once. A watcher that takes nothing for `stall_seconds` is dropped.
+At most WATCHERS_MAX calls watch at once. A watcher that reads nothing for `stall_seconds` is dropped.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ WATCHERS_MAX = 64
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Figures that the server has, and not the daemon."""
+    """Figures of the server rather than of the daemon."""
 
     loop_lag: Quantiles
-    port: int  # 0: it listens on none
+    port: int  # 0: it does not listen on a port
     connections_max: int
     audit_lines_lost: int
 
@@ -65,7 +65,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not 0.1 <= seconds <= 3600.0:
             raise InvalidArgument("interval_seconds", "must lie in 0.1..3600")
         if self.num_watchers >= WATCHERS_MAX:
-            raise QueueFull(f"{WATCHERS_MAX} calls watch already")
+            raise QueueFull(f"{WATCHERS_MAX} calls are watching already; end one first")
         self.num_watchers += 1
         try:
             while True:
@@ -214,7 +214,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
     async def _owner(self, conversation_id: str, tenant: str) -> str:
-        """Return the tenant of the conversation; if none was named, the only one that has it."""
+        """Return the named tenant, or else the only tenant that has the conversation."""
         threads, reader = self.daemon.threads, self.daemon.reader
         tenants = await threads.in_reader("", reader.tenants_of, conversation_id)
         if tenant in tenants:
@@ -225,7 +225,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if len(tenants) > 1:
             raise InvalidArgument(
                 "tenant",
-                f"must be given (--tenant): these have a conversation {conversation_id!r}: "
+                f"is required (--tenant): several tenants have a conversation {conversation_id!r}: "
                 f"{', '.join(tenants)}",
             )
         return tenants[0]
@@ -296,13 +296,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _rate(self, figures: Mapping[str, float]) -> float:
         before, self._before = self._before, (figures["seconds"], figures["iterations"])
         seconds, iterations = (now - then for now, then in zip(self._before, before, strict=True))
-        if seconds <= 0 or iterations < 0:  # another engine
+        if seconds <= 0 or iterations < 0:  # the engine was restarted
             return figures["iterations_per_second"]
         return iterations / seconds
 
 
 def num_connections(port: int) -> int | None:
-    """Count the connections of this machine to one of its ports; slower the more connections there are."""
+    """Count the TCP connections to a local port; takes time proportional to all connections."""
     found = None
     for name in ("tcp", "tcp6"):
         try:

@@ -1,4 +1,4 @@
-"""The path of a daemon's local socket, which only its owner may open, and its address for gRPC."""
+"""Path and gRPC address of the daemon's local socket, which only the owner of the data folder may open."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from urllib.parse import quote
 
 from pensieve.errors import ConfigError
 
-SOCKET_BYTES_MAX = 107  # of a UNIX socket's path
+SOCKET_BYTES_MAX = 107  # maximum length of a UNIX socket's path
 
 
 def socket_path(data: Path) -> Path:
-    """Return DATA/admin.sock, or a name in XDG_RUNTIME_DIR if that path cannot be a socket's."""
+    """Return DATA/admin.sock, or a path in XDG_RUNTIME_DIR if that is too long for a socket."""
     path = data.absolute() / "admin.sock"
     if (problem := _problem(path)) is None:
         return path
@@ -26,18 +26,18 @@ def socket_path(data: Path) -> Path:
 
 
 def socket_address(path: Path) -> str:
-    """Return the URI that gRPC listens on and connects to; most characters of the path are encoded."""
+    """Return the URI for gRPC; most characters of the path are percent-encoded."""
     return f"unix:{quote(os.fsencode(path.absolute()))}"
 
 
 def is_listened_to(path: Path) -> bool:
-    """Whether a daemon listens on this socket; a daemon that was killed leaves the file behind."""
+    """Return whether a daemon listens on the socket; a killed daemon leaves the file behind."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             ours.connect(os.fspath(path))
     except (FileNotFoundError, ConnectionRefusedError):
         return False
-    except OSError:  # it may not be ours to open: whoever connects to it hears why
+    except OSError:  # perhaps no permission; connecting to it tells the reason
         pass
     return True
 

@@ -46,7 +46,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         conversations = self.daemon.writable_by(caller().tenant)
         first = await anext(requests, None)
         if first is None or not first.HasField("conversation"):
-            raise InvalidArgument("conversation", "is missing: the first piece has it")
+            raise InvalidArgument("conversation", "is missing: the first piece must have it")
         settings = _settings(first.conversation)
         history = GivenHistory(self.daemon.context_max)
         history.extend(settings.messages)
@@ -58,14 +58,15 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 break
             piece = await anext(requests, None)
         else:
-            raise InvalidArgument("complete", "is missing: the last piece has it")
+            raise InvalidArgument("complete", "is missing: the last piece must have it")
         created = await conversations.create(replace(settings, messages=history.messages))
         return pb.ImportConversationResponse(conversation=self._conversation(created))
 
     async def GetConversation(
         self, request: pb.GetConversationRequest, context: Any
     ) -> pb.GetConversationResponse:
-        found = await self._read(self.daemon.reader.get_conversation, _id(request.conversation_id))
+        conversation_id = _id(request.conversation_id)
+        found = await self._read(self.daemon.reader.conversation_with_title, conversation_id)
         return pb.GetConversationResponse(conversation=self._conversation(found))
 
     async def ListConversations(
@@ -245,14 +246,14 @@ async def _fill(page: Any, messages: Iterable[Any]) -> int:
         if page and num_bytes > records.PAGE_BYTES_MAX:
             break
         page.append(each)
-        await asyncio.sleep(0)  # the streams of others go on
+        await asyncio.sleep(0)  # let other streams continue
     return len(page)
 
 
 def in_parts(stored: records.StoredMessage, cutter: ReplyPieces) -> records.StoredMessage:
     """Split a stored reply into text, thinking and tool calls, as clients send them.
 
-    A reply with a call that broke off is returned as it is: no client could give it otherwise.
+    A reply with an incomplete call is returned unsplit, because no client could send it split.
     """
     if stored.finish_reason is None:
         return stored
@@ -289,11 +290,11 @@ def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:
 
 
 def _id(conversation_id: str) -> str:
-    """Return the id; NotFound for one that no conversation can have."""
+    """Return the id; NotFound if no conversation can have it."""
     if not conversation_id:
         raise InvalidArgument("conversation_id", "is missing")
     if not records.ID_PATTERN.fullmatch(conversation_id):
-        raise NotFound("there is no such conversation")
+        raise NotFound("no such conversation")
     return conversation_id
 
 

@@ -1,16 +1,16 @@
 """Forward calls about conversations and batch jobs that another daemon owns.
 
     served here ──OwnedElsewhere──> forwarded to the owner ──> answered
-                                       └──its lease ran out──> claimed, and served here
+                                       └──its lease expired──> claimed, and served here
 
-A conversation stays where its KV is, so a call that reaches the wrong daemon only takes longer. The
-forwarder passes bytes and errors on unchanged, over both doors (http_forwarding.py has the other one). A
-forwarded call is not forwarded again: two daemons that disagree would do so for ever. The answer's initial
-metadata name the owner, so that a client or a router can go there.
+A conversation stays with the daemon that has its KV, so a call to another daemon only takes longer. The
+forwarder passes bytes and errors on unchanged, for gRPC and HTTP (http_forwarding.py). A forwarded call is
+never forwarded again: two daemons that disagree about the owner would forward it for ever. The initial
+metadata of the answer name the owner, so that a client or router can go there directly.
 
-Until the answer begins, the owner is watched (peers.py). If it cannot be reached, the call is sent again
-until the owner's lease has run out, or for PATIENCE_SECONDS if that is longer. An answer that has begun and
-breaks off is an error to the client, and so is a call that may have been carried out and may not be repeated.
+Until the answer begins, the owner is watched (peers.py). If the owner cannot be reached, the call is retried
+until the owner's lease expires, and for at least PATIENCE_SECONDS. The client gets an error if an answer
+breaks off, or if the owner may have executed a call that must not be repeated.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
-HOME = "pensieve-home"  # where the conversation is served
-NO_CONNECTION = "failed to connect to all addresses"  # gRPC's words before it has sent anything
-PATIENCE_SECONDS = 12.0  # with an owner that is not reached, at least
-PAST_LEASE_SECONDS = 2.0  # for a claim to be tried once more when the lease has run out
-OWNERS_MAX = 3  # that a call is forwarded to, one after the other
+HOME = "pensieve-home"  # response metadata: the address that serves the conversation
+NO_CONNECTION = "failed to connect to all addresses"  # gRPC's message if it has not sent anything
+PATIENCE_SECONDS = 12.0  # minimum time to retry an unreachable owner
+PAST_LEASE_SECONDS = 2.0  # after the lease expired, for one more claim
+OWNERS_MAX = 3  # owners that a call is forwarded to, one after the other
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class OwnerLookup(Protocol):
-    """Finds out who has a conversation or a job, by its id and tenant."""
+    """Looks up the owner of a conversation or job, by id and tenant."""
 
     @property
     def address(self) -> str:
-        """Where other daemons reach this one."""
+        """The address at which other daemons reach this one."""
 
     @property
     def lease_seconds(self) -> float: ...
 
     async def claim(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
-        """Return the owner if it is another daemon whose lease holds; else the call is answered here."""
+        """Return the owner if it is another daemon with a valid lease; None: answer the call here."""
 
     async def take(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
-        """The same, about an owner that does not answer."""
+        """Like `claim`, if the owner does not answer."""
 
 
 class GrpcMethod(NamedTuple):
-    """A method whose calls are forwarded."""
+    """A gRPC method whose calls are forwarded."""
 
     service: str
     name: str
-    response: Any  # the class of its messages
+    response: Any  # class of the answer's messages
     is_stream: bool = False
-    may_repeat: bool = False  # done twice, it is done once
+    may_repeat: bool = False  # idempotent
 
 
 CONVERSATIONS = "pensieve.v1.ConversationService"
@@ -81,7 +81,7 @@ FORWARDED_METHODS = (
 class ForwardedCall(Protocol):
     """A call that can be sent to the owner of its conversation."""
 
-    may_repeat: bool  # done twice, it is done once
+    may_repeat: bool  # idempotent
 
     def begin(self, address: str, channel: grpc.aio.Channel) -> Any:
         """Return gRPC's call to the owner."""
@@ -94,14 +94,14 @@ class ForwardedCall(Protocol):
 
 
 class Unreachable(Exception):
-    """The owner cannot be reached, and the call may be carried out elsewhere."""
+    """The owner cannot be reached, and another daemon may execute the call."""
 
 
 class NotOwner(Exception):
-    """The conversation has another owner by now."""
+    """The conversation has a different owner now."""
 
     def __init__(self, next_owner: OwnedElsewhere | None) -> None:
-        """`next_owner`: None if the conversation is ours."""
+        """`next_owner`: None if this daemon owns the conversation."""
         super().__init__()
         self.next_owner = next_owner
 
@@ -119,10 +119,10 @@ class Forwarder:
         self._watch = OwnerWatch(claims.claim)
 
     async def answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
-        """Have the owner answer; return False if the conversation is ours now, and nobody has answered.
+        """Have the owner answer; return False if this daemon owns the conversation now and must answer.
 
-        OwnedElsewhere if the owner cannot be reached and its lease holds. gRPC's error if the owner has
-        answered with one, or the answer breaks off.
+        Raises OwnedElsewhere if the owner is unreachable with a valid lease, and gRPC's error if the owner
+        answered with an error or its answer broke off.
         """
         self.num_forwarded += 1
         self.num_running += 1
@@ -138,14 +138,14 @@ class Forwarder:
         while True:
             if not owner.address:
                 raise owner
-            is_away = owner.address == self._claims.address  # an earlier daemon at our address
+            is_away = owner.address == self._claims.address  # an earlier daemon had our address
             if not is_away:
                 try:
                     await self._sent(owner, tenant, call)
                     return True
                 except NotOwner as found:
                     next_owner = found.next_owner
-                    # A later daemon at its address may have answered.
+                    # A newer daemon at this address may have answered.
                     is_away = next_owner is not None and next_owner.address == owner.address
                 except Unreachable:
                     is_away = True
@@ -201,7 +201,7 @@ class Forwarder:
             if has_begun or not forwarded.may_repeat:
                 raise Unavailable(
                     f"{owner.replica} at {owner.address} has not answered within its lease; "
-                    "the call may have been carried out"
+                    "the call may have been executed"
                 ) from None
             raise NotOwner(wait.next_owner) from None
         except grpc.aio.AioRpcError as error:
@@ -213,7 +213,7 @@ class Forwarder:
             call.cancel()
 
     async def _failed(self, error: grpc.aio.AioRpcError, wait: Wait, may_repeat: bool) -> None:
-        """Raise NotOwner or Unreachable for an error that the owner did not mean for the client."""
+        """Raise NotOwner or Unreachable for errors that are not meant for the client."""
         details = details_of(error)
         if details is not None and reason_of(details) == OwnedElsewhere.reason:
             claim = self._claims.claim(wait.owner.conversation_id, wait.tenant)
@@ -225,9 +225,9 @@ class Forwarder:
 
 
 async def _found(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | None:
-    """Return the owner that a claim finds, None if the conversation is ours now.
+    """Claim; return the owner, or None if the conversation is ours now.
 
-    A conversation that is gone has no owner: any daemon can say so, or create it again.
+    A deleted conversation has no owner: any daemon can answer, or create it again.
     """
     try:
         return await claim
@@ -240,7 +240,7 @@ class GrpcCall:
 
     def __init__(self, method: GrpcMethod, request: Any, context: Any, metadata: Metadata) -> None:
         self.may_repeat = method.may_repeat
-        self.response: Any = None  # of a method that answers once
+        self.response: Any = None  # answer of a unary method
         self._method = method
         self._request, self._context, self._metadata = request, context, metadata
         self._home = (HOME, "")
@@ -274,10 +274,10 @@ class GrpcCall:
 
 
 class ForwardingMethods:
-    """Forwards the calls of a service that its methods refuse with OwnedElsewhere."""
+    """Forwards calls that the methods of a service refuse with OwnedElsewhere."""
 
     def __init__(self, forwarder: Forwarder, methods: Iterable[GrpcMethod]) -> None:
-        """The service is the same object; its methods are replaced."""
+        """Replaces the methods of the service object."""
         self._forwarder = forwarder
         for method in methods:
             handler = getattr(self, method.name)
@@ -286,7 +286,7 @@ class ForwardingMethods:
     async def _served(
         self, handler: Handler, method: GrpcMethod, request: Any, context: Any
     ) -> Any:
-        """Return the answer of this daemon, or of the owner."""
+        """Return this daemon's answer, or the owner's."""
         try:
             return await handler(request, context)
         except OwnedElsewhere as elsewhere:
@@ -294,7 +294,7 @@ class ForwardingMethods:
                 raise
             owner = elsewhere
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
-            request.request_id = f"{secrets.randbits(128):032x}"  # of two tries
+            request.request_id = f"{secrets.randbits(128):032x}"  # the same for both attempts
         metadata = self._forwarder.peers.metadata(context.invocation_metadata() or ())
         call = GrpcCall(method, request, context, metadata)
         tenant = getattr(request, "tenant", "") or caller().tenant
@@ -332,7 +332,7 @@ def is_forwarded(context: Any) -> bool:
 
 
 def details_of(error: grpc.aio.AioRpcError) -> bytes | None:
-    """Return the details that another daemon has given with an error; None if the error is gRPC's own."""
+    """Return the status details that another daemon sent with an error; None for gRPC's own errors."""
     trailing: Any = error.trailing_metadata() or ()
     found: bytes | None = next((value for key, value in trailing if key == DETAILS_KEY), None)
     return found

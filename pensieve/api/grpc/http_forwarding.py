@@ -1,11 +1,11 @@
-"""Forward HTTP requests about what another daemon owns, and answer those of other daemons.
+"""Forward HTTP requests to the owners of conversations, and answer requests that others forward.
 
     client ──HTTP──> HttpForwarder ──ForwardHttp──> HttpAnswers ──> the owner's ASGI application
                      counts, audits                 runs the turn
 
-The daemon that received the request has authenticated the caller, counted the call and read the body. It
-sends all of that, without the client's token, and passes the answer on piece by piece: a slow client holds
-up the owner. When the client leaves, the call is cancelled, and the owner's application sees a disconnect.
+The daemon that received the request authenticates the caller, counts the call and reads the body. It sends
+the caller and the request to the owner, without the client's token. It passes the answer on piece by piece,
+with backpressure from a slow client. If the client disconnects, the owner's application sees a disconnect.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from pensieve.v1 import replica_pb2 as pb
 from pensieve.v1 import replica_pb2_grpc
 
 PIECE_BYTES = 512 << 10
-HEADERS_KEPT_BACK = (  # of the connection, of the caller, and of the page that the request came from
+HEADERS_KEPT_BACK = (  # about the connection, the caller and the web page of origin
     *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"content-length"),
     *(b"upgrade", b"te", b"trailer", b"expect", b"host", b"origin", b"cookie"),
 )
 TOKENS = (b"authorization", b"x-api-key")
 ANSWER_KEPT_BACK = ("connection", "transfer-encoding")
 METHOD = re.compile("[A-Z]{1,16}")
-NOT_REPEATABLE = (  # ends of paths
+NOT_REPEATABLE = (  # suffixes of paths
     *("/items", "/RewindConversation", "/DeleteConversation", "/v1/batches"),
 )
 
 
 class HttpForwarder:
-    """Runs on the event loop of the daemon that received a request."""
+    """Runs on the event loop of the daemon that received the request."""
 
     def __init__(self, forwarder: Forwarder) -> None:
         self._forwarder = forwarder
 
     async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
-        """Have the owner answer; return False if this daemon is the owner now and answers by itself."""
+        """Have the owner answer; return False if this daemon is the owner now and must answer."""
         request.retry_key = request.retry_key or secrets.token_hex(16)
         call = HttpCall(
             request, self._forwarder.peers.metadata(tokens_of(request.scope["headers"]))
@@ -67,7 +67,7 @@ class HttpCall:
     """A call of ForwardHttp."""
 
     def __init__(self, request: HttpRequest, metadata: Metadata) -> None:
-        is_deletion = request.scope["method"] == "DELETE"  # the second one finds nothing
+        is_deletion = request.scope["method"] == "DELETE"  # a second deletion finds nothing
         self.may_repeat = not (is_deletion or request.scope["path"].endswith(NOT_REPEATABLE))
         self._request, self._metadata = request, metadata
 
@@ -114,7 +114,7 @@ class HttpCall:
 
 
 def tokens_of(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """Return the client's token as gRPC has it, for daemons that do not know each other."""
+    """Return the client's token as gRPC metadata, for daemons that share no secret."""
     given = {name: value.decode("latin-1") for name, value in headers}
     if authorization := given.get(b"authorization"):
         return [("authorization", authorization)]
@@ -126,7 +126,7 @@ def tokens_of(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
 async def fetched(
     channel: grpc.aio.Channel, metadata: Metadata, path: str, query: str, seconds: float
 ) -> bytes:
-    """GET it from another daemon, in the name of the caller; Unavailable unless the status is 200."""
+    """GET a path from another daemon on behalf of the caller; Unavailable unless the status is 200."""
 
     async def request() -> AsyncIterator[pb.ForwardHttpRequest]:
         head = pb.HttpRequest(method="GET", path=path, query=query.encode())
@@ -142,7 +142,7 @@ async def fetched(
     except grpc.aio.AioRpcError as error:
         raise Unavailable(f"{error.code().name} {error.details()}") from error
     if status != 200:
-        raise Unavailable(f"it answers with the status {status}")
+        raise Unavailable(f"the daemon answered with status {status}")
     return bytes(body)
 
 
@@ -161,7 +161,7 @@ class HttpAnswers:
         except TimeoutError:
             raise DeadlineExceeded(f"no head within {BODY_SECONDS:g} s") from None
         if head is None or not head.HasField("head"):
-            raise InvalidArgument("head", "is missing: the first message has it")
+            raise InvalidArgument("head", "is missing: the first message must have it")
         forwarded = ForwardedRequest(caller(), head.head.retry_key)
         answer = _Answer(messages, context, forwarded)
         application = self._application()
@@ -170,7 +170,7 @@ class HttpAnswers:
         )
         try:
             await asyncio.wait({running})
-        finally:  # also if the other daemon cancels the call, since its client has left
+        finally:  # also if the other daemon cancels because its client left
             answer.has_left.set()
             await asyncio.wait({running})
         running.result()
@@ -182,9 +182,9 @@ class _Answer:
     """An ASGI server's side of one request."""
 
     def __init__(self, messages: Any, context: Any, forwarded: ForwardedRequest) -> None:
-        self.has_left = asyncio.Event()  # the client
+        self.has_left = asyncio.Event()  # set when the client left
         self._messages, self._context, self._forwarded = messages, context, forwarded
-        self._has_body = False  # all of it was received
+        self._has_body = False  # the whole body was received
 
     async def receive(self) -> dict[str, Any]:
         if self._has_body:
@@ -217,9 +217,9 @@ class _Answer:
 
 
 def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict[str, Any]:
-    """Return the scope of a request. Only a daemon is believed where its client is; else it is `peer`."""
+    """Return the ASGI scope. Only a daemon is trusted to name the client's address; else use `peer`."""
     if not METHOD.fullmatch(head.method) or not head.path.startswith("/"):
-        raise InvalidArgument("head", "is no request of HTTP")
+        raise InvalidArgument("head", "is not an HTTP request")
     host, port = head.client_host, head.client_port
     if not forwarded.caller.is_peer:
         host, port = _place_of(peer)
@@ -241,6 +241,6 @@ def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict
 
 
 def _place_of(peer: str) -> tuple[str, int]:
-    """Return the host and the port of a peer as gRPC writes it."""
+    """Return host and port of a peer in gRPC's notation."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return host.strip("[]"), int(port) if port.isdigit() else 0

@@ -1,7 +1,7 @@
-"""The guard before gRPC's methods: one interceptor stands before every method of every service.
+"""Run the guard before every gRPC method, as an interceptor.
 
-The body of a request is received once its caller is known (guard/request_bodies.py), and parsed once its
-fields are known to be small enough (sizes.py). A request that cannot be parsed fails with INVALID_ARGUMENT.
+First the caller is authenticated. Then the body is received (guard/request_bodies.py), its field sizes are
+checked (sizes.py), and it is parsed. A request that cannot be parsed fails with INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pensieve.guard.guard import CallKind, Guard, GuardedCall
 
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 CONVERSATION_PREFIX = "/pensieve.v1.ConversationService/"
-CALLER_KEY = "pensieve-caller"  # of a forwarded call, from another daemon
-FORWARDED = "pensieve-forwarded"  # by whom
+CALLER_KEY = "pensieve-caller"  # metadata of a forwarded call: the caller
+FORWARDED = "pensieve-forwarded"  # metadata of a forwarded call: the forwarding daemon
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 JOB_PREFIX = "/pensieve.v1.JobService/"
 REPLICA_PREFIX = "/pensieve.v1.ReplicaService/"
@@ -90,10 +90,10 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                     answer = await behaviour(requests, counted)
                     if answer is not None and kind.is_counted:
                         call.answers(answer.ByteSize())
-                except grpc.aio.AbortError as aborted:  # by a handler: its status has been sent
+                except grpc.aio.AbortError as aborted:  # from a handler, which has sent the status
                     _let_go(aborted)
                     call.has_left = True
-                except grpc.aio.InternalError:  # the client left while gRPC wrote to it
+                except grpc.aio.InternalError:  # the client disconnected during a write
                     call.has_left = True
                     await _abort(context, grpc.StatusCode.CANCELLED, "the client has left")
                 else:
@@ -114,7 +114,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
 
         async def talk(requests: Any, context: Any) -> None:
             answers = both(_each_parsed(parse, requests), context)
-            if isawaitable(answers):  # it writes by itself
+            if isawaitable(answers):  # the handler writes its messages itself
                 await answers
                 return
             async for response in answers:
@@ -128,7 +128,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
     async def _messages(
         self, call: GuardedCall, context: Any, parse: Callable[[bytes], Any]
     ) -> AsyncIterator[Any]:
-        """Yield the messages of a call that sends many; each is received once the one before was taken in."""
+        """Yield the messages of a client stream; each is received after the previous one was consumed."""
         assert call.caller is not None
         group = group_of(call.caller, context.peer())
         async for raw in self._guard.incoming.bodies(context, group):
@@ -136,7 +136,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
 
 
 class CountedContext:
-    """A call's context for its handler; what the handler writes counts until the client has read it."""
+    """The context that a handler gets; written bytes count as unread until the client has read them."""
 
     def __init__(self, context: Any, call: GuardedCall) -> None:
         self._context, self._call = context, call
@@ -149,13 +149,13 @@ class CountedContext:
 
 
 def authorization_of(metadata: Any) -> str | None:
-    """Return the value of `authorization`; None if there is none."""
+    """Return the `authorization` metadata; None if absent."""
     found = next((value for key, value in metadata if key == "authorization"), None)
     return found if found is None or isinstance(found, str) else ""
 
 
 def _forwarded_caller(details: grpc.HandlerCallDetails) -> str | None:
-    """Return whose call this is, as another daemon has written it; None if it has not."""
+    """Return the caller that a forwarding daemon named; None if absent."""
     metadata = details.invocation_metadata or ()
     return next((str(value) for key, value in metadata if key == CALLER_KEY), None)
 
@@ -177,7 +177,7 @@ def _audited(method: str, request: Any, details: grpc.HandlerCallDetails) -> Aud
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     kind = getattr(parse, "__self__", None)
-    if kind is not None:  # of a class of messages
+    if kind is not None:  # the parser returns messages of a known class
         sizes.check(kind, raw)
     try:
         return parse(raw)
@@ -191,7 +191,7 @@ async def _each_parsed(parse: Callable[[bytes], Any], messages: Any) -> AsyncIte
 
 
 async def abort_with(context: Any, error: PensieveError) -> None:
-    """Send an error as the call's status."""
+    """End the call with an error as its status."""
     if not isinstance(error, ServerFault):
         details = translate.status(error).SerializeToString()
         context.set_trailing_metadata(((translate.DETAILS_KEY, details),))
@@ -199,19 +199,19 @@ async def abort_with(context: Any, error: PensieveError) -> None:
 
 
 async def _abort(context: Any, code: grpc.StatusCode, text: str) -> None:
-    """Send the status, and return: the handler has to return too.
+    """Send the status, and return; the handler must return as well.
 
-    A status that is set and left to gRPC goes with an empty message. A client that reads nothing holds up the
-    message, and so the call.
+    If the status were only set, gRPC would send it after an empty message. A client that reads nothing would
+    block that message, and the call with it.
     """
     try:
         await context.abort(code, text)
-    except grpc.aio.AbortError as aborted:  # which gRPC raises again when the handler has returned
+    except grpc.aio.AbortError as aborted:  # gRPC raises it again after the handler returned
         _let_go(aborted)
-    except grpc.aio.InternalError:  # the client has left
+    except grpc.aio.InternalError:  # the client disconnected
         raise asyncio.CancelledError from None
 
 
 def _let_go(aborted: grpc.aio.AbortError) -> None:
-    """Free the frames that the error holds, and so the request: gRPC keeps the error with the call."""
+    """Drop the traceback, so that its frames do not keep the request alive: gRPC keeps the error."""
     aborted.__traceback__ = aborted.__context__ = None

@@ -1,7 +1,7 @@
-"""The methods of ConversationService with JSON in place of protobuf messages, for a door that has no gRPC.
+"""ConversationService's methods with JSON instead of protobuf messages, for HTTP.
 
-They call the same handlers as gRPC, so both accept, check and return the same. JSON fields have the names of
-the proto. An int64 is a string in JSON, as in protobuf's JSON format.
+They call the same handlers as gRPC, so both accept and return the same values. Field names are those of the
+proto. An int64 is a string, as in protobuf's JSON format.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pensieve.errors import InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
 
 SERVICE = "ConversationService"
-DEPTH_MAX = 80  # of the JSON: messages, and values in them
+DEPTH_MAX = 80  # nesting of the JSON, values in fields included
 VALUES_MAX = 1 << 16
 AUDITED_IDS = ("conversation_id", "prefix_id")
 Json = dict[str, Any]
 
 
 class JsonCall(Protocol):
-    """A call, as its door has it."""
+    """A call, as the HTTP gateway provides it."""
 
     @property
-    def retry_key(self) -> str: ...  # of a call that two daemons may carry out; else empty
+    def retry_key(self) -> str: ...  # of a call that two daemons may execute; else empty
     def headers(self) -> Mapping[str, str]: ...
     def concerns(self, ids: Mapping[str, str]) -> None:
-        """Tell the audit log what the call is about."""
+        """Name the objects of the call, for the audit log."""
 
     async def write(self, piece: Json) -> None: ...
 
@@ -41,11 +41,12 @@ class JsonCall(Protocol):
 class JsonMethod:
     name: str
     is_deletion: bool
-    handler: Callable[[Any, JsonCall], Awaitable[Json | None]]  # None: it has written a stream
+    # Returns None after writing a stream.
+    handler: Callable[[Any, JsonCall], Awaitable[Json | None]]
 
 
 def json_methods(service: ConversationService) -> Iterator[JsonMethod]:
-    """Yield each method that takes one request."""
+    """Yield all methods that take a single request."""
     for method in pb.DESCRIPTOR.services_by_name[SERVICE].methods:
         if not method.client_streaming:
             kind: Any = getattr(pb, method.input_type.name)
@@ -66,7 +67,7 @@ def _handler_of(call: Any, kind: Any) -> Callable[[Any, JsonCall], Awaitable[Jso
 
 
 class _Context:
-    """What a method of gRPC's asks of its call."""
+    """The part of gRPC's context that the handlers use."""
 
     def __init__(self, call: JsonCall) -> None:
         self._call = call
@@ -84,7 +85,7 @@ class _Context:
 def _read(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise InvalidArgument("body", "must be a JSON object")
-    check_json(value, "body", VALUES_MAX)  # protobuf breaks at what is no text
+    check_json(value, "body", VALUES_MAX)  # protobuf cannot handle strings that are not valid text
     try:
         request = json_format.ParseDict(value, kind(), max_recursion_depth=DEPTH_MAX)
     except (
@@ -95,8 +96,9 @@ def _read(kind: Any, value: Any) -> Any:
         RecursionError,
     ) as error:
         problem = " ".join(str(error).split())[:200]
-        problem = problem.encode("ascii", "backslashreplace").decode()  # it quotes the value
-        raise InvalidArgument("body", f"is no {kind.DESCRIPTOR.name}: {problem}") from None
+        # The message quotes the value.
+        problem = problem.encode("ascii", "backslashreplace").decode()
+        raise InvalidArgument("body", f"is not a valid {kind.DESCRIPTOR.name}: {problem}") from None
     sizes.check(kind, request.SerializeToString())
     return request
 

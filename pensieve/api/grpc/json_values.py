@@ -1,7 +1,7 @@
 """Convert google.protobuf.Struct to plain JSON values and back, up to VALUES_MAX values.
 
-`json_format` writes text and parses it again, which takes ten times as long. These conversions run on the
-loop; VALUES_MAX values take some twenty milliseconds.
+protobuf's `json_format` goes through text, which takes ten times as long. These conversions run on the event
+loop; VALUES_MAX values take about twenty milliseconds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from google.protobuf import struct_pb2
 
 from pensieve.errors import InvalidArgument
 
-VALUES_MAX = 16_384  # of one field; an object, a list and each value in them count as one
-WHOLE_MAX = 2.0**53  # numbers of the wire are doubles
+VALUES_MAX = 16_384  # per field; an object, a list and each value in them count as one
+WHOLE_MAX = 2.0**53  # numbers on the wire are doubles
 
 
 class TooManyValues(ValueError):

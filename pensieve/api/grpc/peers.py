@@ -1,10 +1,10 @@
-"""Connections to the other daemons that share the history, and whether they are still there.
+"""Connect to the other daemons that share the history, and notice when they are gone.
 
 A stopped process still accepts connections. So while a forwarded call waits for its answer, `OwnerWatch`
-tries to claim the conversation, once a second. The claim is refused as long as the owner's lease holds. Many
-calls may wait for one owner: the first of them is enough to see that the owner is there.
+tries to claim the conversation once a second. The claim is refused while the owner's lease is valid. If many
+calls wait for one owner, only the oldest one tries.
 
-All of it runs on the event loop.
+Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ OPTIONS = (
     ("grpc.max_receive_message_length", BYTES_MAX),
     ("grpc.max_send_message_length", BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2000),  # how long an attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 2000),  # timeout of a connection attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),
-    ("grpc.keepalive_time_ms", 2000),  # a daemon that stands still is not waited for
+    ("grpc.keepalive_time_ms", 2000),  # notices a daemon that has stopped
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.bdp_probe", 0),  # a reader that is slow holds up the owner, not our memory
+    ("grpc.http2.bdp_probe", 0),  # a slow reader slows the owner instead of filling our memory
 )
 Metadata = tuple[tuple[str, str | bytes], ...]
-Claim = Callable[[str, str], Awaitable[OwnedElsewhere | None]]  # of a conversation and a tenant
+Claim = Callable[[str, str], Awaitable[OwnedElsewhere | None]]  # takes a conversation and a tenant
 
 
 class Peers:
@@ -49,9 +49,9 @@ class Peers:
     def __init__(
         self, name: str, secret: str = "", credentials: grpc.ChannelCredentials | None = None
     ) -> None:
-        """`name` of this daemon; `credentials` where the daemons have TLS among them.
+        """`name`: of this daemon. `credentials`: None without TLS between daemons.
 
-        Without a `secret` the daemons do not know each other, and the client's own token goes along.
+        Without a `secret`, daemons cannot prove who they are, so the client's own token is forwarded.
         """
         self._name, self._secret, self._credentials = name, secret, credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -69,7 +69,7 @@ class Peers:
             self._num_calls[address] -= 1
 
     async def _make_room(self) -> None:
-        """Close the oldest channel that has no call: daemons come and go."""
+        """Close the oldest channel without calls, because daemons come and go."""
         if len(self._channels) >= CHANNELS_MAX:
             idle = (each for each in self._channels if not self._num_calls[each])
             if (oldest := next(idle, None)) is not None:
@@ -85,7 +85,7 @@ class Peers:
         return self._channels[address]
 
     def metadata(self, given: Iterable[tuple[str, str | bytes]]) -> Metadata:
-        """Return the metadata of a client's call for the owner, with the caller's identity."""
+        """Return metadata for a forwarded call, with the caller's identity."""
         hidden = (*NOT_PASSED_ON, "authorization") if self._secret else NOT_PASSED_ON
         kept = [
             (key, value)
@@ -104,19 +104,19 @@ class Peers:
 
 
 class Wait:
-    """A call that waits for the answer of a conversation's owner."""
+    """A forwarded call that waits for the owner's answer."""
 
     def __init__(self, owner: OwnedElsewhere, tenant: str, tell: Callable[[], object]) -> None:
-        """`tell` is called once the owner does not own the conversation any more."""
+        """`tell` is called when the owner no longer owns the conversation."""
         self.owner, self.tenant, self.tell = owner, tenant, tell
-        self.is_over = False  # the owner does not own it any more
-        self.next_owner: OwnedElsewhere | None = None  # None if that is over: it is ours now
+        self.is_over = False  # the owner no longer owns the conversation
+        self.next_owner: OwnedElsewhere | None = None  # None when over: this daemon owns it now
 
 
 class OwnerWatch:
     def __init__(self, claim: Claim, look_seconds: float = LOOK_SECONDS) -> None:
         self._claim, self._look_seconds = claim, look_seconds
-        self._waits: dict[str, dict[Wait, None]] = {}  # by the owner's address, the oldest first
+        self._waits: dict[str, dict[Wait, None]] = {}  # by the owner's address, oldest first
         self._looking: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, owner: OwnedElsewhere, tenant: str, tell: Callable[[], object]) -> Wait:
@@ -127,7 +127,7 @@ class OwnerWatch:
         return wait
 
     def end(self, wait: Wait) -> None:
-        """More than once does no harm."""
+        """End the wait; may be called more than once."""
         self._waits.get(wait.owner.address, {}).pop(wait, None)
 
     async def close(self) -> None:
@@ -149,18 +149,18 @@ class OwnerWatch:
             del self._looking[address], self._waits[address]
 
     async def _is_there(self, wait: Wait) -> bool:
-        """Return whether the owner is there; tell the call if it does not own the conversation any more."""
+        """Return whether the owner is alive; tell the call if it no longer owns the conversation."""
         try:
             found = await self._claim(wait.owner.conversation_id, wait.tenant)
         except NotFound:
-            return False  # another call's conversation may tell
+            return False  # the conversation of another call may tell
         except PensieveError as error:
             log.warning("owners of conversations cannot be read: %s", whole_line(error))
             return True
         if found is not None and found.address == wait.owner.address:
             return True
         if wait not in self._waits[wait.owner.address]:
-            return False  # its answer has begun meanwhile; it ends as the owner says
+            return False  # its answer has begun; the owner decides how it ends
         self.end(wait)
         wait.is_over, wait.next_owner = True, found
         wait.tell()

@@ -1,10 +1,10 @@
-"""gRPC's server reflection: which services there are, and what their messages look like.
+"""gRPC's server reflection: list services and describe their messages, for tools like grpcurl.
 
-Tools like grpcurl ask for it.  Its messages are in status.proto, as those of the health check are, so no
-package is needed.  Clients name the protocol `v1` or, older ones, `v1alpha`; the messages are the same.
+Its messages and those of health checks are in status.proto, so no package is needed. Protocol versions `v1`
+and `v1alpha` have the same messages.
 
-What is described is in a pool of its own: our files, and one each for health and reflection under the
-names that the world knows them by, which are made from the messages in status.proto.
+A descriptor pool of its own holds our files, and files for health and reflection under their official names,
+which are derived from the messages in status.proto.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class ReflectedMethod(NamedTuple):
 
 
 class Reflection:
-    """Answers what services there are; the answers never change."""
+    """Answers reflection requests; the answers never change."""
 
     def __init__(self, more: Sequence[ServiceDescriptor] = ()) -> None:
-        """`more`: services that not every server has."""
+        """`more`: optional services of this server."""
         self._pool = DescriptorPool()
         self._services = (*SERVICES, *(each.full_name for each in more))
         ours = (conversation_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR, *(each.file for each in more))
@@ -89,7 +89,7 @@ class Reflection:
                 _put(given, self._pool.FindFileByName(request.file_by_filename))
             elif kind == "file_containing_symbol":
                 _put(given, self._file_of(request.file_containing_symbol))
-            elif kind == "all_extension_numbers_of_type":  # of our messages, none
+            elif kind == "all_extension_numbers_of_type":  # our messages have no extensions
                 found = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
                 given.all_extension_numbers_response.base_type_name = found.full_name
             elif kind == "file_containing_extension":
@@ -103,11 +103,11 @@ class Reflection:
     def _file_of(self, symbol: str) -> FileDescriptor:
         try:
             return self._pool.FindFileContainingSymbol(symbol)
-        except KeyError:  # it knows no methods
+        except KeyError:  # the pool cannot look up methods
             return self._pool.FindMethodByName(symbol).containing_service.file
 
     def _add(self, file_name: str, service: str, methods: Mapping[str, ReflectedMethod]) -> None:
-        """Add the file of a service whose messages are those of status.proto in another package."""
+        """Add a service file whose messages are copied from status.proto into another package."""
         package, _, name = service.rpartition(".")
         file = descriptor_pb2.FileDescriptorProto(name=file_name, package=package, syntax="proto3")
         declared = file.service.add(name=name)
@@ -126,7 +126,8 @@ class Reflection:
             for field in (field for field in message.field if field.type_name):
                 field.type_name = field.type_name.replace(f".{OURS}.", f".{package}.")
             for value in (value for enum in message.enum_type for value in enum.value):
-                value.name = value.name.removeprefix("SERVING_STATUS_")  # which is our linter's
+                # Our proto linter requires this prefix.
+                value.name = value.name.removeprefix("SERVING_STATUS_")
         self._pool.AddSerializedFile(file.SerializeToString())
 
 
@@ -142,7 +143,7 @@ def _with_fields(kinds: Iterable[Descriptor]) -> list[Descriptor]:
 
 
 def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:
-    """Yield a file after those it imports; a file may come more than once."""
+    """Yield a file after its imports; files may repeat."""
     for each in file.dependencies:
         yield from _with_imports(each)
     yield file

@@ -1,7 +1,7 @@
-"""ReplicaService, by which the daemons of a cluster fetch KV from each other and forward HTTP requests.
+"""ReplicaService: daemons of a cluster fetch KV from each other and forward HTTP requests.
 
-A part may be longer than a gRPC message should be, so its bytes follow in pieces. If the receiver takes
-nothing for `stall_seconds`, the source ends the call.
+A part may be too long for one gRPC message, so its bytes follow in pieces. The source ends the call if the
+receiver reads nothing for `stall_seconds`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
             ("tenant", request.tenant),
         ):
             if not ID_PATTERN.fullmatch(value) and (value or name != "tenant"):
-                raise InvalidArgument(name, "is no id")
+                raise InvalidArgument(name, "is not a valid id")
         if request.num_tokens < 1:
-            raise InvalidArgument("num_tokens", "is at least 1")
+            raise InvalidArgument("num_tokens", "must be at least 1")
         parts = self.source.parts(request.tenant, request.conversation_id, request.num_tokens)
         async with aclosing(parts):
             async for each in parts:
@@ -79,7 +79,7 @@ class KvFetcher:
     """Fetches KV from other daemons, by their addresses."""
 
     def __init__(self, token: str = "", credentials: grpc.ChannelCredentials | None = None) -> None:
-        """`token` is an operator's, where the daemons need one; without `credentials` there is no TLS."""
+        """`token`: an operator's, if the daemons require tokens. `credentials`: None without TLS."""
         self._metadata: Sequence[tuple[str, str]] = ()
         if token:
             self._metadata = (("authorization", f"Bearer {token}"),)
@@ -88,7 +88,7 @@ class KvFetcher:
     async def fetch(
         self, address: str, tenant: str, conversation_id: str, num_tokens: int
     ) -> Parts:
-        """Yield the parts that a daemon has; Unavailable, whatever goes wrong."""
+        """Yield the parts that a daemon has; every failure raises Unavailable."""
         request = pb.FetchKvRequest(
             tenant=tenant, conversation_id=conversation_id, num_tokens=num_tokens
         )
@@ -101,7 +101,7 @@ class KvFetcher:
             except grpc.aio.AioRpcError as error:
                 code = error.code().name
                 raise Unavailable(
-                    f"{address} hands nothing over: {code} {error.details()}"
+                    f"cannot fetch KV from {address}: {code} {error.details()}"
                 ) from error
             finally:
                 call.cancel()
@@ -113,7 +113,7 @@ class KvFetcher:
 
 
 async def _assembled(responses: Any) -> Parts:
-    """Yield parts with all of their bytes; Unavailable if one breaks off."""
+    """Yield parts with all their bytes; Unavailable if a part is incomplete."""
     part: pb.KvPart | None = None
     pieces: list[bytes] = []
     missing = 0
@@ -124,7 +124,7 @@ async def _assembled(responses: Any) -> Parts:
         elif kind == "part" and not missing:
             part, pieces, missing = response.part, [], response.part.num_bytes
             if not 0 < missing <= PART_BYTES_MAX:
-                raise Unavailable(f"a part of {missing:,} bytes")
+                raise Unavailable(f"a part has a wrong size: {missing:,} bytes")
         elif kind == "data" and part is not None and len(response.data) <= missing:
             pieces.append(response.data)
             missing -= len(response.data)
@@ -138,6 +138,6 @@ async def _assembled(responses: Any) -> Parts:
                     b"".join(pieces),
                 )
         else:
-            raise Unavailable("what comes is no KV")
+            raise Unavailable("the answer is not KV")
     if missing:
-        raise Unavailable("a part breaks off")
+        raise Unavailable("a part is incomplete")

@@ -1,12 +1,12 @@
-"""The gRPC server of a daemon: sockets, options, health, and the order in which things open and close.
+"""The daemon's gRPC server: sockets, options, health, start and stop.
 
-Some defaults of gRPC are wrong for us: two servers may share a port (so_reuseport), a stopped client is never
-noticed unless `ping_timeout_ms` is set, a request may unpack to a thousand times its size, windows widen to
-megabytes, and connections have no limit. The options below change that. guard/request_bodies.py handles
-bodies of calls that may not be made.
+OPTIONS replace unsafe defaults of gRPC: two servers may share a port (so_reuseport), a stopped client is
+never noticed unless `ping_timeout_ms` is set, a compressed request may unpack to a thousand times its size,
+windows grow to megabytes, and connections are unlimited. guard/request_bodies.py limits the bodies of calls
+that are not authenticated yet.
 
-Closing: health becomes NOT_SERVING, so that balancers look elsewhere. Then no new turns begin, and running
-ones end or are interrupted. Then connections, engine and store are closed, in this order.
+To close, health becomes NOT_SERVING, so that load balancers go elsewhere. Then new turns are refused, and
+running turns finish or are interrupted. Then connections, engine and store are closed, in this order.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from pensieve.conversations.threads import LoopLag
 from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.guard.audit import Audit, AuditLog
 from pensieve.guard.callers import Token, caller, limits_of
-from pensieve.guard.exposure import Listening, check_exposure, is_loopback
+from pensieve.guard.exposure import METRICS_ON_HTTP, Listening, check_exposure, is_loopback
 from pensieve.guard.guard import Guard
 from pensieve.guard.reload import Reloaded, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
-WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
+WINDOW_BYTES = 16 << 10  # of a request that is not read yet
 HEADER_BYTES_MAX = 4 << 10
-PENDING_MAX = 1000  # calls that nobody has looked at yet
+PENDING_MAX = 1000  # calls that wait to be accepted
 IDENTITY = 1  # the bit of "no compression"
 SERVICES = (
     "",
@@ -61,7 +61,7 @@ SERVICES = (
     "pensieve.v1.AdminService",
 )
 STRANGERS_WATCH_SECONDS = 300.0
-STOP_SECONDS = 0.5  # for streams that watch
+STOP_SECONDS = 0.5  # for watches to end
 REPLICA = replica_pb2.DESCRIPTOR.services_by_name["ReplicaService"]
 OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -73,7 +73,7 @@ OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    ("grpc.http2.bdp_probe", 0),  # which would widen every window to megabytes
+    ("grpc.http2.bdp_probe", 0),  # it would grow every window to megabytes
     ("grpc.compression_enabled_algorithms_bitset", IDENTITY),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -83,7 +83,7 @@ OPTIONS = (
 
 
 class Health:
-    """grpc.health.v1, whose messages status.proto repeats."""
+    """grpc.health.v1 with the messages of status.proto."""
 
     def __init__(self, services: Sequence[str] = SERVICES) -> None:
         self._services = services
@@ -104,7 +104,7 @@ class Health:
 
     async def check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
         if request.service not in self._services:
-            raise NotFound("there is no such service")
+            raise NotFound("no such service")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
     async def watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
@@ -151,22 +151,22 @@ class Listener(Protocol):
 
 
 class _OneQueue:
-    """Adds services to a server without naming their methods.
+    """Registers services as generic handlers.
 
-    gRPC has PENDING_MAX calls wait for each method that it knows by name, and for all others together.
+    gRPC queues PENDING_MAX calls per registered method, but PENDING_MAX in all for generic handlers.
     """
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """Do nothing: the methods are among the generic handlers, too."""
+        """Do nothing: the generic handlers have these methods already."""
 
 
 class Server:
-    """A daemon behind its sockets, with what is plugged into them.
+    """A daemon with its sockets and plugins.
 
-    `beside` are listeners of other protocols, which open after gRPC's and close before the daemon does.
+    `beside`: listeners of other protocols. They open after gRPC's and close before the daemon.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class Server:
         if has_peers:
             more.append(REPLICA)
         self.health = Health((*SERVICES, *(each.full_name for each in more)))
-        self.stopping = asyncio.Event()  # set where the end is wanted
-        self.failure: BaseException | None = None  # why it must be, where nobody wanted it
+        self.stopping = asyncio.Event()  # set to stop the server
+        self.failure: BaseException | None = None  # why the server stops, if unexpected
         self.address = ""
         self.beside: list[Listener] = []
         self.listening = listening
@@ -202,9 +202,9 @@ class Server:
         )
         services: Any = _OneQueue(self._server)
         self._forwarders: list[Forwarder] = []
-        self.forwarder: Forwarder | None = None  # of calls about conversations
-        self.forward_http: ForwardHttp | None = None  # for the listener of HTTP
-        # The application of the listener of HTTP, also where it does not listen.
+        self.forwarder: Forwarder | None = None  # forwards calls about conversations
+        self.forward_http: ForwardHttp | None = None  # for the HTTP listener
+        # The ASGI application of HTTP; it answers forwarded requests even if no HTTP port is open.
         self.http_application: Callable[[], Any] = _no_application
         over_grpc = over_http = ConversationService(daemon)
         if daemon.claims is not None:
@@ -241,13 +241,13 @@ class Server:
         return self._forwarders[-1]
 
     async def listen(self) -> str:
-        """Bind and answer; turns are refused until the daemon serves. Return the address with its port."""
+        """Listen, and return the address with its port. Turns are refused until the daemon serves."""
         listening = self.listening
         if listening.address:
             self._listen_on_port()
         if listening.socket is not None:
             self._listen_locally(listening.socket)
-        if listening.metrics:
+        if listening.metrics and listening.metrics != METRICS_ON_HTTP:
             await self._metrics.listen(listening.metrics)
         loop = asyncio.get_running_loop()
         self._background.append(loop.create_task(self._loop_lag.measure()))
@@ -274,17 +274,31 @@ class Server:
         self.daemon.use_limits(limits)
 
     def _watching_ended(self, watching: asyncio.Task[None]) -> None:
-        """End the daemon: it would go on to accept tokens that are taken out of the file."""
+        """Stop the daemon: without the watcher it would accept tokens that were removed from the file."""
         if not watching.cancelled() and (error := watching.exception()) is not None:
             self._fail(error)
 
     @property
     def metrics_address(self) -> str:
         """HOST:PORT, with the port that was bound; "" if metrics are not served."""
+        if self.listening.metrics == METRICS_ON_HTTP:
+            return next((each.url.partition("://")[2] for each in self.beside), "")
         return self._metrics.address
 
+    @property
+    def metrics_url(self) -> str:
+        """The URL to scrape; "" if metrics are not served."""
+        listening = self.listening
+        is_https = listening.metrics == METRICS_ON_HTTP and listening.tls_cert is not None
+        address = self.metrics_address
+        return f"{'https' if is_https else 'http'}://{address}/metrics" if address else ""
+
+    async def metrics_text(self) -> str:
+        """Return the metrics in Prometheus' format."""
+        return await self._scrape.text()
+
     def _may_scrape(self, authorization: str, peer: str) -> bool:
-        """Whether a caller may scrape: anybody on this machine or without tokens, else an operator."""
+        """Return whether a caller may scrape: anyone if local or without tokens, else operators."""
         listening = self.listening
         if not listening.tokens or is_loopback(listening.metrics.rpartition(":")[0]):
             return True
@@ -303,7 +317,7 @@ class Server:
                     *(listening.tls_cert, listening.tls_key, client_ca),
                     self.audit.certificate_reloaded,
                 )
-                self._certificates = files  # gRPC asks it as long as it listens
+                self._certificates = files  # gRPC calls it as long as it listens
                 credentials = grpc.dynamic_ssl_server_credentials(
                     files.value,
                     files.if_changed,  # type: ignore[arg-type]  # None: as before
@@ -315,12 +329,15 @@ class Server:
         except RuntimeError:
             bound = 0
         if not bound:
-            raise AddressInUse(f"cannot listen on {listening.address}; is another daemon there?")
+            raise AddressInUse(
+                f"cannot listen on {listening.address}: the port is in use, perhaps by another daemon. "
+                "Choose another address with --address (port 0: any free port)"
+            )
         self.address = f"{host}:{bound}"
 
     def _listen_locally(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # the data folder is locked, so no other daemon listens there
+            path.unlink()  # stale: the data folder is locked, so no other daemon uses it
         before = os.umask(0o177)
         try:
             self._server.add_insecure_port(socket_address(path))
@@ -335,7 +352,7 @@ class Server:
         return ServerFacts(self._loop_lag.quantiles(), port, self.listening.connections_max, lost)
 
     async def answers(self) -> None:
-        """Return once the store threads answer; they are not asked while the server stops."""
+        """Return when the store threads respond; return at once while the server stops."""
         if not self.stopping.is_set():
             await self.daemon.threads.store_answers()
 
@@ -347,7 +364,7 @@ class Server:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain_seconds
         await self.daemon.drain(drain_seconds)
-        # What others answer goes through this daemon to its end, too.
+        # Answers that are forwarded from other daemons are completed, too.
         while any(each.num_running for each in self._forwarders) and loop.time() < deadline:
             if self.daemon.hurried:
                 break
@@ -368,7 +385,7 @@ class Server:
 
 
 def _no_application() -> Any:
-    raise ConfigError("this daemon has no API over HTTP")
+    raise ConfigError("this daemon has no HTTP API")
 
 
 def certificates(
@@ -377,14 +394,18 @@ def certificates(
     client_ca: Path | None,
     on_reload: Callable[[str], None] = lambda problem: None,
 ) -> Reloaded[grpc.ServerCertificateConfiguration]:
-    """Read the certificate and read it again when it changes; gRPC asks for it in threads of its own."""
+    """Load the certificate, and reload it when it changes; called in gRPC's threads."""
 
     def read() -> grpc.ServerCertificateConfiguration:
         try:
             pair = (key.read_bytes(), cert.read_bytes())
             ca = client_ca.read_bytes() if client_ca else None
         except OSError as error:
-            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+            flags = {key: "--tls-key", cert: "--tls-cert", client_ca: "--tls-client-ca"}
+            flag = next(
+                (flags[path] for path in flags if str(path) == error.filename), "--tls-cert"
+            )
+            raise ConfigError(f"{flag}: cannot read {error.filename}: {error.strerror}") from error
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
     return Reloaded("the certificate", (cert, key, client_ca), read, on_reload)

@@ -1,7 +1,7 @@
-"""Which model a daemon serves, and how.
+"""Describe the served model for clients.
 
-Name and fingerprint are known from the start, the rest once the model is loaded. A model in a folder has the
-folder's name, without its path.
+Name and fingerprint are known from the start, everything else after loading. A model in a folder is named
+after the folder, without its path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib import metadata
 
 from pensieve import __version__
 from pensieve.conversations.daemon import Daemon
+from pensieve.sampling import FLOATS
 from pensieve.v1 import conversation_pb2 as pb
 
 
@@ -25,9 +26,9 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
         transformers_version=version_of("transformers"),
         uptime_seconds=asyncio.get_running_loop().time() - daemon.started_at,
     )
-    given.recommended_sampling.SetInParent()
-    for name, value in daemon.texts.recommended.items():
-        setattr(given.recommended_sampling, name, value)
+    for name in (*FLOATS, "top_k", "max_tokens", "stop_repetition"):
+        setattr(given.default_sampling, name, getattr(daemon.texts.defaults, name))
+    given.defaults_from_model = daemon.texts.defaults_from_model
     if (ready := daemon.engine.ready) is not None:
         given.dtype, given.weights, given.device = ready.dtype, ready.weights, ready.device
         given.kv_dtype = ready.kv_dtype
@@ -36,7 +37,7 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
 
 
 def in_words(given: pb.ServerInfo) -> str:
-    """Return a line for the log, once the model is loaded."""
+    """Return a line for the log; call it after the model is loaded."""
     how = ", ".join(
         part
         for part in (

@@ -1,18 +1,18 @@
-"""Check the size of a request and of its fields in its bytes, before anything is parsed.
+"""Check the sizes of a request's fields in its bytes, before it is parsed.
 
-A request of a few megabytes can hold the loop up a hundred times as long as one of kilobytes: millions of
-empty messages, deep JSON, maps. So fields that are expensive by the element must be small:
+Parsing a few megabytes of empty messages, deep JSON or maps would block the event loop for seconds. So fields
+whose cost grows with the number of elements must be small:
 
 * `check` walks over the fields of a request (at most FIELDS_MAX) and of a turn's messages (at most
-  INNER_FIELDS_MAX of each). It looks into no other message.
-* The message that is then parsed has small fields, except for texts, which cost only their length.
+  INNER_FIELDS_MAX of each). It does not look into other messages.
+* After that, only texts can be large, and they cost only their length.
 * JSON values are counted while they are converted (json_values.py).
 
-Everything that was written can be read: the largest message of a history fits into the 4 MiB that gRPC
-clients receive by default (8 MiB with its tokens, as our SDK receives). Pages end before the store's
+Everything that can be written can be read: the largest message of a history fits into the 4 MiB that gRPC
+clients accept by default (8 MiB with its tokens, which our SDK accepts). Pages end before the store's
 PAGE_BYTES_MAX, unless a single item is larger.
 
-The comments of the proto repeat these limits, and docs/security.md has the most important ones.
+The proto's comments repeat these limits, and docs/security.md has the most important ones.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from typing import Any, NamedTuple
 
 from pensieve.errors import InvalidArgument
 
-REQUEST_BYTES_MAX = 4 << 20  # of any method
-SMALL_REQUEST_BYTES_MAX = 64 << 10  # of a method that is not named below
+REQUEST_BYTES_MAX = 4 << 20  # for any method
+SMALL_REQUEST_BYTES_MAX = 64 << 10  # for methods that are not named below
 RESPONSE_BYTES_MAX = 8 << 20
 
-MESSAGES_MAX = 128  # of one turn
-TEXT_BYTES_MAX = 3 << 20  # of the messages of one request together
+MESSAGES_MAX = 128  # per turn
+TEXT_BYTES_MAX = 3 << 20  # of all messages of a request
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
-FEW_SHOT_BYTES_MAX = 1 << 20  # of a prefix, together
+FEW_SHOT_BYTES_MAX = 1 << 20  # of all messages of a prefix
 TOOLS_MAX = 256
-TOOLS_BYTES_MAX = 256 << 10  # together
-CHUNK_BYTES_MAX = 1 << 20  # of a job's file, of the body of a forwarded HTTP request
-HTTP_HEAD_BYTES_MAX = 256 << 10  # of a forwarded request; more than the door accepts
+TOOLS_BYTES_MAX = 256 << 10  # of all tools
+CHUNK_BYTES_MAX = 1 << 20  # piece of a job's file, or of a forwarded HTTP body
+HTTP_HEAD_BYTES_MAX = 256 << 10  # of a forwarded request; more than HTTP accepts
 HTTP_HEADERS_MAX = 256
 METADATA_BYTES_MAX = 16 << 10
 TEMPLATE_OPTIONS_BYTES_MAX = 16 << 10
 SAMPLING_BYTES_MAX = 64 << 10
-CONSTRAINT_BYTES_MAX = 80 << 10  # its text is JSON that escapes little
-FIELD_BYTES_MAX = 4 << 10  # of a field that is not named below
-NAME_BYTES_MAX = 512  # of a tool, of its call, of who speaks
-TOOL_CALLS_MAX = 64  # of a message, of
-TOOL_CALLS_BYTES_MAX = 256 << 10  # together; of their arguments, in a whole request
-FIELDS_MAX = 512  # of one request, each element of a list counting as one
+CONSTRAINT_BYTES_MAX = 80 << 10  # JSON text, which needs few escapes
+FIELD_BYTES_MAX = 4 << 10  # for fields that are not named below
+NAME_BYTES_MAX = 512  # names of tools, calls and authors
+TOOL_CALLS_MAX = 64  # per message
+TOOL_CALLS_BYTES_MAX = 256 << 10  # arguments of all tool calls of a request
+FIELDS_MAX = 512  # per request; each list element counts as one
 INNER_FIELDS_MAX = (
-    72  # of one of its messages, the calls of tools counting as one each; not of a request in it
+    72  # per message of a request; each tool call counts as one; not for nested requests
 )
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
 
 
 class Limit(NamedTuple):
-    bytes_max: int  # of all elements together
+    bytes_max: int  # of all elements
     num_max: int | None = None
 
 
@@ -131,9 +131,9 @@ UNNAMED: tuple[int, Mapping[str, Limit]] = (SMALL_REQUEST_BYTES_MAX, {})
 
 
 def check(kind: Any, raw: bytes) -> None:
-    """Refuse the bytes of a request of this message class if a field of it is too large.
+    """Raise InvalidArgument if a field of this request is too large.
 
-    Bytes that are no message are the parser's to refuse.
+    Malformed bytes are left to the parser.
     """
     descriptor = kind.DESCRIPTOR
     bytes_max, _ = LIMITS.get(descriptor.name, UNNAMED)
@@ -145,7 +145,7 @@ def check(kind: Any, raw: bytes) -> None:
 def _check_fields(
     descriptor: Any, raw: bytes, place: int, end: int, fields_max: int, path: str
 ) -> None:
-    """Check the fields of the message at [place, end); `path` leads to it."""
+    """Check the fields of the message in bytes [place, end); `path` is its name in errors."""
     _, limits = LIMITS.get(descriptor.name, UNNAMED)
     num_bytes: dict[int, int] = {}
     counts: dict[int, int] = {}
@@ -161,10 +161,10 @@ def _check_fields(
         elif wire_type in (FIXED64, FIXED32):
             size = 8 if wire_type == FIXED64 else 4
         elif wire_type not in (GROUP, GROUP_END):
-            return  # no message
+            return  # malformed
         start, place = place, place + size
         if place > end:
-            return  # no message
+            return  # malformed
         number = tag >> 3
         num_fields += 1
         num_bytes[number] = num_bytes.get(number, 0) + size
@@ -173,7 +173,7 @@ def _check_fields(
         if field is not None:
             limit = limits.get(field.name, OTHER)
             if limit.num_max is not None and counts[number] > limit.num_max:
-                raise InvalidArgument(path + field.name, f"are more than {limit.num_max}")
+                raise InvalidArgument(path + field.name, f"has more than {limit.num_max} elements")
             if num_bytes[number] > limit.bytes_max:
                 raise InvalidArgument(
                     path + field.name, f"is larger than {limit.bytes_max:,} bytes"
@@ -189,7 +189,7 @@ def _check_fields(
 
 
 def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    """Return the number that begins here and the place after it; past the end if there is none."""
+    """Return the varint at this place and the place after it, which is past the end if it is cut off."""
     value = 0
     for shift in range(0, 70, 7):
         if place >= len(raw):

@@ -1,6 +1,6 @@
-"""Translate protobuf messages to our values and back.
+"""Translate between protobuf messages and our values.
 
-A wrong field is refused by its name. An error of our tree becomes a canonical code with google.rpc details.
+Errors name the wrong field. A PensieveError becomes a gRPC status code with google.rpc details.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pensieve.v1 import status_pb2
 DOMAIN = "pensieve"
 PAGE_SIZE = 100
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
-LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
+LAST_TURN_SECONDS = 86_400.0  # treated as idle for a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
-DELTA_BYTES_MAX = 1 << 20  # about; the next token may exceed it
+DELTA_BYTES_MAX = 1 << 20  # approximate: the next token may exceed it
 BYTES_PER_CHARACTER_MAX = 4
-BYTES_PER_LOGPROB_MAX = 20  # also what a token id takes
+BYTES_PER_LOGPROB_MAX = 20  # includes its token id
 ROLES = {
     pb.ROLE_UNSPECIFIED: "user",
     pb.ROLE_SYSTEM: "system",
@@ -50,6 +50,7 @@ ROLE_NUMBERS = {name: number for number, name in ROLES.items() if number}
 FINISH_NUMBERS = {
     FinishReason.STOP.value: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH.value: pb.FINISH_REASON_LENGTH,
+    FinishReason.REPETITION.value: pb.FINISH_REASON_REPETITION,
     FinishReason.CANCELLED.value: pb.FINISH_REASON_CANCELLED,
 }
 PART_NUMBERS = {
@@ -68,15 +69,15 @@ REASON_NUMBERS = {
 
 
 def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]:
-    """Read messages; errors name the first of them `messages[first]`."""
+    """Read messages; `first` is the index of the first one in errors."""
     check_arguments(given)
     messages = []
     for index, each in enumerate(given, first):
         where, role = f"messages[{index}]", ROLES.get(each.role)
         if role is None:
-            raise InvalidArgument(f"{where}.role", "is no role this server knows")
+            raise InvalidArgument(f"{where}.role", "is not a known role")
         if role != "assistant" and (each.tool_calls or each.thinking):
-            raise InvalidArgument(where, "only the assistant thinks, or calls tools")
+            raise InvalidArgument(where, "only assistant messages have thinking or tool calls")
         calls, thinking = calls_of(each, where), each.thinking or None
         messages.append(
             Message(
@@ -84,7 +85,7 @@ def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]
             )
         )
     if not messages:
-        raise InvalidArgument("messages", "at least one is needed")
+        raise InvalidArgument("messages", "at least one message is required")
     return messages
 
 
@@ -95,7 +96,7 @@ def turn_request(
     priority_max: int = PRIORITY_MAX,
     traceparent: str = "",
 ) -> TurnRequest:
-    """`priority_max`: a higher one is lowered to it."""
+    """`priority_max`: higher priorities are lowered to it."""
     if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
         raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
     messages, given = tuple(messages_of(request.messages)), given_sampling(request.sampling)
@@ -120,7 +121,7 @@ def turn_request(
 
 
 def given_sampling(given: pb.Sampling) -> dict[str, Any]:
-    """Return the fields of `Sampling` that a request sets; the wire has the same names."""
+    """Return the fields of `Sampling` that a request sets."""
     values: dict[str, Any] = {}
     for field, value in given.ListFields():
         if isinstance(value, Mapping):
@@ -133,9 +134,9 @@ def given_sampling(given: pb.Sampling) -> dict[str, Any]:
 
 
 def away_seconds(hints: pb.Hints) -> float:
-    """Return for how long the client expects to be away after the turn."""
+    """Return how long the client expects to be away after the turn, in seconds."""
     seconds = hints.expected_return_seconds
-    if not 0.0 <= seconds <= AWAY_SECONDS_MAX:  # not a number is neither
+    if not 0.0 <= seconds <= AWAY_SECONDS_MAX:  # also rejects NaN
         raise InvalidArgument(
             "hints.expected_return_seconds", f"must lie in 0..{AWAY_SECONDS_MAX:g}"
         )
@@ -144,7 +145,7 @@ def away_seconds(hints: pb.Hints) -> float:
 
 def cancel(request: pb.CancelTurnRequest, tenant: str) -> CancelRequest:
     if request.turn_id and request.request_id:
-        raise InvalidArgument("request_id", "is given instead of the turn_id, not beside it")
+        raise InvalidArgument("request_id", "must not be combined with turn_id")
     keep_tokens = request.keep_tokens if request.HasField("keep_tokens") else None
     if keep_tokens is not None and keep_tokens < 0:
         raise InvalidArgument("keep_tokens", "must not be negative")
@@ -165,29 +166,31 @@ def constraint_of(request: pb.SendMessageRequest) -> Constraint | None:
         return None
     name = request.constraint.WhichOneof("kind")
     if name is None:
-        raise InvalidArgument(FIELD, "names no kind")
+        raise InvalidArgument(FIELD, "has no kind")
     given = request.constraint
     if name == "choice":
         return choice_of(tuple(given.choice.choices))
     if name == "json_object":
-        return Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None  # not wanted
+        return (
+            Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None
+        )  # false: no constraint
     return Constraint(ConstraintKind(name), getattr(given, name))
 
 
 def check_arguments(messages: Iterable[pb.NewMessage]) -> None:
-    """Refuse more arguments of tool calls than a request may have, before any is read."""
+    """Refuse too many bytes of tool call arguments, before parsing any."""
     if (
         sum(len(c.arguments) for each in messages for c in each.tool_calls)
         > sizes.TOOL_CALLS_BYTES_MAX
     ):
         raise InvalidArgument(
             "messages",
-            f"arguments of tool calls have {sizes.TOOL_CALLS_BYTES_MAX:,} bytes together",
+            f"all tool call arguments may have {sizes.TOOL_CALLS_BYTES_MAX:,} bytes",
         )
 
 
 def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
-    """Read the tool calls of one message; `where` is its name in errors."""
+    """Read the tool calls of a message; `where` is its name in errors."""
     calls = []
     for number, each in enumerate(message.tool_calls):
         path = f"{where}.tool_calls[{number}]"
@@ -198,18 +201,18 @@ def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
             arguments = read_json(each.arguments, f"{path}.arguments")
             check_json(arguments, f"{path}.arguments")
         if not isinstance(arguments, dict):
-            raise InvalidArgument(f"{path}.arguments", "must be the JSON of an object")
+            raise InvalidArgument(f"{path}.arguments", "must be a JSON object as text")
         calls.append(ToolCall(each.name, arguments, each.id or None))
     return tuple(calls)
 
 
 def page_of(request: Any) -> tuple[int, int]:
-    """Return the page size, and the number in the page token; 0 if there is none."""
+    """Return the page size and the number in the page token; 0 without a token."""
     size, token = request.page_size or PAGE_SIZE, request.page_token
     if not 1 <= size <= records.PAGE_SIZE_MAX:
         raise InvalidArgument("page_size", f"must lie in 1..{records.PAGE_SIZE_MAX}")
     if token and not (token.isascii() and token.isdigit()):
-        raise InvalidArgument("page_token", "is not one that was given out")
+        raise InvalidArgument("page_token", "is not a token of this server")
     return size, int(token[:18] or 0)
 
 
@@ -217,7 +220,7 @@ def page_of(request: Any) -> tuple[int, int]:
 
 
 def conversation(found: records.StoredConversation, context_max: int) -> pb.Conversation:
-    """Leave out fields from an earlier version that are larger than this one accepts."""
+    """Return the message, without fields that are larger than this version accepts."""
     given = pb.Conversation(
         conversation_id=found.conversation_id,
         revision=found.revision,
@@ -227,6 +230,7 @@ def conversation(found: records.StoredConversation, context_max: int) -> pb.Conv
         prefix_id=found.prefix_id,
         create_time=timestamp(found.created_at),
         update_time=timestamp(found.updated_at),
+        title=found.title,
     )
     _fill(given, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
     _fill(given, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
@@ -238,7 +242,7 @@ def conversation(found: records.StoredConversation, context_max: int) -> pb.Conv
 
 
 def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
-    """Set a field of JSON objects; name it as left out if it is too large."""
+    """Set a field of JSON objects, or list it as left out if it is too large."""
     try:
         made = structs(values)
     except TooManyValues:
@@ -320,7 +324,7 @@ def started(live: LiveTurn) -> pb.TurnStarted:
 
 
 def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
-    """Yield few messages: one for each run of the same kind that is not too large."""
+    """Yield one message per run of tokens of one kind, split at DELTA_BYTES_MAX."""
     parts, start, num_bytes = tokens.parts, 0, 0
     for end in range(1, len(parts)):
         num_bytes += _bytes_max(tokens, end - 1)
@@ -332,14 +336,14 @@ def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
 
 
 def _bytes_max(tokens: ReplyTokens, number: int) -> int:
-    """Return an upper bound for the bytes of a token in a message."""
+    """Return an upper bound for the bytes that a token takes in a message."""
     text = tokens.texts[number] if number < len(tokens.texts) else ""
     alternatives = len(tokens.logprobs[number][1]) if tokens.logprobs else 0
     return BYTES_PER_CHARACTER_MAX * len(text) + BYTES_PER_LOGPROB_MAX * (1 + alternatives)
 
 
 def _run(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
-    """Yield one message; text that is too long for it comes before in messages of its own."""
+    """Yield one message, preceded by messages with text that is too long for it."""
     text, most = "".join(tokens.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
     kind = PART_NUMBERS[tokens.parts[start]]
     while len(text) > most:
@@ -388,7 +392,7 @@ def status_code(error: PensieveError) -> grpc.StatusCode:
 
 
 def status(error: PensieveError) -> status_pb2.Status:
-    """google.rpc.Status with ErrorInfo, and what helps beside it."""
+    """Return a google.rpc.Status with ErrorInfo and further details."""
     given = status_pb2.Status(code=status_code(error).value[0], message=client_text(error))
     _detail(
         given,

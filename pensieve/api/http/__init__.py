@@ -1,8 +1,8 @@
-"""The APIs that other servers have, over HTTP: what their clients send, and answers that they understand.
+"""OpenAI's and Anthropic's APIs over HTTP, for unchanged clients.
 
-    socket ──listener──> Exchange ──front: who calls, from where──> endpoint (routes) ──> the daemon
-    socket <──a body, or a stream of events, or an error in the API's shape──┘
+    socket ──listener──> Exchange ──front: checks, authentication──> endpoint (routes) ──> daemon
+    socket <──a body, a stream of events, or an error in the API's shape──┘
 
-An endpoint reads a body with `api/openai`, calls what gRPC's methods call, and writes. Tokens, limits and the
-audit log are those of gRPC: both doors have the same guard (guard/guard.py).
+An endpoint parses the body with `api/openai`, calls the same functions as gRPC's methods, and writes the
+answer. Tokens, limits and the audit log are shared with gRPC (guard/guard.py).
 """

@@ -1,10 +1,9 @@
 """`POST /v1/chat/completions` and `/v1/completions`.
 
-A chat brings its whole history. The binder finds the stored conversation with these messages, and only the
-new ones are computed (conversations/binding). Of `n` choices the first continues that conversation, the
-others continue forks of it. `store: false`, or a header that names a task of Open WebUI, makes a turn of all
-messages that is not stored. A text completion continues a prompt outside of any conversation, and is not
-stored.
+A chat sends its whole history. The binder finds the stored conversation with these messages, and only the new
+messages are computed (conversations/binding). With `n` choices, the first continues that conversation, and
+the others continue forks. Nothing is stored with `store: false`, for tasks of Open WebUI (a header names
+them), and for text completions.
 """
 
 from __future__ import annotations
@@ -54,9 +53,10 @@ class CompletionsEndpoint:
         return await requests.rendered(by, sum(live.num_tokens for live in lives), made)
 
     async def _begin(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
-        # Open WebUI names requests that belong to no chat: for titles, tags, queries.
+        # Open WebUI marks requests for titles, tags and queries, which belong to no chat.
         is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
-        if self._kind is RequestKind.COMPLETION or request.store is False or is_errand:
+        is_stored = self._kind is RequestKind.CHAT and self._requests.is_stored(request)
+        if is_errand or not is_stored:
             return await self._requests.begin_unstored(request)
         return await self._requests.begin_bound(exchange, request)
 
@@ -86,7 +86,7 @@ class CompletionsEndpoint:
 
 
 async def all_of(works: Any) -> None:
-    """Run them all at once; the first error ends the others."""
+    """Run all at once; the first error cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in works]
     try:
         await asyncio.gather(*tasks)

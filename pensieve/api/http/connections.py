@@ -1,13 +1,13 @@
-"""HTTP connections with limits that uvicorn's do not have.
+"""HTTP connections of uvicorn with more limits.
 
-    head       HEAD_SECONDS, HEAD_BYTES_MAX and LINES_MAX: the parser takes its time for each line
-    body       the time of guard/request_bodies.py; an unwanted body has HEAD_SECONDS and UNWANTED_BYTES_MAX
-    pipelined  a client may send its next request early; it waits, and nothing after it is read
-    answer     a client that takes nothing for STALL_SECONDS is cut off
-    idle       closed after IDLE_SECONDS, before the first request as after an answer
+    head       HEAD_SECONDS, HEAD_BYTES_MAX, and LINES_MAX, because parsing takes time per line
+    body       the time of guard/request_bodies.py; an unread body: HEAD_SECONDS and UNWANTED_BYTES_MAX
+    pipelined  a client may send its next request early; it waits, and nothing more is read
+    answer     a client that reads nothing for STALL_SECONDS is disconnected
+    idle       closed after IDLE_SECONDS, before the first request and between requests
 
-The parser gets a few KiB at a time, since h11 holds the loop up for a millisecond with each KiB of short
-lines. What belongs to the next request reaches it only when this one is answered.
+The parser gets a few KiB at a time, because h11 blocks the loop for a millisecond per KiB of short lines.
+Data of the next request is parsed only after this one is answered.
 """
 
 from __future__ import annotations
@@ -22,30 +22,28 @@ PURPOSE = "the HTTP API"
 HEAD_SECONDS = 10.0
 IDLE_SECONDS = 75
 HEAD_BYTES_MAX = 32 << 10
-LINES_MAX = 256  # of a head
-STALL_SECONDS = 30.0  # that a client may take nothing of what is sent
-SLICE_BYTES = 4 << 10  # that are parsed at once of a head, and
-BODY_SLICE_BYTES = 16 << 10  # of a body
-UNWANTED_BYTES_MAX = (
-    32 << 20
-)  # of a body that is not read; less, and its client would seldom get the answer
+LINES_MAX = 256  # per head
+STALL_SECONDS = 30.0  # that a client may read nothing of an answer
+SLICE_BYTES = 4 << 10  # of a head that are parsed at once
+BODY_SLICE_BYTES = 16 << 10  # of a body that are parsed at once
+UNWANTED_BYTES_MAX = 32 << 20  # of an unread body; with less, clients would often miss the answer
 HEAD_END = re.compile(rb"\n\r?\n")
 TOO_LARGE = b"431 Request Header Fields Too Large"
 FULL = b"503 Service Unavailable\r\nretry-after: 1"
 
 
 def protocol(connections_max: int) -> Any:
-    """Return uvicorn's class of connections with these limits; more than `connections_max` are refused."""
+    """Return uvicorn's protocol class with these limits; it refuses more than `connections_max`."""
     uvicorns = need("http", "uvicorn.protocols.http.h11_impl", PURPOSE)
     h11 = need("http", "h11", PURPOSE)
 
     class Protocol(uvicorns.H11Protocol):  # type: ignore[misc, name-defined]
         _deadline: asyncio.TimerHandle | None = None
         _look: asyncio.TimerHandle | None = None
-        _in_head = False  # the deadline is that of a head, or of a body that nobody wants
-        _head = b""  # what has come of one
-        _num_unwanted = 0  # bytes of a body that was answered already
-        _behind = b""  # what has come behind a request that is not answered yet
+        _in_head = False  # the deadline is for a head, or for an unread body
+        _head = b""  # received part of a head
+        _num_unwanted = 0  # bytes of a body whose request is already answered
+        _behind = b""  # data after a request that is not answered yet
 
         def connection_made(self, transport: Any) -> None:
             if len(self.connections) >= connections_max:
@@ -84,7 +82,7 @@ def protocol(connections_max: int) -> Any:
             if self.conn.their_state is h11.SEND_BODY:
                 self._close_after(HEAD_SECONDS, in_head=True)
             else:
-                self._close_after(None)  # uvicorn has a timer for what comes next
+                self._close_after(None)  # uvicorn has its own timer from here on
             behind, self._behind = self._behind, b""
             if behind:
                 self.data_received(behind)
@@ -92,7 +90,7 @@ def protocol(connections_max: int) -> Any:
         def send_400_response(self, msg: str) -> None:
             if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
-            else:  # within an answer
+            else:  # during an answer
                 self.transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -103,7 +101,7 @@ def protocol(connections_max: int) -> Any:
                 super().connection_lost(exc)
 
         def _is_small(self, piece: bytes) -> bool:
-            """Whether the head, with this piece, is within its limits."""
+            """Return whether the head is within its limits with this piece."""
             before, self._head = max(len(self._head) - 2, 0), self._head + piece
             end = HEAD_END.search(self._head, before)
             head = self._head if end is None else self._head[: end.end()]
@@ -112,15 +110,15 @@ def protocol(connections_max: int) -> Any:
             return len(head) <= HEAD_BYTES_MAX and head.count(b"\n") <= LINES_MAX
 
         def _is_bearable(self, num_bytes: int) -> bool:
-            """Whether so many more bytes of an unwanted body may come."""
+            """Return whether this many more bytes of an unread body are accepted."""
             self._num_unwanted += num_bytes
             return self._num_unwanted <= UNWANTED_BYTES_MAX
 
         def _keep(self, data: bytes) -> None:
-            """Keep data that came after a request that is not answered yet."""
+            """Keep data that arrived before the current request is answered."""
             self._behind += data
             if len(self._behind) > HEAD_BYTES_MAX:
-                self.flow.pause_reading()  # until it is
+                self.flow.pause_reading()  # until it is answered
 
         def _refuse(self, status: bytes) -> None:
             head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -128,7 +126,7 @@ def protocol(connections_max: int) -> Any:
             self.transport.close()
 
         def _look_again(self, left_before: int) -> None:
-            """Abort if the client took nothing since the last look; `close` would wait for it."""
+            """Abort if the client read nothing since the last check; `close` would wait for it."""
             left = self.transport.get_write_buffer_size()
             if left_before and left >= left_before:
                 self.transport.abort()

@@ -1,10 +1,10 @@
 """`/v1/conversations`: the same conversations as over gRPC, with their messages as items.
 
-POST                    create one without messages; items in the request are pending
+POST                    create a conversation without messages; items in the request are pending
 GET, POST …/{id}        describe it; replace its metadata
 DELETE                  delete it
 
-items: GET, GET one     its messages, a reply in its parts (openai/conversation_items), then pending items
+items: GET, GET one     messages, with replies in parts (openai/conversation_items), then pending items
 items: POST             add pending items; the next turn includes them (store/conversation_changes)
 items: DELETE           delete the last item. A pending item is erased. A reply is removed by a rewind, and
                         the messages that it answers are pending again
@@ -31,22 +31,22 @@ from pensieve.store.conversation_changes import Pending
 from pensieve.store.conversation_rows import refuse_running
 from pensieve.text import Message
 
-ITEMS_MAX = 20  # of a request
-ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100  # where a client does not say how many
-ATTEMPTS_MAX = 3  # to delete an item of a conversation that others change, too
-PENDING_MAX = 100  # of a conversation: a turn has few messages
-WINDOW = 16  # messages that are read at once, from the end on
+ITEMS_MAX = 20  # per request
+ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100  # default and maximum of `limit`
+ATTEMPTS_MAX = 3  # to delete an item while others change the conversation
+PENDING_MAX = 100  # per conversation: a turn has few messages
+WINDOW = 16  # messages that are read at once, from the end
 ONLY_LAST = "only the last item of a conversation can be deleted, where it is a whole message"
 
 
 class ConversationItems(NamedTuple):
     conversation: records.StoredConversation
     pending: tuple[records.NewMessage, ...]
-    first_number: int  # of its messages, as items
+    first_number: int  # item number of its first message
 
     @property
     def waiting(self) -> list[records.StoredMessage]:
-        """Return the pending messages as if they were the next of the conversation."""
+        """Return the pending messages as the next messages of the conversation."""
         return as_stored(self.pending, self.conversation)
 
     @property
@@ -86,7 +86,7 @@ class ConversationEndpoints:
     async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         conversation_id = exchange.values["conversation_id"]
         if not records.ID_PATTERN.fullmatch(conversation_id):
-            raise NotFound("there is no such conversation")
+            raise NotFound("no such conversation")
         await self._daemon.writable.delete(conversation_id, by.tenant)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
@@ -124,10 +124,9 @@ class ConversationEndpoints:
         return (await self._item(exchange.values["item_id"], seen))[1]
 
     async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Delete the item with this id, if it is the last one.
+        """Delete the item with this id if it is the last one.
 
-        If the conversation changes before that, look again. An item that got the same id meanwhile is another
-        one, and stays.
+        Retries if the conversation changes meanwhile. A different item that got the same id meanwhile stays.
         """
         conversations = self._daemon.writable
         named: records.StoredMessage | None = None
@@ -155,13 +154,13 @@ class ConversationEndpoints:
     # -- inside --
 
     def _appended(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
-        """Return a change that adds pending messages; together they must fit into a turn."""
+        """Return a change that adds pending messages, which must all fit into one turn."""
         add, context_max = appended(messages), self._daemon.context_max
 
         def change(found: Pending) -> Pending:
             after = add(found)
             if len(after.messages) > PENDING_MAX:
-                problem = f"a conversation has at most {PENDING_MAX} that no turn has seen"
+                problem = f"a conversation has at most {PENDING_MAX} pending items"
                 raise Refusal("items", problem)
             check_length("items", sum(map(_length, after.messages)), context_max)
             return after
@@ -189,7 +188,7 @@ class ConversationEndpoints:
         after: tuple[int, int] | None,
         descending: bool,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the items after this one (a message's index, and a part of it), in either order."""
+        """Yield the items after this one (index of the message, part of it), in either order."""
         walk = self._backward if descending else self._forward
         first = None if after is None else after[0]
         num_messages = 0
@@ -237,7 +236,8 @@ class ConversationEndpoints:
             found = [
                 each
                 async for each in self._stored.messages(conversation, index, index + 1)
-                if each.revision <= conversation.revision  # else it is newer than what was seen
+                if each.revision
+                <= conversation.revision  # else it is newer than the conversation that was read
             ]
         else:
             found = [each for each in seen.waiting if each.index == index]
@@ -253,7 +253,7 @@ def no_item() -> NotFound:
 
 
 def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
-    """Return the index of the item's message, and which part of it the item is."""
+    """Return the index of the item's message, and the item's number within the message."""
     found = place_of(item_id)
     if found is None or found[0].tag != seen.tag or found[0].number < seen.first_number:
         raise no_item()
@@ -261,7 +261,7 @@ def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
 
 
 def _is_same(one: records.StoredMessage, other: records.StoredMessage) -> bool:
-    """Whether both are the same message, read twice; a pending one has no revision of its own."""
+    """Return whether both are the same message; a pending message has no revision of its own."""
     is_reply = one.finish_reason is not None
     return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
         *(other.role, other.content, other.tool_call_id, other.extra),
@@ -270,7 +270,7 @@ def _is_same(one: records.StoredMessage, other: records.StoredMessage) -> bool:
 
 
 def _length(message: records.NewMessage) -> int:
-    """Return the length in characters, with thoughts and calls."""
+    """Return the number of characters, including thinking and calls."""
     return len(message.content) + (len(str(message.extra)) if message.extra else 0)
 
 

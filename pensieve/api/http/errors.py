@@ -1,4 +1,4 @@
-"""Errors of our tree as OpenAI's API has them: a status, and a body that its clients make exceptions of."""
+"""Map errors to OpenAI's: a status, and a body that its clients turn into exceptions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from pensieve.api.json_fields import Refusal
 from pensieve.guard.client_errors import client_text, retry_seconds
 
 
+class UnservedEndpoint(errors.NotFound):
+    """An endpoint of other servers that this server does not have."""
+
+
 class ErrorShape(NamedTuple):
     status: int
     type: str
     code: str | None
 
 
-# The first class that fits.
+# The first matching class counts.
 SHAPES: tuple[tuple[type[errors.PensieveError], ErrorShape], ...] = (
     (BodyTooLarge, ErrorShape(413, "invalid_request_error", "request_too_large")),
     (PackedBody, ErrorShape(415, "invalid_request_error", "unsupported_encoding")),
     (errors.InvalidArgument, ErrorShape(400, "invalid_request_error", "invalid_value")),
+    (UnservedEndpoint, ErrorShape(404, "invalid_request_error", "unsupported_endpoint")),
     (errors.NotFound, ErrorShape(404, "invalid_request_error", "not_found")),
     (errors.AlreadyExists, ErrorShape(409, "invalid_request_error", "already_exists")),
     (errors.TurnRunning, ErrorShape(409, "invalid_request_error", "turn_running")),

@@ -1,13 +1,13 @@
-"""One HTTP request and its answer; to the guard, the transport of a call.
+"""An HTTP request and its answer; the guard uses it as the transport of a call.
 
     reading    `read` receives the body, up to a limit
-    waiting    if the client leaves, the task that answers is cancelled, and `has_left` is set
-    answering  one whole answer (`answer`), or a stream of events (`begin_events`, `write`)
+    waiting    if the client disconnects, the handler's task is cancelled and `has_left` is set
+    answering  a whole answer (`answer`), or a stream of events (`begin_events`, `write`)
     over       `end` calls the functions of `add_done_callback` once
 
-A stream's headers are sent with its first event, or after KEEP_ALIVE_SECONDS. A failure before that is an
-error with a status; a later one is an event. While nothing else is written, a comment is sent every
-KEEP_ALIVE_SECONDS, so that proxies keep the connection.
+A stream's headers are sent with its first event, or after KEEP_ALIVE_SECONDS. An earlier failure is an error
+with a status, a later failure is an event. A silent stream sends a comment every KEEP_ALIVE_SECONDS, so that
+proxies keep the connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.guard.guard import GuardedCall
 
 BODY_BYTES_MAX = 8 << 20
-SHORT_BODY_BYTES = 64 << 10  # of a body that does not count among those on their way
+SHORT_BODY_BYTES = 64 << 10  # a body up to this size does not count as being received
 KEEP_ALIVE_SECONDS = 15.0
 QUERY_FIELDS_MAX = 64
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -35,10 +35,10 @@ class BodyTooLarge(InvalidArgument):
 
 
 class PackedBody(InvalidArgument):
-    """The body is compressed, and could become any size."""
+    """The body is compressed, so its real size is unknown."""
 
 
-WINDOW_BYTES = 64 << 10  # of an answer that are sent at once
+WINDOW_BYTES = 64 << 10  # of an answer, sent at once
 
 
 class Exchange:
@@ -48,25 +48,25 @@ class Exchange:
         self.path: str = scope["path"]
         self.values: Mapping[str, str] = scope.get("path_params", {})
         self.headers: dict[str, str] = {}
-        for name, value in scope["headers"]:  # the first of several counts
+        for name, value in scope["headers"]:  # the first of duplicate headers counts
             self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
         self.out: dict[str, str] = {}  # headers of the answer
-        self.has_left = False  # the client
-        self.num_bytes = 0  # of the body, that were read
-        self._body = bytearray()  # what was read of it
-        self._has_body = False  # all of it was read
-        self.received: bytes | None = None  # the whole body, kept where it may have to be sent on
-        self.was_read_elsewhere = False  # a part of the body, piece by piece
-        self.retry_key = ""  # names the request where two daemons may come to carry it out
-        self.call: GuardedCall | None = None  # None once an error is told
+        self.has_left = False  # the client disconnected
+        self.num_bytes = 0  # bytes of the body received
+        self._body = bytearray()  # received part of it
+        self._has_body = False  # the whole body was received
+        self.received: bytes | None = None  # the whole body, kept if it may be forwarded
+        self.was_read_elsewhere = False  # the handler has read pieces of the body
+        self.retry_key = ""  # names the request if two daemons may execute it
+        self.call: GuardedCall | None = None  # None after an error was sent
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
-        self.begun = False  # the answer's headers are sent
+        self.begun = False  # the headers of the answer were sent
         self.is_stream = False
-        self.status = 200  # of an answer in pieces
+        self.status = 200  # of an answer that is sent in pieces
         self._watching: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()  # of what is sent
+        self._lock = asyncio.Lock()  # held while sending
         self._sent_at = 0.0
 
     # -- as the guard uses it --
@@ -88,7 +88,7 @@ class Exchange:
         return body
 
     async def read_ahead(self) -> bool:
-        """Receive as much as a short body has, and return whether that is the whole body."""
+        """Receive up to SHORT_BODY_BYTES, and return whether that is the whole body."""
         self._check_coding()
         declared = self.headers.get("content-length", "")
         if declared.isdigit() and len(declared) < 20 and int(declared) > BODY_BYTES_MAX:
@@ -105,7 +105,7 @@ class Exchange:
         self._body += chunk
 
     async def read_chunk(self) -> bytes | None:
-        """Return the next piece of a body of any length; None after the last."""
+        """Return the next piece of a body of any length; None after the last piece."""
         if self._has_body:
             return None
         self.was_read_elsewhere = True
@@ -124,20 +124,20 @@ class Exchange:
         return chunk
 
     def check_framing(self) -> None:
-        """Refuse other versions of HTTP, and a head that gives the length of its body twice.
+        """Refuse other versions of HTTP, and heads with two lengths of the body.
 
-        A proxy in front may have believed the other length.
+        A proxy in front might use the other length (request smuggling).
         """
         if self.scope.get("http_version") not in ("1.0", "1.1"):
             self.out["connection"] = "close"
             raise InvalidArgument("version", "must be HTTP/1.1")
         if "transfer-encoding" in self.headers and "content-length" in self.headers:
             self.out["connection"] = "close"
-            raise InvalidArgument("content-length", "must not be given beside transfer-encoding")
+            raise InvalidArgument("content-length", "must not be combined with transfer-encoding")
 
     def _check_coding(self) -> None:
         if self.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-            raise PackedBody("content-encoding", "is not supported: send the body as it is")
+            raise PackedBody("content-encoding", "is not supported: send the body uncompressed")
 
     def _watch(self) -> None:
         task = asyncio.current_task()
@@ -153,18 +153,18 @@ class Exchange:
             task.cancel()
 
     async def no_body(self) -> None:
-        """Expect no body: from now on the task is cancelled when the client leaves."""
+        """Expect no body. From now on the task is cancelled when the client disconnects."""
         self._watch()
 
     # -- the answer --
 
     def begin_anew(self, headers: Mapping[str, str]) -> None:
-        """Forget what was prepared of an answer that has not begun; `headers` stay."""
+        """Reset an answer that has not begun; keep only `headers`."""
         self._stop_keeping()
         self.is_stream, self.out = False, dict(headers)
 
     def pass_on_head(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        """Answer with the bytes that another daemon sends; the headers are sent with the first."""
+        """Begin an answer with bytes from another daemon; the headers are sent with the first bytes."""
         self.out |= dict(headers)
         self.status = status
         self.is_stream = self.out.get("content-type", "").startswith("text/event-stream")
@@ -178,41 +178,40 @@ class Exchange:
         self.out |= {"content-type": kind, "content-length": str(len(body))}
         await self._begin(status)
         body = b"" if self.method == "HEAD" else body
-        for start in range(
-            0, len(body), WINDOW_BYTES
-        ):  # each waits until the client has taken the last
+        # Each piece waits until the client has read the previous one.
+        for start in range(0, len(body), WINDOW_BYTES):
             piece = body[start : start + WINDOW_BYTES]
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
     def begin_events(self) -> None:
-        """Answer with a stream of events; the headers are sent with the first."""
+        """Begin a stream of events; the headers are sent with the first event."""
         self.is_stream = True
         self.out |= {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
-            "x-accel-buffering": "no",  # of proxies
+            "x-accel-buffering": "no",  # for proxies
         }
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
         self._keeping = loop.create_task(self._keep_alive())
 
     def begin_bytes(self, kind: str) -> None:
-        """Answer with a stream of bytes; the headers are sent with the first.
+        """Begin a stream of bytes; the headers are sent with the first bytes.
 
-        A failure after that breaks the connection off, so that no client takes the answer for whole.
+        A later failure aborts the connection, so that no client mistakes the answer for complete.
         """
         self.out["content-type"] = kind
 
     async def write(self, piece: bytes) -> None:
-        """Write a piece of a stream; return when the client may have more."""
+        """Write a piece of a stream; return when the client is ready for more."""
         if self.call is None:
             await self.write_now(piece)
         else:
             await self.call.send(len(piece), self.write_now, piece)
 
     async def write_now(self, piece: bytes) -> None:
-        """Write a piece, however much the tenant's clients have still to read."""
+        """Write a piece, even if the tenant's clients have much unread."""
         async with self._lock:
             if not self.begun:
                 await self._begin(self.status)
@@ -220,7 +219,7 @@ class Exchange:
             self._sent_at = asyncio.get_running_loop().time()
 
     async def write_events(self, values: Iterable[Mapping[str, Any]]) -> None:
-        """Write events, each named by its type if it has one."""
+        """Write events; an event's type becomes its name."""
         if events := b"".join(event(each, each.get("type", "")) for each in values):
             await self.write(events)
 
@@ -266,14 +265,14 @@ class Exchange:
 
 
 def event(value: Mapping[str, Any], name: str = "") -> bytes:
-    """Return a server-sent event; JSON holds no line end, so one `data` line is enough."""
+    """Return a server-sent event with one `data` line, because JSON text has no line ends."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def _header(value: str) -> bytes:
-    """Return the value as printable ASCII: a line end would begin another header."""
+    """Return the value as printable ASCII, because a line end would start another header."""
     return "".join(each if " " <= each <= "~" else "?" for each in value).encode()
 
 
@@ -282,7 +281,7 @@ def _too_large() -> BodyTooLarge:
 
 
 def query_of(exchange: Exchange) -> dict[str, str]:
-    """Return the query of the path: the first value of each name."""
+    """Return the query string's fields: the first value of each name."""
     raw = exchange.scope.get("query_string", b"").decode("latin-1")
     found: dict[str, str] = {}
     try:

@@ -1,16 +1,16 @@
-"""What every request passes before its endpoint, and how errors are told.
+"""The steps of every request around its endpoint, and error responses.
 
-    Host and Origin   a page of another site, or a name that points here by trickery, does nothing
+    Host and Origin   refuse web pages of other sites and DNS rebinding
     caller            by a bearer token (or `x-api-key`), as over gRPC; health and version need none
-    limits            of the caller's tenant: calls, requests per second, bytes on their way and unread
-    endpoint          answers, or raises an error of our tree
+    limits            of the tenant: calls, requests per second, bytes being received, unread bytes
+    endpoint          answers, or raises a PensieveError
     owner             answers instead, if another daemon owns the conversation (OwnedElsewhere)
-    the end           the call is no longer counted, whether the client took the answer or left
+    end               the call is no longer counted
 
-Host is checked where callers need neither a token nor a client certificate. Without the check, a web page
-could read the daemon under a name of its own (DNS rebinding). IP addresses are always served: rebinding needs
-a name. So are the machine's own names and those of `hosts`. An Origin that is not the listener's own is
-refused unless it is one of `origins`; CORS headers are sent to these alone.
+Host is checked if callers need neither a token nor a client certificate: otherwise a web page could read the
+daemon under a host name of its own (DNS rebinding). Allowed are IP addresses, because rebinding needs a name,
+the machine's own names, and `hosts`. A foreign Origin is refused unless it is one of `origins`, which alone
+get CORS headers.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
 
 @dataclass(frozen=True)
 class Allowed:
-    hosts: frozenset[str] = frozenset()  # names in Host; "*": any
-    origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
-    is_local: bool = True  # the listener is on this machine alone, and needs no token
+    hosts: frozenset[str] = frozenset()  # host names; "*": any
+    origins: frozenset[str] = frozenset()  # of other sites; "*": any
+    is_local: bool = True  # only this machine can connect, and no token is needed
 
 
 class Front:
     def __init__(self, guard: Guard, allowed: Allowed, forward: ForwardHttp | None = None) -> None:
-        """`forward`: None of a daemon that shares its history with no other one."""
+        """`forward`: None if no other daemon shares the history."""
         self.guard = guard
         self.allowed = allowed
         self.forward = forward
@@ -70,7 +70,9 @@ class Front:
         if origin is None or origin in allowed.origins or "*" in allowed.origins:
             self._allow_origin(exchange, origin)
         elif not host or _place_of(origin) != host:
-            raise PermissionDenied(f"pages of {origin[:80]!r} are not allowed; see --http-origins")
+            raise PermissionDenied(
+                f"requests from pages of {origin[:80]!r} are refused; allow them with --http-origins"
+            )
 
     def _allow_origin(self, exchange: Exchange, origin: str | None) -> None:
         if origin is None:
@@ -89,7 +91,7 @@ class Front:
             }
 
     async def body(self, exchange: Exchange) -> bytes:
-        """Return the bytes of a request; they count for its tenant until the call ends."""
+        """Return the body; its bytes count towards the tenant's limit until the call ends."""
         assert exchange.call is not None
         if exchange.received is not None:
             return exchange.received
@@ -100,7 +102,7 @@ class Front:
 
 
 class Endpoint:
-    """An ASGI application around an endpoint's function."""
+    """An ASGI application that runs an endpoint's handler."""
 
     def __init__(
         self,
@@ -111,16 +113,18 @@ class Endpoint:
         is_deletion: bool = False,
         error_body: ErrorBody = errors.body_of,
         forward: ForwardHttp | None = None,
+        kind: CallKind = ENDPOINT,
     ) -> None:
-        """`forward`: as of `front`, for what is no conversation.
+        """`is_open`: no token is needed, and no body is read.
 
-        `is_open`: anybody may call it, and it reads no body.
+        `is_deletion`: the call is audited, with the ids in `exchange.values`.
 
-        `is_deletion`: the audit log has the call, with the ids in `exchange.values`.
+        `forward`: replaces that of `front` for objects that are not conversations.
         """
         self._front, self._handler, self._is_open = front, handler, is_open
         self._is_deletion, self._error_body = is_deletion, error_body
         self._forward = forward or front.forward
+        self._kind = kind
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = Exchange(scope, receive, send)
@@ -130,8 +134,8 @@ class Endpoint:
             await self._answer(exchange)
         except asyncio.CancelledError:
             if task.cancelling() and not exchange.has_left:
-                raise  # the daemon ends
-            while task.cancelling():  # its client left, or took nothing for too long
+                raise  # the daemon stops
+            while task.cancelling():  # the client disconnected, or read nothing for too long
                 task.uncancel()
         finally:
             await exchange.end()
@@ -140,7 +144,7 @@ class Endpoint:
         front = self._front
         forwarded: ForwardedRequest | None = exchange.scope.get(FORWARDED)
         call = exchange.call = GuardedCall(
-            *(front.guard, ENDPOINT, _name(exchange), exchange),
+            *(front.guard, self._kind, _name(exchange), exchange),
             tell=partial(self._tell, exchange),
             audited=partial(_audited, exchange) if self._is_deletion else None,
         )
@@ -160,7 +164,7 @@ class Endpoint:
                 value = await self._handler(exchange, by)
             except OwnedElsewhere as owner:
                 if forwarded is not None:
-                    forwarded.elsewhere = owner  # the other daemon finds another owner
+                    forwarded.elsewhere = owner  # the other daemon looks for the next owner
                     raise
                 value = await self._forwarded(exchange, by, owner)
             if value is not None:
@@ -169,7 +173,7 @@ class Endpoint:
     async def _forwarded(
         self, exchange: Exchange, by: Caller, owner: OwnedElsewhere
     ) -> Mapping[str, Any] | None:
-        """Have the owner answer, or answer here if this daemon is the owner now."""
+        """Have the owner answer, or answer here if this daemon has become the owner."""
         if self._forward is None or exchange.begun or exchange.was_read_elsewhere:
             raise owner
         await self._front.body(exchange)  # the handler may not have read it
@@ -182,7 +186,7 @@ class Endpoint:
 
     async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
         body = self._error_body(error)
-        exchange.call = None  # an error is told even if the tenant's clients have too much to read
+        exchange.call = None  # an error is sent even if the tenant has too many unread bytes
         if exchange.begun:
             if exchange.is_stream:
                 await exchange.write(event(body, "error" if "type" in body else ""))
@@ -201,7 +205,7 @@ class Endpoint:
 
 
 def _is_of_place(name: str) -> bool:
-    """Whether a header of an answer is for the place that the request came from, whatever the answer is."""
+    """Return whether a header belongs to the request's origin or connection, so that errors keep it."""
     return name in ("vary", "connection") or name.startswith("access-")
 
 
@@ -214,7 +218,7 @@ def _place_of(origin: str) -> str:
 
 
 def _name(exchange: Exchange) -> str:
-    """Return the name of the call in logs."""
+    """Return the call's name for logs."""
     return f"/http{ascii(exchange.path[:200])[1:-1]}"
 
 
@@ -234,13 +238,13 @@ def _audited(exchange: Exchange) -> AuditedCall:
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a Host header without its port; all of it if it is malformed."""
+    """Return the name in a Host header without the port; a malformed header unchanged."""
     found = HOST.fullmatch(host)
     return (host if found is None else found[1]).lower()
 
 
 def own_names(bound: str) -> frozenset[str]:
-    """Return the names that a browser may have for this machine; `bound`: the host that it listens on."""
+    """Return the names by which browsers may know this machine; `bound`: the listening host."""
     whole = socket.gethostname().lower()
     label = whole.partition(".")[0]
     mdns = f"{label}.local" if label else ""

@@ -1,9 +1,9 @@
-"""The methods of another door over HTTP, for the page and for clients without gRPC.
+"""gRPC's methods with JSON over HTTP, for the web page and for clients without gRPC.
 
-    POST /pensieve.v1.ConversationService/METHOD     a request's fields as JSON, by their names in the proto
-                                     the answer in the same form; of SendMessage a stream
+    POST /pensieve.v1.ConversationService/METHOD     fields as JSON, with their names in the proto;
+                                                     SendMessage answers with a stream
 
-The launcher hands the methods over (api/grpc/json_methods.py).
+The methods come from api/grpc/json_methods.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pensieve.api.http.exchange import Exchange, event
 from pensieve.api.http.front import Handler
 from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.route import Route
 from pensieve.guard.callers import Caller
 
 PREFIX = "/pensieve.v1.ConversationService/"
@@ -31,7 +32,7 @@ class GatewayMethod(Protocol):
 
 
 class GatewayCall:
-    """A request, as its method has it."""
+    """The call that a method gets."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
@@ -52,12 +53,13 @@ class GatewayCall:
         await self._exchange.write(event(piece))
 
 
-def gateway_routes(
-    methods: Iterable[GatewayMethod], requests: ApiRequests
-) -> Iterator[tuple[str, str, Handler, Mapping[str, Any]]]:
+def gateway_routes(methods: Iterable[GatewayMethod], requests: ApiRequests) -> Iterator[Route]:
     for method in methods:
         settings = {"is_deletion": method.is_deletion}
-        yield "POST", f"{PREFIX}{method.name}", _handler_of(method, requests), settings
+        yield Route(
+            *("POST", f"{PREFIX}{method.name}", _handler_of(method, requests)),
+            *(f"gRPC's {method.name} with JSON", settings, {"type": "object"}),
+        )
 
 
 def _handler_of(method: GatewayMethod, requests: ApiRequests) -> Handler:

@@ -1,9 +1,9 @@
 """The HTTP socket: uvicorn on the service's event loop, with limited connections (connections.py).
 
-CONNECTIONS_MAX connections may be open, apart from gRPC's, or as many as the limit of open files allows.
-Others are told to come again. The soft limit is raised as far as the hard limit allows.
+At most CONNECTIONS_MAX connections are open, or as many as the limit of open files allows; the soft limit is
+raised as far as possible. Further connections get a 503.
 
-The daemon closes the socket: idle connections are closed, the others end with their turns.
+When the daemon closes the socket, idle connections are closed, and the others end with their turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.extras import need
-from pensieve.guard.exposure import Listening, is_loopback
+from pensieve.guard.exposure import METRICS_ON_HTTP, Listening, is_loopback
 from pensieve.guard.guard import Guard
 from pensieve.guard.reload import Reloaded
 from pensieve.text import ChatTemplate
@@ -37,14 +37,14 @@ from pensieve.text.tool_calls import CallStyle
 log = logging.getLogger("pensieve")
 PURPOSE = "the HTTP API"
 BACKLOG = 1024
-ACCEPTED_AT_ONCE = 16  # of those that wait; the loop's streams go on between
+ACCEPTED_AT_ONCE = 16  # connections per loop step, so that streams continue
 CONNECTIONS_MAX = 10_240
-FILES_KEPT = 512  # of the open files that are allowed: for gRPC, the history and its readers
-CLOSE_SECONDS = 2.0  # for answers that are on their way when the daemon ends
+FILES_KEPT = 512  # open files reserved for gRPC and the history
+CLOSE_SECONDS = 2.0  # for unfinished answers when the daemon stops
 
 
 class GuardedServer(Protocol):
-    """The gRPC server, beside which HTTP is served."""
+    """The part of the gRPC server that HTTP uses."""
 
     daemon: Daemon
     guard: Guard
@@ -52,8 +52,9 @@ class GuardedServer(Protocol):
     plugins: Sequence[Plugin]
     beside: list[Any]  # listeners that open and close with the server
     forward_http: ForwardHttp | None  # to the daemon that owns a conversation
-    http_application: Callable[[], Any]  # answers what other daemons forward
+    http_application: Callable[[], Any]  # answers forwarded requests
 
+    async def metrics_text(self) -> str: ...
     @property
     def json_methods(self) -> Iterable[GatewayMethod]: ...
 
@@ -61,7 +62,7 @@ class GuardedServer(Protocol):
 def serve_http(
     server: GuardedServer, template: ChatTemplate, style: CallStyle | None = None
 ) -> None:
-    """Have the server listen for HTTP, too, if it has an address for it, and answer forwarded requests.
+    """Add HTTP to the server: answer forwarded requests, and listen if an address is set.
 
     `style` is how the model writes calls of tools.
     """
@@ -76,8 +77,10 @@ def serve_http(
 
     @cache
     def make() -> Any:
-        methods, plugins = server.json_methods, server.plugins
-        return application(front, server.daemon, template, style, methods, plugins)
+        return application(
+            *(front, server.daemon, template, style, server.json_methods, server.plugins),
+            server.metrics_text if listening.metrics == METRICS_ON_HTTP else None,
+        )
 
     server.http_application = make
     if not listening.http:
@@ -86,12 +89,12 @@ def serve_http(
 
 
 def connections_max() -> int:
-    """Return CONNECTIONS_MAX, or as many as the limit of open files leaves room for."""
+    """Return CONNECTIONS_MAX, or less if the limit of open files requires it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS_MAX + FILES_KEPT
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        with contextlib.suppress(OSError, ValueError):  # then it stays as it is
+        with contextlib.suppress(OSError, ValueError):  # the limit stays as it is
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             soft = allowed
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -112,7 +115,7 @@ class HttpListener:
         make: Callable[[], Any],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`make` is called for the application just before the socket answers; `on_reload` as Reloaded's."""
+        """`make` returns the application, when the socket opens; `on_reload`: see Reloaded."""
         need("http", "uvicorn", PURPOSE)
         need("http", "starlette", PURPOSE)
         need("http", "python_multipart", PURPOSE)
@@ -148,14 +151,14 @@ class HttpListener:
             **self._tls(),
         )
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
-        logging.getLogger("uvicorn.error").propagate = False  # of what strangers send it would tell
+        logging.getLogger("uvicorn.error").propagate = False  # it would log what strangers send
         server = self._server = _server(uvicorn)(config)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
         while not server.started and not self._serving.done():
             await asyncio.sleep(0.005)
         if self._serving.done():
             self._serving.result()
-        bound.listen(BACKLOG)  # asyncio takes one number for both
+        bound.listen(BACKLOG)  # uvicorn's backlog is also the number accepted per loop step
 
     def _tls(self) -> dict[str, Any]:
         listening = self._listening
@@ -195,16 +198,16 @@ def tls_context(
     client_ca: Path | None,
     on_reload: Callable[[str], None] = lambda problem: None,
 ) -> ssl.SSLContext:
-    """Return a context whose handshakes each use the certificate that is in force when they begin.
+    """Return a context whose handshakes use the current certificate.
 
-    If files have changed, a new context is made of them, and takes the place of the one before only if it
-    could be made: a certificate with the key of another would otherwise be half in force.
+    Changed files are loaded into a new context, which replaces the old one only as a whole. So a certificate
+    is never used with the key of another one.
     """
 
     def read() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(cert, key, lambda: "")  # nobody is there to type a password
+            context.load_cert_chain(cert, key, lambda: "")  # no password prompt
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot use {cert} with its key: {_reason(error)}") from error
         if client_ca is not None:

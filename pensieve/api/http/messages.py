@@ -1,11 +1,11 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API.
 
-A request brings the whole history. The binder finds the stored conversation with these messages, and only the
-new ones are computed (conversations/binding). A count renders and tokenizes the whole history, and stores
+A request sends the whole history. The binder finds the stored conversation with these messages, and only the
+new messages are computed (conversations/binding). A count renders and tokenizes the whole history, and stores
 nothing.
 
-Each answer has a `request-id`, because clients expect one. Logs name a turn by its conversation's id, which
-is in a header too.
+Each answer has a `request-id`, because clients expect one. Logs use the conversation's id, which is in a
+header, too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class MessageEndpoints:
         _identify(exchange)
         request = await self._requests.read(exchange, by, parse)
         with named(request):
-            (live,) = await self._requests.begin_bound(exchange, request)
+            if self._requests.is_stored(request):
+                (live,) = await self._requests.begin_bound(exchange, request)
+            else:
+                (live,) = await self._requests.begin_unstored(request)
         answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
         heading = Heading(answer_id, int(time.time()), request.model)
         reply, cutter = ReplyStream(live), self._requests.cutter(request.tools)
@@ -92,7 +95,7 @@ class MessageEndpoints:
 
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:
-    """Return an error as Anthropic's clients know it; they shorten their history if they see this text."""
+    """Return an error in Anthropic's shape; clients shorten their history at 'prompt is too long'."""
     text, details = client_text(error), None
     if isinstance(error, Refusal) and error.code == "context_length_exceeded":
         text = f"prompt is too long: {error.problem}"

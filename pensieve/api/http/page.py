@@ -1,4 +1,4 @@
-"""The web page, and the pictures of the engine's cache that it shows."""
+"""Serve the web page, and the pictures of the engine's cache that it shows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from pensieve.errors import PensieveError
 from pensieve.guard.callers import Caller
 from pensieve.guard.limits import Watchers
 
+FILES = (
+    *("page.html", "page.css"),
+    *("page_base.js", "page_markdown.js", "page_memory.js", "page.js"),  # in this order
+)
 LOOK_SECONDS = 0.5
 SHOWN_MAX = 64  # conversations
 WATCHERS_MAX = 64  # of a tenant
@@ -29,19 +33,21 @@ FIGURES = (
 
 
 class PageEndpoint:
-    """`GET /`: one file that needs nothing from another host.
+    """`GET /`: FILES as one document that needs nothing from another host.
 
     Its Content-Security-Policy allows its own script and style by their digests, calls to its own origin, and
     its icon. Nothing else runs or is fetched, whatever a model writes.
     """
 
     def __init__(self) -> None:
-        text = resources.files("pensieve.api.http").joinpath("page.html").read_text("utf-8")
-        self._body = text.encode()
-        script, style = (_digest(text, tag) for tag in ("script", "style"))
+        files = resources.files("pensieve.api.http")
+        text, style, *scripts = (files.joinpath(name).read_text("utf-8") for name in FILES)
+        script = "".join(scripts)
+        text = text.replace("<style></style>", f"<style>{style}</style>")
+        self._body = text.replace("<script></script>", f"<script>{script}</script>").encode()
         self._headers = {
-            "content-security-policy": f"default-src 'none'; script-src '{script}'; "
-            f"style-src '{style}'; img-src data:; connect-src 'self'; base-uri 'none'; "
+            "content-security-policy": f"default-src 'none'; script-src '{_digest(script)}'; "
+            f"style-src '{_digest(style)}'; img-src data:; connect-src 'self'; base-uri 'none'; "
             "form-action 'none'; frame-ancestors 'none'",
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
@@ -62,7 +68,7 @@ class MemoryEndpoints:
     """
 
     def __init__(self, daemon: Daemon, shows_figures: bool) -> None:
-        """`shows_figures`: everybody sees the figures of the whole engine, and not operators alone."""
+        """`shows_figures`: show figures of the whole engine to all callers. Operators always see them."""
         self._daemon, self._shows_figures = daemon, shows_figures
         self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
         self._pictures: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by tenant
@@ -93,7 +99,7 @@ class MemoryEndpoints:
                 lambda number: Picture(number, SHOWN_MAX, prefix)
             )
             stats = await self._daemon.stats()
-        except PensieveError as error:  # the engine starts again: the next one shows it
+        except PensieveError as error:  # the engine restarts: a later picture shows its cache
             return {"problem": error.reason, "conversations": [], "figures": {}}
         names = ("id", "tokens", "running", "left_out", "strip")
         return {
@@ -102,7 +108,7 @@ class MemoryEndpoints:
         }
 
     async def explain(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Return where a conversation's chunks are, and what happened to its chunks before."""
+        """Return where a conversation's chunks are, and their recent events."""
         key = cache_key(by.tenant, exchange.values["conversation_id"])
         answer = await self._daemon.engine.query(lambda number: Explain(number, key))
         runs = [
@@ -114,9 +120,6 @@ class MemoryEndpoints:
         return {"runs": runs, "events": events}
 
 
-def _digest(text: str, tag: str) -> str:
-    """Return the digest of an element's content, as the policy writes it."""
-    _, _, rest = text.partition(f"<{tag}>")
-    held, end, _ = rest.partition(f"</{tag}>")
-    assert end, tag
-    return f"sha256-{base64.b64encode(hashlib.sha256(held.encode()).digest()).decode()}"
+def _digest(text: str) -> str:
+    """Return an element's digest in the form that a Content-Security-Policy takes."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,8 +1,8 @@
-"""Write a reply over HTTP as it comes, and end its turn when the client leaves.
+"""Write a reply over HTTP as it arrives, and end its turn when the client disconnects.
 
-A client of these APIs cannot attach to its turn again, unless it sends an `Idempotency-Key`. So its turn ends
-when it leaves: the text that was written to it stays in the history; if there was none, nothing stays. With a
-key the turn lives on for as long as one of gRPC's (followers.py).
+Without an `Idempotency-Key`, a client cannot attach to its turn again. So a disconnect ends the turn: text
+that was sent stays in the history; if none was sent, nothing stays. With a key, the turn runs on for the same
+grace period as over gRPC (followers.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def follow(
 ) -> None:
     """Write the reply as events until the turn has ended; without `stream`, only wait.
 
-    `stays`: the turn goes on when its client leaves.
+    `stays`: the turn continues after a disconnect.
     """
     live, followers, num_sent = reply.live, daemon.conversations.followers, 0
 
@@ -58,7 +58,7 @@ async def follow(
 
 
 def sources(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Return headers that say where the tokens of a turn's context came from."""
+    """Return headers with the cache figures of a turn."""
     found = {
         f"x-pensieve-{name.replace('_', '-')}": str(int(figures[name]))
         for name in ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens")

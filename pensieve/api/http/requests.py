@@ -1,7 +1,7 @@
-"""Read the requests of every API over HTTP, and begin their turns.
+"""Read requests of the HTTP APIs, and begin their turns.
 
-A short body is parsed on the loop, a long one in the text pool. If the template, the tokenizer or the engine
-refuse something later, the error names it as the body does (`named`).
+Short bodies are parsed on the event loop, long ones in the text pool. Later errors of the template, the
+tokenizer or the engine use the body's names of fields (`named`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pensieve.text.reply_pieces import ReplyPieces
 from pensieve.text.tool_calls import CallStyle
 
 T = TypeVar("T")
-SHORT_BYTES = 16 << 10  # what the loop may parse by itself
-SHORT_TOKENS = 256  # of an answer
+SHORT_BYTES = 16 << 10  # parsed on the event loop
+SHORT_TOKENS = 256  # of an answer that is rendered on the event loop
 SEED_BITS = 63
 SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
@@ -53,7 +53,7 @@ class ApiRequests:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return the names that requests may use, the model's own first."""
+        """Return the model names that requests may use, the full name first."""
         name = self._daemon.engine.model_name
         short = name.rpartition("/")[2]
         return (name,) if short == name else (name, short)
@@ -81,45 +81,54 @@ class ApiRequests:
             request_id_of(exchange),
         )
         is_long = exchange.num_bytes > SHORT_BYTES
-        return await self._aside(by, is_long, lambda: read(body, served))
+        request = await self._aside(by, is_long, lambda: read(body, served))
+        if request.ignored:
+            exchange.out["x-pensieve-ignored"] = ", ".join(request.ignored)
+        return request
 
     async def rendered(
         self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """Return what `function` makes of so many tokens; a long answer would hold the loop up."""
+        """Call `function`, which renders `num_tokens`; long answers are rendered in the text pool."""
         return await self._aside(by, num_tokens > SHORT_TOKENS, function)
 
     async def _aside(self, by: Caller, is_long: bool, function: Callable[[], T]) -> T:
-        """Call the function, in the text pool if it takes long."""
+        """Call the function, in the text pool if `is_long`."""
         if not is_long:
             return function()
         return await self._daemon.threads.in_text_pool(by.tenant, function)
 
     def cutter(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
-        """Return what cuts a reply to pieces; it looks for calls only if there are tools."""
+        """Return a splitter of replies; it looks for calls only if there are tools."""
         return ReplyPieces(self.style if tools else None, tools)
 
     def chain(self, exchange: Exchange, request: ParsedRequest) -> ChainEnd:
-        """Return how the client's next request will be found; the binder adds the digest."""
+        """Return the ChainEnd by which the next request finds this one; the binder adds the digest."""
         session = _session(exchange, request)
         return ChainEnd(session=session, reply_reader=self._reply_reader(request.tools))
 
     def _reply_reader(self, tools: Sequence[Mapping[str, Any]]) -> ReplyReader:
-        """Return what makes of a reply the message that the client will send back: its text and calls."""
+        """Return a function from a reply to the message that the client will send back."""
         style = self.style
 
         def read(pieces: Sequence[tuple[Part, str]]) -> Message | None:
             parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
             cut = cut_reply(texts, parts, style, tools)
             if not all(each.is_whole for each in cut.calls):
-                return None  # no client can send back what broke off
+                return None  # no client can send back an incomplete call
             calls = [ToolCall(each.name, json.loads(each.arguments)) for each in cut.calls]
             return Message("assistant", cut.content, tool_calls=tuple(calls))
 
         return read
 
+    def is_stored(self, request: ParsedRequest) -> bool:
+        """Return whether a request is stored, by its `store` or by the daemon's default."""
+        if request.store is not None:
+            return request.store
+        return self._daemon.config.store_default or bool(request.conversation)
+
     async def begin_bound(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
-        """Begin a turn for each choice, in the conversation that has the request's messages."""
+        """Begin a turn per choice, in the conversation that matches the request's messages."""
         chain = self.chain(exchange, request)
         try:
             bound = await self.binder.begin(request.turn, chain, request.num_choices)
@@ -133,10 +142,10 @@ class ApiRequests:
         return [each.live for each in bound]
 
     async def begin_unstored(self, request: ParsedRequest) -> list[LiveTurn]:
-        """Begin a turn for each choice, of the whole prompt, that is not stored.
+        """Begin an unstored turn with the whole prompt for each choice.
 
-        The daemon gets the prompt's tokens and no `TurnRequest`: such a turn has neither a conversation nor a
-        request_id, and a text completion has no messages.
+        The daemon gets token ids instead of a `TurnRequest`, because such a turn has neither a conversation
+        nor a request_id, and a text completion has no messages.
         """
         tenant, options = request.turn.tenant, request.turn.options
 
@@ -160,16 +169,21 @@ class ApiRequests:
         return begun
 
     async def num_tokens(self, request: ParsedRequest) -> int:
-        """Return how long a request's whole prompt is; nothing is computed."""
+        """Return the number of tokens of a request's whole prompt."""
         tokens = partial(self._tokens, request)
         return len(await self._daemon.threads.in_text_pool(request.turn.tenant, tokens))
 
     def _tokens(self, request: ParsedRequest) -> list[int]:
-        return tokens_of(request, self.template, self._daemon.context_max, datetime.now(UTC))
+        return tokens_of(request, self.template, self._daemon.context_max, template_time())
+
+
+def template_time() -> datetime:
+    """Return the date that a chat template may write into an unstored prompt."""
+    return datetime.now(UTC)
 
 
 def _session(exchange: Exchange, request: ParsedRequest) -> bytes:
-    """Return the digest of the client's own name for the conversation; empty if there is none."""
+    """Return the digest of the client's session name; empty if absent."""
     names = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
     session_key = next(filter(None, names), request.prompt_cache_key)
     return session_digest(session_key) if session_key else b""
@@ -177,7 +191,7 @@ def _session(exchange: Exchange, request: ParsedRequest) -> bytes:
 
 @contextmanager
 def named(request: ParsedRequest) -> Iterator[None]:
-    """Make errors within name fields as the body does."""
+    """Rename fields in errors raised inside to the body's names."""
     try:
         yield
     except Refusal:
@@ -191,7 +205,7 @@ def named(request: ParsedRequest) -> Iterator[None]:
 
 
 def _seeded(sampling: Sampling, choice: int) -> Sampling:
-    """Give each choice another seed; the first has the one that was given."""
+    """Return the sampling of a choice: the first has the given seed, the others have derived seeds."""
     if sampling.seed and not choice:
         return sampling
     if sampling.seed:

@@ -1,18 +1,16 @@
 """Choose the conversation for a response, and begin its turn there.
 
-    previous_response_id    the conversation as it was after that response: append to it if that is its end
-                            and no turn runs, else fork it
-    conversation            append to its end; it is an error if another turn runs there
-    neither                 as for a chat completion: a conversation with these messages (binding/), or a new
-                            one
+    previous_response_id    append to its conversation if the response is its end and no turn runs;
+                            else fork after the response
+    conversation            append to it; an error if another turn runs there
+    neither                 as for a chat completion: match the history (binding/), or create a conversation
 
-Every request of this API has a system prompt, tools and template options; a conversation here keeps those it
-began with. If a request follows a response and brings others, it gets a new conversation, and the messages
-before it are computed again. In a conversation that the client names, the request may leave them out. If it
-gives them, they must be the same, unless the conversation is empty. Pending messages of such a conversation
-come before those of the request (store/conversation_changes).
+Each request has a system prompt, tools and template options, but a conversation keeps its first ones. If they
+differ after a previous_response_id, a new conversation begins, and its past is recomputed. In a named
+conversation they may be omitted, but not changed, unless the conversation is empty. Its pending messages come
+before the messages of the request (store/conversation_changes).
 
-If a conversation was made for a turn that does not begin or end, it is deleted.
+A conversation that was created for a turn is deleted if the turn does not begin or end.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from pensieve.store.records import ChainMatch
 from pensieve.store.responses import StoredResponse
 from pensieve.text import Message
 
-ATTEMPTS_MAX = 3  # to append to a conversation that other requests change
+ATTEMPTS_MAX = 3  # to append while other requests change the conversation
 PAGE_SIZE = 100
 
 
@@ -56,9 +54,9 @@ PAGE_SIZE = 100
 class TurnPlace:
     conversation_id: str
     began_at_revision: int
-    place: Place  # of its reply
-    tools: Sequence[Mapping[str, Any]]  # the conversation's; its reply may call them
-    is_ours: bool  # the conversation was made for responses
+    place: Place  # of the reply
+    tools: Sequence[Mapping[str, Any]]  # of the conversation; the reply may call them
+    is_ours: bool  # the conversation was created for responses
 
 
 MakeStored = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
@@ -66,17 +64,17 @@ MakeStored = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse] 
 
 @dataclass(frozen=True, slots=True)
 class NewResponse:
-    """A request, and its turn as its conversation gets it.
+    """A request, and the turn to run in its conversation.
 
-    The request's own turn brings the whole history, the instructions first. `turn` has the instructions in
-    its settings and is narrowed to the messages that are new in its conversation. It has no request_id,
-    because a key names the response (idempotency.py).
+    The request's own turn has the whole history, with the instructions first. `turn` has the instructions in
+    its settings, and only the messages that are new in its conversation. It has no request_id, because a key
+    names the response (idempotency.py).
     """
 
     request: ParsedRequest
     turn: TurnRequest
-    chain: ChainEnd  # without its digest; used if the request names no conversation
-    ended: MakeStored | None = None  # makes what is stored with its reply
+    chain: ChainEnd  # without digest; used if the request names no conversation
+    ended: MakeStored | None = None  # makes the stored response at the end of the turn
 
     @classmethod
     def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
@@ -92,7 +90,7 @@ class NewResponse:
         return self.turn.settings
 
     def behind(self, before: Sequence[Message]) -> NewResponse:
-        """Return the same with these messages in front."""
+        """Return a copy with these messages in front."""
         return replace(self, turn=replace(self.turn, messages=(*before, *self.turn.messages)))
 
 
@@ -101,7 +99,7 @@ class PlacedTurn:
     live: LiveTurn
     where: TurnPlace
     how: str = "appended"  # or "forked", or "new"
-    is_made: bool = False  # the conversation, for this turn
+    is_made: bool = False  # the conversation was created for this turn
     recompute_reason: str = ""
 
 
@@ -130,7 +128,7 @@ class ResponsePlaces:
         return await self._find(new)
 
     async def whole(self, new: NewResponse) -> ParsedRequest:
-        """Return the request with its whole prompt, for a turn that is in no conversation."""
+        """Return the request with its whole prompt, for an unstored turn."""
         request, settings = new.request, new.settings
         if request.previous_response_id:
             start = await self._stored.after_response(request.previous_response_id, new.turn.tenant)
@@ -161,7 +159,8 @@ class ResponsePlaces:
                 break
             messages = whole.messages[history.lengths[match.digest] :]
             rest = replace(new, turn=replace(new.turn, messages=messages))
-            with contextlib.suppress(StaleRevision, TurnRunning, NotFound):  # it changed meanwhile
+            # These mean that the conversation changed meanwhile.
+            with contextlib.suppress(StaleRevision, TurnRunning, NotFound):
                 return await self._after_match(rest, match)
         return await self._new(new, ())
 
@@ -205,7 +204,7 @@ class ResponsePlaces:
                 fork = await self._daemon.writable_by(tenant).fork(
                     conversation.conversation_id, new_id, start.revision, tenant=tenant
                 )
-            except NotFound:  # of its revision
+            except NotFound:  # the revision
                 raise no_previous(TAKEN_BACK) from None
             where = _where(new, fork, start.first_number, is_ours=True)
             return PlacedTurn(await self._begin_first(new, where), where, "forked", is_made=True)
@@ -226,7 +225,7 @@ class ResponsePlaces:
         conversation = start.conversation
         if conversation.running_turn_id is not None:
             conversation = await self._stored.claim(conversation)
-            if conversation.running_turn_id is None:  # it was another daemon's, which is gone
+            if conversation.running_turn_id is None:  # it belonged to another daemon, which is gone
                 raise StaleRevision(start.revision, conversation.revision)
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
@@ -243,7 +242,7 @@ class ResponsePlaces:
     async def _end_of_conversation(
         self, new: NewResponse
     ) -> tuple[StartingPoint, NewResponse, tuple[records.NewMessage, ...]]:
-        """Return the conversation's end, the turn with the pending messages before its own, and those."""
+        """Return the conversation's end, the turn with pending messages in front, and these messages."""
         conversation, pending = await self._stored.with_pending(
             new.request.conversation, new.turn.tenant
         )
@@ -287,8 +286,8 @@ class ResponsePlaces:
             raise
 
     async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
-        """Delete a conversation that was made for a turn that came to nothing, unless somebody uses it."""
-        with contextlib.suppress(PensieveError):  # then it stays
+        """Delete a conversation that was created for a failed turn, unless it is in use."""
+        with contextlib.suppress(PensieveError):  # the conversation stays
             await self._daemon.writable.delete(conversation_id, tenant, revision)
 
     async def _begin(
@@ -309,7 +308,7 @@ class ResponsePlaces:
 
 
 def is_empty(conversation: records.StoredConversation) -> bool:
-    """Whether it has neither messages nor a system prompt, tools or options."""
+    """Return whether it has no messages, system prompt, tools or options."""
     return not (
         conversation.num_messages
         or conversation.revision
@@ -322,7 +321,7 @@ def is_empty(conversation: records.StoredConversation) -> bool:
 def _where(
     new: NewResponse, conversation: records.StoredConversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
-    """Return the place at the end of a conversation whose messages, as items, are numbered from `first`."""
+    """Return the place at the end of a conversation; `first` is the item number of its first message."""
     number = first + conversation.num_messages + len(new.turn.messages)
     place = Place(tag_of(new.turn.tenant, conversation.conversation_id), number)
     conversation_id, revision = conversation.conversation_id, conversation.revision
@@ -330,7 +329,7 @@ def _where(
 
 
 def _difference(new: NewResponse, start: StartingPoint) -> str:
-    """Return what the conversation began with that the request wants differently; empty if nothing."""
+    """Return which setting of the request differs from the conversation's; empty if none."""
     settings, conversation = new.settings, start.conversation
     if settings.system_prompt != start.system_prompt:
         return "instructions"
@@ -342,7 +341,7 @@ def _difference(new: NewResponse, start: StartingPoint) -> str:
 
 
 def _check_same(new: NewResponse, start: StartingPoint) -> None:
-    """Refuse a request that differs from what the conversation it names began with."""
+    """Refuse settings that differ from those of the named conversation."""
     settings, conversation = new.settings, start.conversation
     for param, given, kept in (
         ("instructions", settings.system_prompt, start.system_prompt),
@@ -355,19 +354,19 @@ def _check_same(new: NewResponse, start: StartingPoint) -> None:
     ):
         if given and given != kept:
             problem = (
-                "differs from what this conversation began with, which it keeps;"
-                " leave it out, or go on from a previous_response_id instead"
+                "differs from that of this conversation, which cannot change; omit it,"
+                " or use previous_response_id instead of conversation"
             )
             raise Refusal(param, problem)
 
 
 def _check_outputs(new: NewResponse, calls: frozenset[str]) -> None:
-    """Refuse the output of a function that was not called before it."""
+    """Refuse outputs of functions that were not called before."""
     known = set(calls)
     for message in new.turn.messages:
         known |= {call.id for call in message.tool_calls if call.id}
         if message.role == "tool" and message.tool_call_id not in known:
-            raise Refusal("input", "has the output of a call that was not made before it")
+            raise Refusal("input", "has an output for a call that does not precede it")
 
 
 def stored_response(

@@ -1,14 +1,13 @@
-"""`/v1/responses`: each response is a turn of a conversation, and has an id of its own.
+"""`/v1/responses`: each response is a turn of a conversation with an id of its own.
 
-    POST                make one: answered as a whole, as a stream of events, or in the background
-    GET                 its present state
-    POST …/cancel       end one in the background, so that nothing of its turn stays
-    DELETE              delete it, and its conversation if that was made for responses and this was the last
+    POST                create a response: whole, as a stream of events, or in the background
+    GET                 return its current state
+    POST …/cancel       cancel a background response; nothing of its turn is kept
+    DELETE              delete it, and its conversation if that was created for responses and this is the last
 
-response_places.py chooses the conversation. `store: false` makes a turn of the whole prompt that leaves
-nothing.
+response_places.py chooses the conversation. `store: false` runs the whole prompt as an unstored turn.
 
-A request whose `Idempotency-Key` came before gets the same response: the running one, or the stored one.
+A retry with the same `Idempotency-Key` returns the running or stored response.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
 ID_BYTES = 24
-LOOK_SECONDS = 0.5  # how often a turn without a reader is looked at
+LOOK_SECONDS = 0.5  # between two checks of a turn without a reader
 LOST = "the server stopped before the response was complete"
 
 
@@ -79,15 +78,18 @@ class ResponseEndpoints:
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
+        if not self._requests.is_stored(request):
+            request = replace(request, echoed={**request.echoed, "store": False})
         new = NewResponse.of(request, self._requests.chain(exchange, request))
         with named(request):
-            if request.store is False:
+            if not self._requests.is_stored(request):
                 return await self._unstored(exchange, new)
             known = await self._daemon.threads.whole(
                 self._begun_or_known(new, retry_key_of(exchange))
             )
             if not isinstance(known, RunningResponse):
-                if request.stream and known["status"] not in ENDED:  # it streams where it runs
+                # Only the daemon that runs a response can stream it.
+                if request.stream and known["status"] not in ENDED:
                     await self._stored.require_here(known["id"], by.tenant)
                     known = await self._present(known["id"], by.tenant)
                 return await self._replay(exchange, request, known)
@@ -102,9 +104,9 @@ class ResponseEndpoints:
     async def _begun_or_known(
         self, new: NewResponse, key: str
     ) -> RunningResponse | Mapping[str, Any]:
-        """Begin a response once no identical request is about to begin its own.
+        """Begin a response, or return the one of an identical request.
 
-        This goes on after a disconnect, because that is when clients retry.
+        Continues after a disconnect, because that is when clients retry.
         """
         tenant, model = new.turn.tenant, new.request.model
         answer_id = digest(tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
@@ -125,7 +127,7 @@ class ResponseEndpoints:
             return running
 
     async def _known(self, wanted: RunningResponse) -> RunningResponse | Mapping[str, Any] | None:
-        """Return the response of a request with the same key that came before, if its turn has begun."""
+        """Return the response of an earlier request with the same key, if its turn has begun."""
         running = self._running.find(wanted.response_id, wanted.tenant)
         if running is not None:
             _check_key(running.digest, wanted.digest)
@@ -141,7 +143,7 @@ class ResponseEndpoints:
     async def _read(
         self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
-        """Answer with a running response; the first request for it may have wanted it otherwise."""
+        """Answer with a running response, which another request may have begun in another mode."""
         stays = running.request.background or bool(key_of(exchange))
         if is_stream:
             await self._stream(exchange, running, placed, stays=stays)
@@ -201,7 +203,7 @@ class ResponseEndpoints:
     async def _unstored(self, exchange: Exchange, new: NewResponse) -> Mapping[str, Any] | None:
         request = new.request
         if request.background:
-            raise Refusal("background", "needs store: true: it is fetched later")
+            raise Refusal("background", "needs store: true, because the response is fetched later")
         whole = await self._places.whole(new)
         (live,) = await self._requests.begin_unstored(whole)
         answer_id = secrets.token_hex(ID_BYTES)
@@ -232,7 +234,7 @@ class ResponseEndpoints:
     async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         query = query_of(exchange)
         if query.get("stream", "false").lower() == "true":
-            raise Refusal("stream", "is not supported here: a response is fetched as a whole")
+            raise Refusal("stream", "is not supported here: only whole responses can be fetched")
         return await self._present(exchange.values["response_id"], by.tenant)
 
     async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -241,16 +243,14 @@ class ResponseEndpoints:
         if running is not None:
             await running.begun.wait()
             if not running.request.background:
-                raise InvalidArgument(
-                    "response_id", "only a response in the background is cancelled"
-                )
+                raise InvalidArgument("response_id", "only background responses can be cancelled")
             if running.placed is not None:
                 await self._running.cancel(running)
         else:
             await self._stored.require_here(response_id, by.tenant)
         found = await self._present(response_id, by.tenant)
         if not found["background"]:
-            raise InvalidArgument("response_id", "only a response in the background is cancelled")
+            raise InvalidArgument("response_id", "only background responses can be cancelled")
         return found
 
     async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -279,11 +279,11 @@ class ResponseEndpoints:
             return running.present
         stored = await self._stored.response(response_id, tenant)
         if stored is None:
-            raise NotFound("there is no such response")
+            raise NotFound("no such response")
         return await self._now(stored)
 
     async def _now(self, stored: StoredResponse) -> Mapping[str, Any]:
-        """Return the body of a response that does not run here; read it again if it has ended meanwhile."""
+        """Return the body of a response that does not run here; reread it if it has ended meanwhile."""
         if await self._stored.runs(stored):
             return stored.body
         found = await self._stored.response(stored.response_id, stored.tenant)
@@ -291,7 +291,7 @@ class ResponseEndpoints:
 
 
 class StoredNames:
-    """Gives the items of a stored response the ids that they have."""
+    """Returns the ids of the items of a stored response."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._items: Sequence[Mapping[str, Any]] = body["output"]
@@ -325,7 +325,7 @@ def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
 
 
 def _digest_of(new: NewResponse) -> str:
-    """Return a digest of what the client sent, whatever the server's defaults are."""
+    """Return a digest of what the client sent, independent of the server's defaults."""
     request, turn, settings = new.request, new.turn, new.settings
     constraint, given = turn.options.constraint, dict(sorted((turn.given_sampling or {}).items()))
     return digest(
@@ -348,14 +348,14 @@ log = logging.getLogger("pensieve")
 class RunningResponse:
     def __init__(self, request: ParsedRequest, heading: Heading, digest: str, tenant: str) -> None:
         self.request, self.heading = request, heading
-        self.digest, self.tenant = digest, tenant  # the digest is that of the request
+        self.digest, self.tenant = digest, tenant  # digest of the request
         self.is_cancelled = False
         self.placed: PlacedTurn | None = None
-        self.made: dict[str, Any] | None = None  # what is stored with the reply
-        self.body: dict[str, Any] | None = None  # once it has ended
-        self.begun = asyncio.Event()  # the turn has begun, or never will
+        self.made: dict[str, Any] | None = None  # the response stored with the reply
+        self.body: dict[str, Any] | None = None  # set when the turn has ended
+        self.begun = asyncio.Event()  # the turn has begun, or never will begin
         self.has_ended = asyncio.Event()  # a reader has seen the turn's end
-        self.kept = asyncio.Event()  # the response was stored, or never will be
+        self.kept = asyncio.Event()  # the response was stored, or never will be stored
 
     @property
     def response_id(self) -> str:
@@ -374,14 +374,13 @@ class RunningResponses:
     """Responses whose turn has begun and that are not stored yet.
 
         begun      the turn runs; clients may read the response, fetch its state, or cancel it
-        ended      the turn has ended; the body was made of it, and stored in the reply's transaction
-        kept       the turn's end is known, or the turn came to nothing; the response is forgotten here
+        ended      the turn has ended; the body was stored in the transaction of the reply
+        kept       the outcome is stored, or the turn failed; the response is forgotten here
 
-    A task per response waits for the end of the turn, whether a client reads or not. For a response in the
-    background the task is itself a reader, so that the turn goes on. If the process ends, a response in the
-    background is stored as running; it counts as failed once no turn of its conversation runs
-    (`as_it_is_now`). Any other response is stored with its turn's reply or not at all. If several daemons
-    share a history, the turn may run at another one, which alone can end it.
+    A task per response waits for the end of the turn. For a background response the task is a reader, so that
+    the turn continues. If the process dies, a background response stays stored as running; it counts as
+    failed once no turn of its conversation runs (`as_it_is_now`). Other responses are stored with their reply
+    or not at all. If several daemons share a history, only the daemon that runs the turn can end it.
     """
 
     def __init__(
@@ -409,7 +408,7 @@ class RunningResponses:
         running.kept.set()
 
     async def begin(self, running: RunningResponse, placed: PlacedTurn) -> None:
-        """Keep a response whose turn has begun; store one in the background, so that it can be fetched."""
+        """Register a response whose turn has begun; store a background response at once."""
         running.placed = placed
         if running.request.background:
             await self._save(running, running.present, None)
@@ -424,7 +423,7 @@ class RunningResponses:
         finish: FinishReason,
         tail: str,
     ) -> StoredResponse:
-        """Return what is stored in the transaction of the reply."""
+        """Return the response to store in the transaction of the reply."""
         cutter = self._requests.cutter(where.tools)
         reply = ReplyStream(live)
         running.made = self.whole(
@@ -434,7 +433,7 @@ class RunningResponses:
         return stored_response(where, response_id, running.made, running.digest, tenant, None)
 
     async def cancel(self, running: RunningResponse) -> None:
-        """End the turn so that nothing of it stays."""
+        """End the turn and keep nothing of it."""
         assert running.placed is not None
         running.is_cancelled = True
         self._daemon.conversations.ends.give_up(running.placed.live)
@@ -446,7 +445,7 @@ class RunningResponses:
             await self._until_ended(running, live)
             if live.failure is None:
                 running.body = running.made
-                if running.body is None:  # a fault of ours when it was to be made
+                if running.body is None:  # a bug prevented its creation
                     running.body = failed(running.request, running.heading, "server_error", LOST)
             elif running.request.background:
                 running.body = self._without_reply(running, live.failure)
@@ -455,7 +454,7 @@ class RunningResponses:
                 await self._places.discard(
                     placed.where.conversation_id, live.first_revision, running.tenant
                 )
-        except Exception:  # a fault of ours: its readers must not wait for ever
+        except Exception:  # a bug: do not let readers wait for ever
             log.exception("a response could not be ended")
         finally:
             self.forget(running)
@@ -479,7 +478,7 @@ class RunningResponses:
         finish: FinishReason | None = None,
         tail: str | None = None,
     ) -> dict[str, Any]:
-        """Return the body of a turn that has ended or is about to; `cutter` has seen nothing of it."""
+        """Return the body of a turn that has ended or is about to; needs an unused `cutter`."""
         tokens = reply.whole(finish, tail)
         stream = ResponseStream(request, place, self._requests.template.tokenizer, cutter)
         stream.tokens(tokens)
@@ -498,7 +497,7 @@ class RunningResponses:
     async def _save(
         self, running: RunningResponse, body: Mapping[str, Any], revision: int | None
     ) -> None:
-        """Store the response; its turn is in the history even if that fails."""
+        """Store the response; the turn is in the history even if this fails."""
         assert running.placed is not None
         where = running.placed.where
         response = stored_response(
@@ -507,13 +506,13 @@ class RunningResponses:
         try:
             await self._stored.save(response)
         except NotFound:
-            pass  # its conversation was deleted meanwhile
+            pass  # the conversation was deleted meanwhile
         except PensieveError as error:
             log.error("a response could not be stored: %s", error)
 
 
 def as_it_is_now(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a stored response whose turn does not run here."""
+    """Return the body of a stored response whose turn does not run: an unfinished response has failed."""
     if stored["status"] in ENDED:
         return dict(stored)
     return {**stored, "status": "failed", "error": {"code": "server_error", "message": LOST}}

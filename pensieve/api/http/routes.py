@@ -1,38 +1,73 @@
-"""The paths of all endpoints, as one ASGI application."""
+"""The table of all endpoints, as one ASGI application."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pensieve import __version__
+from pensieve.api.anthropic import parse as anthropic
 from pensieve.api.http.completions import CompletionsEndpoint
 from pensieve.api.http.conversations import ConversationEndpoints
+from pensieve.api.http.errors import UnservedEndpoint
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.http.front import Endpoint, Front, Handler
+from pensieve.api.http.front import Endpoint, Front
 from pensieve.api.http.gateway import GatewayMethod, gateway_routes
 from pensieve.api.http.messages import MessageEndpoints
 from pensieve.api.http.messages import body_of as anthropics
+from pensieve.api.http.openapi import OpenApiEndpoint, document, members_of
 from pensieve.api.http.page import MemoryEndpoints, PageEndpoint
 from pensieve.api.http.requests import ApiRequests
 from pensieve.api.http.response_places import ResponsePlaces
 from pensieve.api.http.responses import ResponseEndpoints
+from pensieve.api.http.route import Route
 from pensieve.api.http.stored import StoredConversations
-from pensieve.api.json_fields import Refusal
-from pensieve.api.openai.request import RequestKind
+from pensieve.api.http.tokens import TokenEndpoints, parse_detokenize, parse_tokenize
+from pensieve.api.json_fields import Fields
+from pensieve.api.metrics.families import CONTENT_TYPE
+from pensieve.api.openai.request import RequestKind, Served, parse, served_name
 from pensieve.api.plugins import Plugin
 from pensieve.conversations.daemon import Daemon
 from pensieve.errors import DiskFull, NotFound, Unavailable
 from pensieve.extras import need
-from pensieve.guard.callers import Caller
+from pensieve.guard.callers import Access, Caller
 from pensieve.guard.client_errors import client_text
+from pensieve.guard.guard import CallKind
+from pensieve.sampling import Sampling
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
 PURPOSE = "the HTTP API"
+PLAIN = "text/plain"
+USER = {"role": "user", "content": "a"}
+SCRAPE = CallKind(Access.REPLICA, is_counted=False)
 DELETION = {"is_deletion": True}
-Route = tuple[str, str, Handler, Mapping[str, Any]]  # method, path, and settings of its Endpoint
+OPEN = {"is_open": True}
+UNSERVED: Mapping[str, str] = {  # path prefixes of other servers' endpoints
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scores",
+    "/score": "scores",
+    "/classify": "classification",
+    "/pooling": "pooling",
+    "/v1/moderations": "moderations",
+    "/v1/images": "images",
+    "/v1/audio": "audio",
+    "/v1/videos": "videos",
+    "/v1/realtime": "realtime sessions",
+    "/v1/assistants": "assistants (the Responses API is served)",
+    "/v1/threads": "threads (the Conversations API is served)",
+    "/v1/vector_stores": "vector stores",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/uploads": "uploads in parts (/v1/files is served)",
+    "/v1/evals": "evals",
+    "/v1/containers": "containers",
+    "/api/": "Ollama's own API (OpenAI's is served at /v1)",
+}
 
 
 def application(
@@ -42,45 +77,92 @@ def application(
     style: CallStyle | None,
     gateway: Iterable[GatewayMethod] = (),
     plugins: Sequence[Plugin] = (),
+    metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> Any:
+    """`metrics` returns the text for Prometheus; None: do not serve it here."""
     routing = need("http", "starlette.routing", PURPOSE)
     requests = ApiRequests(front, daemon, template, style)
-    models, health = ModelEndpoints(daemon, requests), HealthEndpoints(daemon)
-    messages = MessageEndpoints(daemon, requests)
-    memory = MemoryEndpoints(daemon, front.allowed.is_local)
-    as_anthropic = {"error_body": anthropics}
+    described = OpenApiEndpoint()
     table: Sequence[Route] = (
-        ("GET", "/", PageEndpoint(), {"is_open": True}),
-        ("GET", "/pensieve/memory", memory, {}),
-        ("GET", "/pensieve/explain/{conversation_id}", memory.explain, {}),
+        Route("GET", "/", PageEndpoint(), "The web page", OPEN, answers="text/html"),
+        Route("GET", "/openapi.json", described, "This document", OPEN),
+        *_watched(daemon, front, metrics),
         *gateway_routes(gateway, requests),
-        ("GET", "/health", health.health, {"is_open": True}),
-        ("GET", "/version", health.version, {"is_open": True}),
-        ("GET", "/v1/models", models.all, {}),
-        ("GET", "/v1/models/{model:path}", models.one, {}),
-        (
-            "POST",
-            "/v1/chat/completions",
-            CompletionsEndpoint(daemon, requests, RequestKind.CHAT),
-            {},
-        ),
-        (
-            "POST",
-            "/v1/completions",
-            CompletionsEndpoint(daemon, requests, RequestKind.COMPLETION),
-            {},
-        ),
-        ("POST", "/v1/messages", messages.create, as_anthropic),
-        ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
-        *(route for plugin in plugins for route in plugin.routes(requests)),
+        *_of_models(daemon, requests),
+        *_of_chats(daemon, requests),
         *_of_responses(daemon, requests),
+        *(route for plugin in plugins for route in plugin.routes(requests)),
     )
+    described.document = document(table)
     by_path: dict[str, dict[str, Endpoint]] = {}
-    for method, path, handler, settings in table:
-        by_path.setdefault(path, {})[method] = Endpoint(front, handler, **settings)
-    nothing = Endpoint(front, not_here)
+    for route in table:
+        endpoint = Endpoint(front, route.handler, **route.settings)
+        by_path.setdefault(route.path, {})[route.method] = endpoint
+    nothing = Endpoint(front, Nowhere({path: list(each) for path, each in by_path.items()}))
     routes = [routing.Route(path, _Methods(each, nothing)) for path, each in by_path.items()]
     return routing.Router([*routes, routing.Mount("/", nothing)], default=nothing)
+
+
+def _watched(
+    daemon: Daemon, front: Front, metrics: Callable[[], Awaitable[str]] | None
+) -> Iterator[Route]:
+    health, memory = HealthEndpoints(daemon), MemoryEndpoints(daemon, front.allowed.is_local)
+    yield Route("GET", "/health", health.ready, "Whether new turns are taken", OPEN)
+    yield Route("GET", "/health/ready", health.ready, "Whether new turns are taken", OPEN)
+    yield Route("GET", "/health/live", health.live, "Whether the daemon runs", OPEN)
+    yield Route("GET", "/version", health.version, "The version", OPEN)
+    if metrics is not None:
+        endpoint, kind = MetricsEndpoint(metrics), {"kind": SCRAPE}
+        yield Route("GET", "/metrics", endpoint, "Metrics for Prometheus", kind, answers=PLAIN)
+    yield Route(
+        *("GET", "/pensieve/memory", memory, "The cache, as a stream of events"),
+        answers="text/event-stream",
+    )
+    explained = "Where a conversation's chunks are"
+    yield Route("GET", "/pensieve/explain/{conversation_id}", memory.explain, explained)
+
+
+def _of_models(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
+    models, tokens = ModelEndpoints(daemon, requests), TokenEndpoints(daemon, requests)
+    yield Route("GET", "/v1/models", models.all, "The served model, as a list")
+    yield Route("GET", "/v1/models/{model:path}", models.one, "The served model")
+    by_prompt = members_of(lambda given, of: parse_tokenize(given, None, of), {"prompt": "a"})
+    by_chat = members_of(lambda given, of: parse_tokenize(given, None, of), {"messages": [USER]})
+    body = {"anyOf": [by_prompt, by_chat]}
+    summary = "The tokens of a text, or of messages as the chat template writes them"
+    yield Route("POST", "/tokenize", tokens.tokenize, summary, body=body)
+    body = dict(members_of(parse_detokenize, {"tokens": [1]}))
+    yield Route("POST", "/detokenize", tokens.detokenize, "The text of tokens", body=body)
+
+
+def _of_chats(daemon: Daemon, requests: ApiRequests) -> Iterator[Route]:
+    served = Served(Sampling())
+    minimal: dict[RequestKind, Mapping[str, Any]] = {
+        RequestKind.CHAT: {"model": "m", "messages": [USER]},
+        RequestKind.COMPLETION: {"model": "m", "prompt": "a"},
+    }
+    for kind, summary in (
+        (RequestKind.CHAT, "Continue a chat"),
+        (RequestKind.COMPLETION, "Continue a text"),
+    ):
+        body = members_of(partial(_parsed, kind, served), minimal[kind])
+        endpoint = CompletionsEndpoint(daemon, requests, kind)
+        yield Route("POST", kind.value, endpoint, summary, body=body)
+    messages, as_anthropic = MessageEndpoints(daemon, requests), {"error_body": anthropics}
+    given: Mapping[str, Any] = {"model": "m", "messages": [USER]}
+    body = members_of(
+        lambda each, of: anthropic.parse(each, served, of), {**given, "max_tokens": 1}
+    )
+    summary = "Continue a chat (Anthropic's API)"
+    yield Route("POST", "/v1/messages", messages.create, summary, as_anthropic, body)
+    body = members_of(lambda each, of: anthropic.parse_count(each, served, of), given)
+    summary = "Count the tokens of a chat (Anthropic's API)"
+    path = "/v1/messages/count_tokens"
+    yield Route("POST", path, messages.count_tokens, summary, as_anthropic, body)
+
+
+def _parsed(kind: RequestKind, served: Served, given: Any, of: Callable[[Any], Fields]) -> Any:
+    return parse(kind, given, served, of)
 
 
 def _of_responses(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:
@@ -89,19 +171,25 @@ def _of_responses(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:
     responses = ResponseEndpoints(daemon, requests, stored, places)
     conversations = ConversationEndpoints(daemon, requests, stored)
     one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    items, item = f"{one}/items", f"{one}/items/{{item_id}}"
+    parsed = partial(_parsed, RequestKind.RESPONSE, Served(Sampling()))
+    body, any_body = members_of(parsed, {"model": "m", "input": "a"}), {"type": "object"}
     return (
-        ("POST", "/v1/responses", responses.create, {}),
-        ("GET", one_response, responses.get, {}),
-        ("DELETE", one_response, responses.delete, DELETION),
-        ("POST", f"{one_response}/cancel", responses.cancel, {}),
-        ("POST", "/v1/conversations", conversations.create, {}),
-        ("GET", one, conversations.get, {}),
-        ("POST", one, conversations.update, {}),
-        ("DELETE", one, conversations.delete, DELETION),
-        ("GET", f"{one}/items", conversations.list_items, {}),
-        ("POST", f"{one}/items", conversations.add_items, {}),
-        ("GET", f"{one}/items/{{item_id}}", conversations.get_item, {}),
-        ("DELETE", f"{one}/items/{{item_id}}", conversations.delete_item, {}),
+        Route("POST", "/v1/responses", responses.create, "Create a response", body=body),
+        Route("GET", one_response, responses.get, "A response"),
+        Route("DELETE", one_response, responses.delete, "Delete a response", DELETION),
+        Route("POST", f"{one_response}/cancel", responses.cancel, "Cancel a response"),
+        Route(
+            *("POST", "/v1/conversations", conversations.create, "Create a conversation"),
+            body=any_body,
+        ),
+        Route("GET", one, conversations.get, "A conversation"),
+        Route("POST", one, conversations.update, "Change its metadata", body=any_body),
+        Route("DELETE", one, conversations.delete, "Delete a conversation", DELETION),
+        Route("GET", items, conversations.list_items, "Its items"),
+        Route("POST", items, conversations.add_items, "Add items", body=any_body),
+        Route("GET", item, conversations.get_item, "An item"),
+        Route("DELETE", item, conversations.delete_item, "Delete an item"),
     )
 
 
@@ -127,10 +215,7 @@ class ModelEndpoints:
         return {"object": "list", "data": [self._model(self._requests.models[0])]}
 
     async def one(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        name = exchange.values["model"]
-        if name not in self._requests.models:
-            raise Refusal("model", "is not served here", "model_not_found")
-        return self._model(name)
+        return self._model(served_name(exchange.values["model"], self._requests.models))
 
     def _model(self, name: str) -> Mapping[str, Any]:
         ready = self._daemon.engine.ready
@@ -145,24 +230,58 @@ class ModelEndpoints:
 
 
 class HealthEndpoints:
+    """`ready` fails while the daemon drains or cannot store; `live` fails only if the process hangs."""
+
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
 
-    async def health(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    async def ready(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """Answer if new turns are taken, else raise Unavailable."""
         refusal = self._daemon.store_refusal
         if isinstance(refusal, DiskFull):
             raise Unavailable(client_text(refusal))
         if not self._daemon.serving:
-            raise Unavailable("the daemon does not take turns at present")
+            why = "drains" if self._daemon.draining else "is starting, or cannot take turns"
+            raise Unavailable(f"the daemon {why}: it takes no new turns now")
+        return {"status": "ok"}
+
+    async def live(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """Answer always: the event loop runs."""
         return {"status": "ok"}
 
     async def version(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return {"version": __version__}
 
 
+class MetricsEndpoint:
+    """`GET /metrics`; needs an operator's token if the daemon uses tokens."""
+
+    def __init__(self, text: Callable[[], Awaitable[str]]) -> None:
+        self._text = text
+
+    async def __call__(self, exchange: Exchange, by: Caller) -> None:
+        await exchange.answer_bytes((await self._text()).encode(), CONTENT_TYPE)
+
+
+class Nowhere:
+    """Refuse an unknown path or method, and suggest a known one."""
+
+    def __init__(self, methods: Mapping[str, Sequence[str]]) -> None:
+        self._methods = methods  # by path
+
+    async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        path, shown = exchange.path, f"{exchange.method} {exchange.path[:200]}"
+        what = next((name for start, name in UNSERVED.items() if path.startswith(start)), None)
+        if what is not None:
+            raise UnservedEndpoint(f"{what} cannot be used: this server only generates text")
+        if path in self._methods:
+            allowed = " or ".join(self._methods[path])
+            raise NotFound(f"unknown endpoint {shown}: this path takes {allowed}")
+        if f"/v1{path}" in self._methods:
+            raise NotFound(f"unknown endpoint {shown}: did you mean /v1{path[:200]}?")
+        raise NotFound(f"unknown endpoint {shown}")
+
+
 async def not_here(exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-    """Refuse an unknown path, or an endpoint that this server does not have."""
-    if exchange.path == "/v1/embeddings":
-        raise NotFound("there are no embeddings here: the model that is served writes text")
-    raise NotFound(f"there is nothing at {exchange.method} {exchange.path[:200]}")
+    """Refuse an endpoint that only other daemons may call, as if it were unknown."""
+    raise NotFound(f"unknown endpoint {exchange.method} {exchange.path[:200]}")

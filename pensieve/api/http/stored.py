@@ -1,9 +1,8 @@
 """Read and change stored conversations and responses for the endpoints of OpenAI's API.
 
-A request goes on from a starting point: a conversation as it was after a response, or as it is. If another
-conversation continues from there, it gets the messages as text, as from a client that keeps the history
-itself. A change is one job of the store thread, and is on disk when it returns. A deletion is erased from the
-files.
+A request continues from a starting point: a conversation after a response, or its end. A new conversation
+that continues from there gets the messages as text, like the history of a stateless client. Each change is
+one job of the store thread, and is on disk when it returns. Deleted text is erased from the files.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class StartingPoint:
     revision: int
     system_prompt: str
     is_ours: bool
-    calls: frozenset[str]  # of functions, whose outputs the request may bring
-    first_number: int  # of its messages, as items
-    is_of_response: bool = False  # its revision is that of a reply
+    calls: frozenset[str]  # function calls whose outputs the request may contain
+    first_number: int  # item number of its first message
+    is_of_response: bool = False  # the revision is that of a reply
 
 
 class StoredConversations:
@@ -59,11 +58,11 @@ class StoredConversations:
     async def after_response(self, response_id: str, tenant: str) -> StartingPoint:
         found = await self.response(response_id, tenant)
         if found is None:
-            raise no_previous("is not the id of a response")
+            raise no_previous("is not the id of a stored response")
         if found.revision is None:
             raise Refusal(
                 "previous_response_id",
-                "is the id of a response that has no reply: it runs, was cancelled, or failed",
+                "is a response without a reply: it is running, was cancelled, or failed",
             )
         conversation = await self.conversation(found.conversation_id, tenant)
         head = await self._head(conversation)
@@ -80,7 +79,7 @@ class StoredConversations:
     async def of_conversation(
         self, conversation: records.StoredConversation, messages: Sequence[Message]
     ) -> StartingPoint:
-        """Return the end of a conversation, for these messages to follow."""
+        """Return the end of a conversation as the starting point of these messages."""
         head = await self._head(conversation)
         first, calls = first_number(head is not None), set[str]()
         if any(each.role == "tool" for each in messages):
@@ -101,7 +100,7 @@ class StoredConversations:
     async def with_pending(
         self, conversation_id: str, tenant: str
     ) -> tuple[records.StoredConversation, tuple[records.NewMessage, ...]]:
-        """Return a conversation, and the messages that come before those of its next turn."""
+        """Return a conversation with its pending messages."""
         _check_id(conversation_id)
         reader = self._daemon.reader
         found, pending = await self._read(reader.with_pending, conversation_id, tenant)
@@ -152,11 +151,11 @@ class StoredConversations:
 
     async def response(self, response_id: str, tenant: str) -> StoredResponse | None:
         if not records.ID_PATTERN.fullmatch(response_id):
-            return None  # none has such an id
+            return None  # no response has such an id
         return await self._read(self._daemon.reader.response, response_id, tenant)
 
     async def runs(self, response: StoredResponse) -> bool:
-        """Whether its turn runs, here or at another daemon."""
+        """Return whether its turn runs, here or at another daemon."""
         if response.body.get("status") in ENDED:
             return False
         with contextlib.suppress(NotFound):
@@ -165,16 +164,16 @@ class StoredConversations:
         return False
 
     async def require_here(self, response_id: str, tenant: str) -> None:
-        """Raise OwnedElsewhere if its turn runs at another daemon, which alone can end it."""
+        """Raise OwnedElsewhere if its turn runs at another daemon, because only that daemon can end it."""
         found = await self.response(response_id, tenant)
         if found is not None and await self.runs(found):
             with contextlib.suppress(NotFound):
                 await self.claim(await self.conversation(found.conversation_id, tenant))
 
     async def claim(self, conversation: records.StoredConversation) -> records.StoredConversation:
-        """Claim a conversation where a turn runs, and return it as it is then.
+        """Claim a conversation with a running turn, and return its state after that.
 
-        OwnedElsewhere if another daemon runs the turn.
+        Raises OwnedElsewhere if another daemon runs the turn.
         """
         tenant, named = conversation.tenant, conversation.conversation_id
         await self._threads.in_store(tenant, self._store.claim, named, tenant=tenant, lane=named)
@@ -196,16 +195,16 @@ class StoredConversations:
         )
 
     async def delete(self, response_id: str, tenant: str) -> str:
-        """Delete a response, and its conversation if it was made for responses and this was the last.
+        """Delete a response, and its conversation if that was created for responses and this is the last.
 
-        Return the id of that conversation; empty if it stays.
+        Returns the id of a deleted conversation, else an empty string.
         """
         return await self._threads.whole(self._delete(response_id, tenant))
 
     async def _delete(self, response_id: str, tenant: str) -> str:
-        """Delete the conversation first if nothing else needs it: its responses go in the same commit."""
+        """Delete the conversation first if it is unneeded, because that deletes its responses, too."""
         conversations = self._daemon.writable
-        with contextlib.suppress(NotFound, StaleRevision):  # deleted meanwhile, or somebody goes on
+        with contextlib.suppress(NotFound, StaleRevision):  # deleted or continued meanwhile
             unneeded = await self._threads.in_store(
                 tenant, self._store.responses.goes_with, response_id, tenant=tenant
             )
@@ -257,7 +256,7 @@ class StoredConversations:
     async def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:
-        """Replace the pending messages by those that `change` returns; removed ones are erased."""
+        """Apply `change` to the pending messages; removed messages are erased."""
         await self._check(tenant)
         return await self._threads.whole(self._change_pending(conversation_id, change, tenant))
 
@@ -305,14 +304,14 @@ class StoredConversations:
 
 
 def first_number(has_head: bool) -> int:
-    """Return the number of the first message as an item; 0 is kept for the system prompt."""
+    """Return the item number of the first message; 0 is reserved for the system prompt."""
     return 0 if has_head else 1
 
 
 def as_stored(
     messages: Sequence[records.NewMessage], conversation: records.StoredConversation
 ) -> list[records.StoredMessage]:
-    """Return pending messages as if they were the next of the conversation."""
+    """Return pending messages as the next messages of the conversation."""
     return [
         records.StoredMessage(
             index=conversation.num_messages + number,
@@ -331,12 +330,12 @@ def as_stored(
 
 
 def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:
-    """Return messages as the store takes them; they have no tokens yet."""
+    """Return messages as store records, without tokens yet."""
     return tuple(stored_messages(messages, [[] for _ in messages]))
 
 
 def appended(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
-    """Return a change that appends these messages to the pending ones."""
+    """Return a change that appends these messages to the pending messages."""
     more = as_pending(messages)
     return lambda found: replace(found, messages=(*found.messages, *more))
 
@@ -346,6 +345,6 @@ def no_previous(problem: str) -> Refusal:
 
 
 def _check_id(conversation_id: str) -> None:
-    """Refuse what cannot be an id, without looking for it or quoting it."""
+    """Raise NotFound for malformed ids, without a lookup and without quoting them."""
     if not records.ID_PATTERN.fullmatch(conversation_id):
-        raise NotFound("there is no such conversation")
+        raise NotFound("no such conversation")

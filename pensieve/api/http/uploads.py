@@ -1,8 +1,7 @@
-"""Read a multipart/form-data request with one file, and pass the file on as it arrives.
+"""Read a multipart/form-data request with one file, and stream the file.
 
-Fields may come before or after the file. The form's headers, parts and fields have size limits, and the
-file's data leaves in chunks, so memory is bounded. Time limits are those of a job's file over gRPC
-(guard/request_bodies.py).
+Fields may come before or after the file. Headers, parts and fields have size limits, and the file is passed
+on in chunks, so memory is bounded. Time limits are those of job uploads over gRPC (guard/request_bodies.py).
 """
 
 from __future__ import annotations
@@ -18,38 +17,38 @@ from pensieve.extras import need
 from pensieve.guard.request_bodies import IncomingBodies
 
 PURPOSE = "the HTTP API"
-CHUNK_BYTES = 256 << 10  # of the file, passed on at once
+CHUNK_BYTES = 256 << 10  # of the file per chunk
 CONTENT_TYPE_BYTES_MAX = 1 << 10
 BOUNDARY_BYTES_MAX = 70  # RFC 2046
 PARTS_MAX = 16
-HEADERS_MAX = 8  # of a part
-HEADER_BYTES_MAX = 4 << 10  # of one header of a part
+HEADERS_MAX = 8  # per part
+HEADER_BYTES_MAX = 4 << 10  # per header of a part
 FIELD_BYTES_MAX = 4 << 10
 
-logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets the error
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # errors go to the client
 
 
 class PartBegan(NamedTuple):
-    """The data that follows belongs to this field."""
+    """A part begins; the data that follows belongs to it."""
 
     name: str
     filename: str
 
 
 class PartData(NamedTuple):
-    """A piece of the data of the latest part."""
+    """A piece of data of the current part."""
 
     data: bytes
 
 
 class MultipartForm:
-    """The parts of a form whose bytes arrive in pieces."""
+    """An incremental parser of a form."""
 
     def __init__(self, content_type: str) -> None:
         self._library = need("http", "python_multipart.multipart", PURPOSE)
         self._found: deque[PartBegan | PartData] = deque()
         self._num_parts = 0
-        self._name, self._value = b"", b""  # of the header that is being read
+        self._name, self._value = b"", b""  # of the current header
         self._disposition = b""
         self._has_ended = False
         self._parser = self._library.MultipartParser(
@@ -68,14 +67,14 @@ class MultipartForm:
         )
 
     def push(self, data: bytes) -> None:
-        """Parse the next bytes; `pop` returns what they contain."""
+        """Parse the next bytes; then call `pop`."""
         try:
             self._parser.write(data)
         except self._library.MultipartParseError as error:
             raise InvalidArgument("form", f"is not valid multipart/form-data: {error}") from None
 
     def pop(self) -> PartBegan | PartData | None:
-        """Return what comes next; None until more bytes are pushed."""
+        """Return the next parsed piece; None if more bytes are needed."""
         return self._found.popleft() if self._found else None
 
     def end(self) -> None:
@@ -140,21 +139,21 @@ class Upload:
         self.filename = ""
         self._form = MultipartForm(exchange.headers.get("content-type", ""))
         self._raw = incoming.bodies(_Chunks(exchange), group)
-        self._field = ""  # that the data belongs to; "" for the file
+        self._field = ""  # name of the current field; "" for the file
 
     async def find_file(self) -> None:
-        """Read the fields before the file, up to its first byte."""
+        """Read fields up to the first byte of the file."""
         while (piece := await self._next()) is not None:
             if self._take(piece):
                 return
         raise InvalidArgument("file", "is missing")
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the file's data; when it ends, `fields` is complete."""
+        """Yield the file's data; `fields` is complete at the end."""
         data = bytearray()
         while (piece := await self._next()) is not None:
             if self._take(piece):
-                raise InvalidArgument("file", "a form has one file")
+                raise InvalidArgument("file", "may appear only once")
             if isinstance(piece, PartData) and not self._field:
                 data += piece.data
             if len(data) >= CHUNK_BYTES:
@@ -164,7 +163,7 @@ class Upload:
             yield bytes(data)
 
     def _take(self, piece: PartBegan | PartData) -> bool:
-        """Keep what belongs to a field; return whether a file begins."""
+        """Store a piece of a field; return whether a file begins."""
         if isinstance(piece, PartBegan) and piece.name == "file":
             self._field, self.filename = "", piece.filename
             return True

@@ -1,7 +1,7 @@
 """Every metric in one table, and its samples in Prometheus' text format (version 0.0.4).
 
-Names, labels and bounds are vLLM's where vLLM measures the same.  All samples also have the labels
-`model_name` and `engine`.
+Names, labels and bounds are vLLM's if vLLM has the metric. All samples also have the labels `model_name` and
+`engine`.
 """
 
 from __future__ import annotations
@@ -36,81 +36,112 @@ def _family(name: str, kind: MetricKind, text: str, *labels: str) -> MetricFamil
 
 
 FAMILIES = (
-    # turns, and how long their clients wait
-    _family("num_requests_running", GAUGE, "Turns that the engine runs."),
-    _family("num_requests_waiting", GAUGE, "Turns that the engine has and does not run."),
-    _family("num_requests_waiting_by_reason", GAUGE, "The same, by what they wait as.", "reason"),
-    _family("turns_live", GAUGE, "Turns of clients that have begun and not ended."),
-    _family("turns_streamed", GAUGE, "Turns that run with their KV in the host tier."),
-    _family("stream_undelivered_tokens", GAUGE, "Tokens of replies that readers have not taken."),
-    _family("queue_wait_seconds", GAUGE, "What a new turn would wait, as predicted."),
-    _family("turns_total", COUNTER, "Turns of clients that have ended.", "outcome"),
-    _family("request_success_total", COUNTER, "Turns that were not failures.", "finished_reason"),
-    _family("admission_rejections_total", COUNTER, "Turns and warms not admitted.", "reason"),
-    _family("call_errors_total", COUNTER, "Calls that ended with an error.", "reason"),
-    _family("num_preemptions_total", COUNTER, "Turns that lost their place and wait for another."),
-    _family("time_to_first_token_seconds", HISTOGRAM, "From admission to the first token."),
-    _family("inter_token_latency_seconds", HISTOGRAM, "From a token of a reply to the next."),
-    _family("e2e_request_latency_seconds", HISTOGRAM, "From admission to the stored end."),
-    _family("request_queue_time_seconds", HISTOGRAM, "From the engine's queue to a place."),
-    _family("request_prefill_time_seconds", HISTOGRAM, "From a place to the first token."),
-    _family("request_decode_time_seconds", HISTOGRAM, "From the first token to the last."),
-    # tokens, and where those of prompts came from
-    _family("prompt_tokens_total", COUNTER, "Tokens of contexts of turns that have ended."),
-    _family("prompt_tokens_cached_total", COUNTER, "Of them, those whose KV was there."),
-    _family("prompt_tokens_cached_by_source_total", COUNTER, "The same, by where.", "source"),
-    _family("generation_tokens_total", COUNTER, "Tokens generated."),
-    _family("prefix_cache_queries_total", COUNTER, "Tokens looked for in the device tier."),
-    _family("prefix_cache_hits_total", COUNTER, "Tokens found in the device tier."),
+    # turns and latencies
+    _family("num_requests_running", GAUGE, "Turns that run in the engine."),
+    _family("num_requests_waiting", GAUGE, "Turns that wait in the engine."),
     _family(
-        "external_prefix_cache_queries_total", COUNTER, "Tokens then looked for in the host's."
+        "num_requests_waiting_by_reason",
+        GAUGE,
+        "Turns that wait in the engine, by reason.",
+        "reason",
     ),
+    _family("turns_live", GAUGE, "Turns in flight."),
+    _family("turns_streamed", GAUGE, "Running turns whose KV is streamed from the host tier."),
+    _family("stream_undelivered_tokens", GAUGE, "Reply tokens that clients have not received yet."),
+    _family("queue_wait_seconds", GAUGE, "Predicted waiting time of a new turn."),
+    _family("turns_total", COUNTER, "Ended turns.", "outcome"),
+    _family("request_success_total", COUNTER, "Ended turns that did not fail.", "finished_reason"),
+    _family("admission_rejections_total", COUNTER, "Refused turns and warms.", "reason"),
+    _family("call_errors_total", COUNTER, "Calls that ended with an error.", "reason"),
+    _family("num_preemptions_total", COUNTER, "Suspensions of running turns."),
+    _family("time_to_first_token_seconds", HISTOGRAM, "Seconds from admission to the first token."),
+    _family("inter_token_latency_seconds", HISTOGRAM, "Seconds between two tokens of a reply."),
+    _family(
+        "e2e_request_latency_seconds", HISTOGRAM, "Seconds from admission to the stored reply."
+    ),
+    _family(
+        "request_queue_time_seconds", HISTOGRAM, "Seconds that a turn waits in the engine's queue."
+    ),
+    _family(
+        "request_prefill_time_seconds",
+        HISTOGRAM,
+        "Seconds from the start of a turn to its first token.",
+    ),
+    _family("request_decode_time_seconds", HISTOGRAM, "Seconds from the first to the last token."),
+    # tokens and cache hits
+    _family("prompt_tokens_total", COUNTER, "Context tokens of ended turns."),
+    _family("prompt_tokens_cached_total", COUNTER, "Context tokens whose KV was cached."),
+    _family(
+        "prompt_tokens_cached_by_source_total",
+        COUNTER,
+        "Context tokens whose KV was cached, by tier.",
+        "source",
+    ),
+    _family("generation_tokens_total", COUNTER, "Tokens generated."),
+    _family("prefix_cache_queries_total", COUNTER, "Tokens looked up in the device tier."),
+    _family("prefix_cache_hits_total", COUNTER, "Tokens found in the device tier."),
+    _family("external_prefix_cache_queries_total", COUNTER, "Tokens looked up in the host tier."),
     _family("external_prefix_cache_hits_total", COUNTER, "Tokens found in the host tier."),
-    _family("kv_recomputed_tokens_total", COUNTER, "Tokens whose KV was lost, by why.", "reason"),
+    _family(
+        "kv_recomputed_tokens_total",
+        COUNTER,
+        "Tokens whose KV was recomputed, by reason.",
+        "reason",
+    ),
     _family("tenant_tokens_total", COUNTER, "Tokens computed for a tenant.", "tenant"),
-    _family("idle_tokens_total", COUNTER, "Tokens computed for turns that had ended."),
+    _family("idle_tokens_total", COUNTER, "Tokens computed for turns that had already ended."),
     _family("request_prompt_tokens", HISTOGRAM, "Tokens of a turn's context."),
     _family("request_generation_tokens", HISTOGRAM, "Tokens of a reply."),
-    _family("iteration_tokens_total", HISTOGRAM, "Tokens computed in an iteration."),
+    _family("iteration_tokens_total", HISTOGRAM, "Tokens per iteration."),
     # the cache
-    _family("kv_cache_usage_perc", GAUGE, "Share of device pages without which KV would be lost."),
+    _family(
+        "kv_cache_usage_perc",
+        GAUGE,
+        "Share of device pages with KV that has no copy in the host tier.",
+    ),
     _family(
         "kv_pages",
         GAUGE,
-        "Pages of a tier: used, clean (a copy is in the host's), free.",
+        "Pages of a tier: used, clean (copied to the host tier), free.",
         "tier",
         "state",
     ),
-    _family("kv_copy_bytes_total", COUNTER, "Bytes of KV that were copied.", "direction"),
-    _family("kv_chunks_total", COUNTER, "What happened to chunks.", "event"),
+    _family("kv_copy_bytes_total", COUNTER, "Bytes of KV copied between the tiers.", "direction"),
+    _family("kv_chunks_total", COUNTER, "Events of chunks.", "event"),
     _family(
         "conversations", GAUGE, "Conversations: stored, with KV in a tier, with a turn.", "state"
     ),
     # the engine process
-    _family("engine_up", GAUGE, "Whether the engine takes turns."),
-    _family("engine_restarts_total", COUNTER, "How often the engine was started again."),
-    _family("engine_heartbeat_age_seconds", GAUGE, "Since the engine was last heard of."),
+    _family("engine_up", GAUGE, "Whether the engine accepts turns."),
+    _family("engine_restarts_total", COUNTER, "Restarts of the engine."),
+    _family("engine_heartbeat_age_seconds", GAUGE, "Seconds since the engine's last heartbeat."),
     # the service process and the history
-    _family("serving", GAUGE, "Whether the daemon takes new turns."),
-    _family("uptime_seconds", GAUGE, "Since the daemon's start."),
+    _family("serving", GAUGE, "Whether the daemon accepts new turns."),
+    _family("uptime_seconds", GAUGE, "Seconds since the start of the daemon."),
     _family(
-        "event_loop_lag_seconds", GAUGE, "How late the loop was in the last minute.", "quantile"
+        "event_loop_lag_seconds", GAUGE, "Delay of the event loop in the last minute.", "quantile"
     ),
-    _family("calls", GAUGE, "Calls of clients that have not ended."),
-    _family("store_commit_seconds", HISTOGRAM, "What a transaction waited for the disk."),
-    _family("store_jobs", GAUGE, "Jobs of the history's thread that have not ended."),
-    _family("store_oldest_job_seconds", GAUGE, "Since the oldest of them was put in."),
+    _family("calls", GAUGE, "Running calls of clients."),
+    _family("store_commit_seconds", HISTOGRAM, "Seconds that a transaction waited for the disk."),
+    _family("store_jobs", GAUGE, "Unfinished jobs of the store threads."),
+    _family(
+        "store_oldest_job_seconds", GAUGE, "Age of the oldest unfinished job of the store threads."
+    ),
     _family("store_journal_bytes", GAUGE, "Length of the history's write-ahead log."),
     _family("erasure_pending", GAUGE, "Whether deleted text is still in the files."),
-    _family("history_problems", GAUGE, "What is damaged in the history."),
+    _family("history_problems", GAUGE, "Damaged places found in the history."),
     _family("disk_full", GAUGE, "Whether the disk of the history is full."),
-    _family("scrub_passes_total", COUNTER, "How often the whole history was looked through."),
-    _family("backup_age_seconds", GAUGE, "Age of what the backup lacks; none without --backup."),
+    _family("scrub_passes_total", COUNTER, "Complete checks of the history."),
+    _family(
+        "backup_age_seconds",
+        GAUGE,
+        "Age of the newest state in the backup; none without --backup.",
+    ),
     _family(
         "backup_failing", GAUGE, "Whether the backup cannot be written; none without --backup."
     ),
     _family(
-        "audit_lines_lost", GAUGE, "Lines that the audit log has lost since it could be written."
+        "audit_lines_lost", GAUGE, "Lines that the audit log lost since its last written line."
     ),
 )
 
@@ -124,7 +155,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def exposition(
     families: Sequence[MetricFamily], samples: Samples, prefix: str, common: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield lines; a family without samples has its name, type and help, too."""
+    """Yield lines; a family without samples still has its help and type."""
     for family in families:
         name = prefix + family.name
         yield f"# HELP {name} {family.help}"

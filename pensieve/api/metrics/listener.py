@@ -1,13 +1,12 @@
-"""A listener for GET /metrics and GET /health over HTTP/1.1, and nothing else.
+"""A small HTTP/1.1 listener for GET /metrics and GET /health.
 
-It is small on purpose: a scraper asks every few seconds, with a connection for each request. A request has
-HEADER_BYTES_MAX and SECONDS_MAX, and its answer SECONDS_MAX. CONNECTIONS_MAX may be open at once; others are
-refused. A body is not read.
+Each connection has one request of at most HEADER_BYTES_MAX. Request and answer may take SECONDS_MAX each. At
+most CONNECTIONS_MAX connections are open; more are refused. Bodies are not read.
 
-    200  /metrics, or /health while turns are taken        401  an admin token is needed
-    503  /health otherwise, or too many connections        400, 404, 405, 431  it is no such request
+    200  /metrics, or /health while turns are accepted     401  an admin token is needed
+    503  /health otherwise, or too many connections        400, 404, 405, 431  other requests
 
-All of it belongs to the loop.
+Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ PLAIN = "text/plain; charset=utf-8"
 class Answers:
     metrics: Callable[[], Awaitable[str]]
     is_serving: Callable[[], bool]
-    may_scrape: Callable[[str, str], bool]  # by the `authorization` header and the peer
+    may_scrape: Callable[[str, str], bool]  # takes the `authorization` header and the peer
 
 
 class RequestRefused(Exception):
-    """Within this module: the request is refused with a status."""
+    """The request is refused with this status; internal to this module."""
 
     def __init__(self, status: HTTPStatus) -> None:
         super().__init__(status)
@@ -127,7 +126,7 @@ class RequestHead:
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:
-    """Return the peer as gRPC writes it, for the audit log."""
+    """Return the peer in gRPC's notation, for the audit log."""
     host, port, *more = writer.get_extra_info("peername") or ("", 0)
     return f"ipv6:[{host}]:{port}" if more else f"ipv4:{host}:{port}"
 
@@ -141,7 +140,7 @@ async def _head(reader: asyncio.StreamReader) -> RequestHead:
 
 
 def head_of(raw: bytes) -> RequestHead:
-    """Parse the lines of a request up to the empty one."""
+    """Parse the head of a request."""
     first, *fields = raw.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):

@@ -1,7 +1,7 @@
-"""The text of all metrics at this moment, for Prometheus or `pensieve admin metrics`.
+"""Collect all metrics for Prometheus and `pensieve admin metrics`.
 
-The engine has ENGINE_SECONDS to answer; otherwise its metrics are missing this time.  Counting the history
-and asking plug-ins takes longer the more there is, so it is done at most once in COUNT_SECONDS.
+If the engine does not answer within ENGINE_SECONDS, its metrics are missing from this scrape. Counting the
+history and asking plugins can be slow, so both happen at most once in COUNT_SECONDS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ ENGINE_SECONDS = 2.0
 COUNT_SECONDS = 15.0
 PREFIX = "pensieve_"
 Found = dict[str, list[tuple[tuple[str, ...], Value]]]
-FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}  # as vLLM has them
+FINISHED_REASONS = {  # vLLM's names
+    "stop": "stop",
+    "length": "length",
+    "repetition": "repetition",
+    "cancelled": "abort",
+}
 CHUNK_EVENTS = (
     *("swapped_out", "swapped_in", "reclaimed", "dropped"),
     *("copied_on_write", "discarded", "damaged"),
@@ -132,7 +137,7 @@ def of_turns(meter: Meter) -> Found:
 
 
 def of_conversations(daemon: Daemon) -> Found:
-    """Return metrics of turns; nothing while the first engine loads its model."""
+    """Return metrics of turns; none while the first engine loads its model."""
     if daemon.loading:
         return {}
     conversations = daemon.conversations

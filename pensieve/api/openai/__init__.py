@@ -1,4 +1,4 @@
-"""OpenAI's API as values: request bodies in, answers out; no network, no clock, nothing kept.
+"""OpenAI's API as pure functions: request bodies in, answers out.
 
 line of a Batch file ──read_line──> BatchLine ──┐
 body ──parse──────────────────────────────────> ParsedRequest ──TurnRequest──> turn ──┐

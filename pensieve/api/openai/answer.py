@@ -1,15 +1,15 @@
 """Render replies as bodies of OpenAI's API: a chat completion, a text completion, a response.
 
-Thinking goes into `reasoning_content` (in a response: an item of its own), without its control tokens and the
-white space after it. Calls of tools go into `tool_calls` (items of their own) if the request has tools and
-the model's way of writing calls is known. Everything else is text, as sampled.
+Thinking becomes `reasoning_content` (in a response: an item), without its control tokens and the white space
+after it. Tool calls become `tool_calls` (items) if the request has tools and the model's format of calls is
+known. Everything else is text, as sampled.
 
-The ids of calls follow from the answer's id, so an answer that is made again has the same ids. A call that
-broke off is in the answer with the part of its arguments that there is. Only an answer that ends with a whole
-call has the finish reason `tool_calls`.
+Ids of calls are derived from the answer's id, so a repeated answer has the same ids. An incomplete call has
+the part of its arguments that was sampled. The finish reason is `tool_calls` only if the answer ends with a
+complete call.
 
-Logprobs are those of the text's tokens. A token without text (the end of a turn) is left out, but it may be
-among the alternatives.
+Logprobs cover the tokens of the text. Tokens without text (the end of a turn) are left out, but may be among
+the alternatives.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from pensieve.api.openai.request import ParsedRequest, RequestKind
 from pensieve.api.reply import PromptTokens, ReplyTokens
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import HAS_REPLY, FinishReason
 from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
 from pensieve.text.tool_calls import CallArguments, CallBegan, CallStyle
 
-LOGPROB_MIN = -9999.0  # what the API writes for a token that cannot come; JSON has no infinity
+LOGPROB_MIN = -9999.0  # the API's value for an impossible token; JSON has no infinity
 ID_PREFIXES = {
     RequestKind.CHAT: "chatcmpl-",
     RequestKind.COMPLETION: "cmpl-",
@@ -36,7 +36,7 @@ ID_PREFIXES = {
 
 
 class Heading(NamedTuple):
-    answer_id: str  # without the prefix that each kind of answer has
+    answer_id: str  # without the prefix of the kind of answer
     created: int  # seconds since 1970
     model: str
 
@@ -51,11 +51,10 @@ def answer(
 ) -> dict[str, Any]:
     """Return the body, with one reply for each choice.
 
-    `tokenizer` is needed if logprobs are requested. `style` is how the model writes calls; None: calls are
-    text.
+    `tokenizer` is required with logprobs. `style`: how the model writes calls; None: calls are text.
     """
     assert len(replies) == request.num_choices, (len(replies), request.num_choices)
-    assert all(each.finish in (FinishReason.STOP, FinishReason.LENGTH) for each in replies)
+    assert all(each.finish in HAS_REPLY for each in replies)
     assert tokenizer is not None or request.sampling.logprobs is None
     if request.kind is RequestKind.RESPONSE:
         output = _output(request, replies[0], heading, tokenizer, style)
@@ -100,20 +99,32 @@ def _chat_choice(
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = {"content": logprob_rows(reply, tokenizer), "refusal": None}
-    finish_reason = cut.finish_reason(reply.finish)
-    return {"message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+    ending = finish_fields(reply.finish, cut.ends_with_call)
+    return {"message": message, "logprobs": logprobs, **ending}
 
 
 def _text_choice(
     reply: ReplyTokens, request: ParsedRequest, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The prompt was no chat, so all of the reply is text."""
+    """Return a choice of a text completion, whose reply is all text."""
     reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = logprob_columns(logprob_rows(reply, tokenizer))
     text = "".join(reply.texts)
-    return {"text": text, "logprobs": logprobs, "finish_reason": reply.finish.value}
+    return {"text": text, "logprobs": logprobs, **finish_fields(reply.finish)}
+
+
+def finish_fields(finish: FinishReason, ends_with_call: bool = False) -> dict[str, str]:
+    """Return a choice's finish reason, of those that OpenAI's clients know.
+
+    A reply that was stopped because it repeats itself is incomplete: "length". As with vLLM,
+    `stop_reason` says more.
+    """
+    if finish is FinishReason.REPETITION:
+        return {"finish_reason": "length", "stop_reason": finish.value}
+    waits = ends_with_call and finish is FinishReason.STOP
+    return {"finish_reason": "tool_calls" if waits else finish.value}
 
 
 def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, Any]:
@@ -136,7 +147,7 @@ def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, 
 def logprob_rows(
     reply: ReplyTokens, tokenizer: Tokenizer, *, is_first: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the tokens of the text with their alternatives; `is_first`: no text came before."""
+    """Return the logprobs of the text's tokens; `is_first`: no text came before."""
     found = []
     rows = zip(reply.token_ids, reply.logprobs, reply.is_of(Part.TEXT, Part.TOOL_CALL), strict=True)
     for token_id, (logprob, alternatives), is_text in rows:
@@ -150,7 +161,7 @@ def logprob_rows(
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) -> dict[str, Any]:
     piece = b""
-    if 0 <= token_id < tokenizer.vocab_size:  # else it pads the model's vocabulary
+    if 0 <= token_id < tokenizer.vocab_size:  # else the id only pads the model's vocabulary
         piece = tokenizer.piece(token_id, first=is_first)
     return {
         "token": piece.decode("utf-8", "replace"),
@@ -160,7 +171,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) 
 
 
 def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, Any]:
-    """Return the columns of a text completion; of alternatives with the same text the likeliest counts."""
+    """Return logprobs as columns; of alternatives with equal text, the likeliest counts."""
     top_logprobs, offsets = [], []
     for each in tokens:
         column: dict[str, float] = {}
@@ -242,7 +253,7 @@ def _output(
     tokenizer: Tokenizer | None,
     style: CallStyle | None,
 ) -> list[dict[str, Any]]:
-    """Return an item for the thinking, the text and each call; an empty text only without others."""
+    """Return items for thinking, text and calls; an empty text only if there is nothing else."""
     cut = cut_reply(reply.texts, reply.parts, style, request.tools)
     status = "completed" if reply.finish is FinishReason.STOP else "incomplete"
     items: list[dict[str, Any]] = []
@@ -289,11 +300,6 @@ class CutReply(NamedTuple):
     calls: Sequence[SampledCall]
     ends_with_call: bool
 
-    def finish_reason(self, finish: FinishReason) -> str:
-        """Return the finish reason of a chat completion."""
-        waits = self.ends_with_call and finish is FinishReason.STOP
-        return "tool_calls" if waits else finish.value
-
 
 def cut_reply(
     texts: Sequence[str],
@@ -301,7 +307,7 @@ def cut_reply(
     style: CallStyle | None,
     tools: Sequence[Mapping[str, Any]],
 ) -> CutReply:
-    """Cut a whole reply, of which each text has a part; without parts all is text."""
+    """Split a whole reply into thinking, text and calls; without parts, all is text."""
     cutter = ReplyPieces(style if tools else None, tools)
     pieces = cutter.whole(zip(parts or [Part.TEXT] * len(texts), texts, strict=True))
     arguments: list[list[str]] = [[] for _ in range(cutter.num_calls)]
@@ -320,7 +326,7 @@ def cut_reply(
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """Return the id of a call; an answer that is made again has the same."""
+    """Return the id of a call; a repeated answer has the same ids."""
     words = f"{answer_id}/{choice}/{index}".encode()
     return f"call_{hashlib.blake2b(words, digest_size=12).hexdigest()}"
 

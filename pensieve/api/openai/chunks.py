@@ -1,12 +1,12 @@
-"""Stream chat completions and text completions: each chunk has the new part of one choice.
+"""Stream chat completions and text completions: each chunk has new data of one choice.
 
     role             the first chunk of each choice of a chat
-    pieces           text; in a chat also thinking (`reasoning_content`), and calls with their arguments
+    pieces           text; in a chat also thinking (`reasoning_content`) and tool calls
     finish_reason    the last chunk of each choice
     usage            one chunk without choices, if the request wants it
 
-Logprobs come in the chunk for the tokens of the text. If text is withheld for a moment, because it may begin
-a call, its logprobs are sent before it.
+Logprobs are in the chunk of their tokens. If text is withheld because it may begin a call, its logprobs are
+sent before it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pensieve.api.openai.answer import (
     ID_PREFIXES,
     Heading,
     call_id,
+    finish_fields,
     logprob_columns,
     logprob_rows,
     usage_of,
@@ -45,11 +46,11 @@ class ChoiceStream:
         self._cutter, self._choice = cutter, choice
 
     def tokens(self, tokens: ReplyTokens) -> list[dict[str, Any]]:
-        """Return the chunks of these tokens of the reply."""
+        """Return the chunks for these tokens of the reply."""
         return self._chunks(tokens.pieces(self._cutter), tokens)
 
     def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]:
-        """Return the chunks of text that was withheld until the reply ended."""
+        """Return the chunks for text that was withheld until the end of the reply."""
         pieces = [*tail.pieces(self._cutter), *self._cutter.end()]
         return self._chunks(pieces, NO_TOKENS) if pieces else []
 
@@ -62,11 +63,12 @@ class ChoiceStream:
     def _chunk(
         self,
         new: Mapping[str, Any],
-        finish_reason: str | None = None,
+        ending: Mapping[str, str] | None = None,
         *,
         logprobs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        one = {"index": self._choice, **new, "logprobs": logprobs, "finish_reason": finish_reason}
+        reason = {"finish_reason": None} if ending is None else ending
+        one = {"index": self._choice, **new, "logprobs": logprobs, **reason}
         usage = {"usage": None} if self._request.include_usage else {}
         return {**_head(self._request, self._heading), "choices": [one], **usage}
 
@@ -76,8 +78,7 @@ class ChatStream(ChoiceStream):
     _has_text = False
 
     def end(self, finish: FinishReason) -> dict[str, Any]:
-        waits = self._cutter.ends_with_call and finish is FinishReason.STOP
-        return self._chunk({"delta": {}}, "tool_calls" if waits else finish.value)
+        return self._chunk({"delta": {}}, finish_fields(finish, self._cutter.ends_with_call))
 
     def _chunks(self, pieces: Iterable[Piece], tokens: ReplyTokens) -> list[dict[str, Any]]:
         found = []
@@ -120,13 +121,13 @@ class ChatStream(ChoiceStream):
 
 
 class CompletionStream(ChoiceStream):
-    _num_characters = 0  # that were sent
+    _num_characters = 0  # characters sent so far
 
     def end(self, finish: FinishReason) -> dict[str, Any]:
-        return self._chunk({"text": ""}, finish.value)
+        return self._chunk({"text": ""}, finish_fields(finish))
 
     def _chunks(self, pieces: Iterable[Piece], tokens: ReplyTokens) -> list[dict[str, Any]]:
-        """The prompt was no chat, so all tokens are text."""
+        """Return the chunks of a text completion, whose tokens are all text."""
         sent, text, logprobs = self._num_characters, "".join(tokens.texts), None
         if self._request.sampling.logprobs is not None:
             rows = logprob_rows(tokens, self._tokenizer, is_first=not sent)
@@ -138,7 +139,7 @@ class CompletionStream(ChoiceStream):
 def usage_chunk(
     request: ParsedRequest, heading: Heading, replies: Sequence[ReplyTokens], prompt: PromptTokens
 ) -> dict[str, Any]:
-    """Return the last chunk, which has no choices."""
+    """Return the last chunk, with usage and no choices."""
     return {**_head(request, heading), "choices": [], "usage": usage_of(replies, prompt)}
 
 

@@ -1,7 +1,7 @@
-"""Render messages of a conversation as items, and its replies as messages that a client would send back.
+"""Render messages of a conversation as items, and replies as a client would send them back.
 
 a client's message    one item: a message, or the output of a function
-a reply               items for its thinking, its text and its calls, as in the response
+a reply               items for thinking, text and calls, as in the response
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A message of a conversation by its number, and the ids of its items.
+    """The number of a message in a conversation, and the ids of its items.
 
-        msg_1f0c53a9d2b7e684-3-1     the second part of message 3 of the conversation with this tag
+        msg_1f0c53a9d2b7e684-3-1     second item of message 3, in the conversation with this tag
 
     A client's message is one item; a reply may be several: thinking, text, calls. Number 0 is reserved for
-    the instructions, which a conversation may get when it already has items.
+    instructions, which a conversation may get when it already has items.
     """
 
     tag: str
@@ -50,7 +50,7 @@ def tag_of(tenant: str, conversation_id: str) -> str:
 
 
 def place_of(item_id: str) -> tuple[Place, int] | None:
-    """Return the message of an item, and which part of it the item is; None if it is no item's id."""
+    """Return an item's message and its number within the message; None for malformed ids."""
     found = PATTERN.fullmatch(item_id)
     if found is None:
         return None
@@ -65,7 +65,7 @@ def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> lis
 
 
 def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
-    """Return the items of any message; none if it is empty."""
+    """Return the items of a message; none for an empty message."""
     if stored.finish_reason is not None:
         return reply_items(stored, place, cutter)
     if stored.role == "tool":
@@ -81,7 +81,7 @@ def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[d
     if stored.role == "assistant":
         return _assistant_items(stored, place)
     if stored.role == "system" and not stored.content:
-        return []  # stands for the tools of a declared prefix
+        return []  # placeholder for the tools of a declared prefix
     return [
         {
             "id": place.item_id("msg"),
@@ -94,7 +94,7 @@ def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[d
 
 
 def _assistant_items(stored: StoredMessage, place: Place) -> list[dict[str, Any]]:
-    """Return the items of an assistant's message that a client wrote."""
+    """Return the items of an assistant message that a client sent."""
     items: list[dict[str, Any]] = []
     if thinking := stored.extra.get("thinking"):
         items.append(
@@ -134,13 +134,13 @@ def _assistant_items(stored: StoredMessage, place: Place) -> list[dict[str, Any]
 
 
 def reply_as_sent_back(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> Message:
-    """Return a reply as a client sends it that keeps the history itself."""
+    """Return a reply as a stateless client would send it back."""
     thinking, texts = list[str](), list[str]()
     calls: list[ToolCall] = []
     for item in reply_items(stored, place, cutter):
         if item["type"] == "function_call":
             arguments: Mapping[str, Any] = {}
-            with contextlib.suppress(ValueError):  # it broke off
+            with contextlib.suppress(ValueError):  # an incomplete call
                 arguments = json.loads(item["arguments"])
             calls.append(ToolCall(item["name"], arguments, item["call_id"]))
         else:

@@ -1,19 +1,19 @@
-"""Read the required form of a reply, and of its calls of tools, as a `Constraint`.
+"""Read the required form of a reply and of its tool calls, as a `Constraint`.
 
     response_format        {"type": "json_schema", "json_schema": {"name", "schema", …}}, or a json_object
-    text.format            the same of a response, without the inner object
+    text.format            the same for a response, without the inner object
     output_config.format   {"type": "json_schema", "schema"} of Anthropic's API
-    structured_outputs     open servers' own: one of json, json_object, regex, choice, grammar
+    structured_outputs     of vLLM: one of json, json_object, regex, choice, grammar
     guided_json, guided_regex, guided_choice, guided_grammar    their older names
 
-    strict                 of a tool: arguments of its calls follow its schema
-    tool_choice            auto; none; required: the reply is calls; a name: calls of that tool;
-                           allowed_tools: some of the tools, either way
-    parallel_tool_calls    false: one call at most
+    strict                 of a tool: arguments of its calls match its schema
+    tool_choice            auto; none; required: only calls; a name: only calls of that tool;
+                           allowed_tools: only these tools
+    parallel_tool_calls    false: at most one call
 
-A schema is always enforced, whether it is `strict` or not. Two forms in one body are refused. With a form and
-tools, a reply has that form or calls tools. Text and thinking before a call stay free unless a call is
-required. Arguments of a tool that is not `strict` may be any object; if a call is required, they follow its
+A schema is always enforced, even if it is not `strict`. Two forms in one body are refused. With a form and
+tools, a reply has that form or calls tools. Text and thinking before a call are free unless a call is
+required. Arguments of tools that are not `strict` may be any object; if a call is required, they match the
 schema as far as possible. If the model's calls are not JSON (text/tool_calls/), parameters that need a
 constraint are refused.
 """
@@ -37,7 +37,7 @@ OPEN_NAMES = {
     "choice": ConstraintKind.CHOICE,
     "grammar": ConstraintKind.GRAMMAR,
 }
-COMPOSED = (  # what a reply beside calls may be
+COMPOSED = (  # forms that can be combined with tool calls
     ConstraintKind.JSON_SCHEMA,
     ConstraintKind.JSON_OBJECT,
     ConstraintKind.REGEX,
@@ -53,7 +53,15 @@ INNER_SCHEMAS = frozenset(
 
 class FormatFields(NamedTuple):
     constraint: Constraint | None = None
-    params: Mapping[str, str] = {}  # what the body calls the fields of a constraint
+    params: Mapping[str, str] = {}  # the body's names of the constraint's fields
+
+
+def refuse_form(form: FormatFields) -> None:
+    """Refuse a required form beside prefill: it would apply only to the continuation."""
+    if form.constraint is not None:
+        where = next(iter(form.params.values()), "response_format")
+        problem = "cannot be combined with a reply that the client has begun"
+        raise Refusal(where, problem, "unsupported_parameter")
 
 
 def take_response_format(fields: Fields) -> FormatFields:
@@ -71,7 +79,7 @@ def take_text_format(text: Fields) -> FormatFields:
 
 
 def take_output_format(config: Fields) -> FormatFields:
-    """Read the form of a message of Anthropic's API: a schema without a name, and nothing else."""
+    """Read the form of Anthropic's API: a schema without a name."""
     given = config.fields("format")
     if given is None:
         return FormatFields()
@@ -93,7 +101,7 @@ def _only_one(found: list[_Found]) -> FormatFields:
     if not found:
         return FormatFields()
     if len(found) > 1:
-        raise Refusal(found[1].where, f"is given beside {found[0].where}: give one of them")
+        raise Refusal(found[1].where, f"cannot be combined with {found[0].where}: use one of them")
     ((where, constraint),) = found
     if (problem := constraint.problem()) is not None:
         raise Refusal(where, problem)
@@ -101,7 +109,7 @@ def _only_one(found: list[_Found]) -> FormatFields:
 
 
 def _of_format(given: Fields | None, inside: str) -> list[_Found]:
-    """Read a format; `inside` is the member that holds the schema and its name, if there is one."""
+    """Read a format; `inside`: the member that contains the schema and its name, if any."""
     if given is None:
         return []
     kind = given.needed_text("type")
@@ -154,7 +162,7 @@ def _of_open_names(given: Fields | None, prefix: str) -> list[_Found]:
 
 
 def _text(kind: ConstraintKind, given: Fields, name: str) -> str | None:
-    """Read the text of a constraint; None if the body has none of this name."""
+    """Read the text of a constraint; None if absent."""
     if kind is ConstraintKind.JSON_OBJECT:
         return "" if given.flag(name) else None
     if kind is ConstraintKind.CHOICE:
@@ -170,23 +178,21 @@ def _text(kind: ConstraintKind, given: Fields, name: str) -> str | None:
 class ToolRules:
     """The tools of a body, and the rules for their calls."""
 
-    tools: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # that the template shows, as a chat completion has them
-    strict: Mapping[int, str] | None = None  # what the body calls the flag of each, by its place
+    tools: tuple[Mapping[str, Any], ...] = ()  # in the shape of a chat completion, for the template
+    strict: Mapping[int, str] | None = None  # by index: the body's name of the tool's flag
     callable: frozenset[str] | None = None  # names; None: all
-    where: str = ""  # what the body calls the choice that forces or narrows the calls
+    where: str = ""  # the body's name of the choice that requires or restricts calls
     must: bool = False
-    single: str = ""  # what the body calls the flag that allows one call; "": several
+    single: str = ""  # the body's name of the flag that allows one call; "": several
 
     @property
     def param(self) -> str:
-        """Return the parameter that only a constraint can enforce; empty if there is none."""
+        """Return the parameter that needs a constraint; empty if none."""
         needs = (self.where, *(self.strict or {}).values(), self.single)
         return next((each for each in needs if each), "")
 
     def held(self, form: FormatFields, style: CallStyle | None) -> FormatFields:
-        """Return the constraint of a reply that has `form` without calls; Refusal if there cannot be one."""
+        """Return the constraint of a reply that has `form` or calls tools; raises Refusal if impossible."""
         if not self.tools:
             return form
         known = None if style is None else style.form
@@ -195,10 +201,10 @@ class ToolRules:
             if kind not in COMPOSED or known is None:
                 return form
         elif known is None:
-            problem = "calls of this model are in no form that a reply can be held to"
+            problem = "is not supported for this model, whose tool calls are not JSON"
             raise Refusal(self.param, problem, "unsupported_parameter")
         elif kind is not None and kind not in COMPOSED and not self.must:
-            problem = "cannot be held to beside a grammar of the reply"
+            problem = "cannot be combined with a grammar"
             raise Refusal(self.param, problem, "unsupported_parameter")
         assert known is not None
         constraint = self._constraint(known, form.constraint)
@@ -234,7 +240,7 @@ class ToolRules:
 
 
 def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRules:
-    """Add `tool_choice` and `parallel_tool_calls` of OpenAI; `is_nested`: a name is inside `function`."""
+    """Read `tool_choice` and `parallel_tool_calls`; `is_nested`: names are inside `function`."""
     where = fields.where("tool_choice")
     choice = fields.take("tool_choice")
     if not fields.flag("parallel_tool_calls", True) and rules.tools:
@@ -249,20 +255,20 @@ def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRul
 
 
 def required(rules: ToolRules, where: str, names: Sequence[str] | None = None) -> ToolRules:
-    """Require a call, of one of these names if they are given."""
+    """Require a call, of one of `names` if given."""
     if not rules.tools:
         raise Refusal(where, "needs tools")
     return replace(only(rules, where, names), must=True)
 
 
 def only(rules: ToolRules, where: str, names: Sequence[str] | None) -> ToolRules:
-    """Allow calls of these tools alone, if names are given."""
+    """Allow only calls of `names`, if given."""
     if names is None:
         return replace(rules, where=where)
     known = {each["function"]["name"] for each in rules.tools}
     for name in names:
         if name not in known:
-            raise Refusal(where, f"{quoted(name)} is none of the tools")
+            raise Refusal(where, f"{quoted(name)} is not one of the tools")
     return replace(rules, callable=frozenset(names), where=where)
 
 
@@ -304,22 +310,20 @@ def _name(fields: Fields, is_nested: bool) -> str:
 
 
 def _arguments(parameters: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, without descriptions."""
+    """Return the schema of a tool's arguments, without annotations."""
     if parameters is None:
         return dict(NO_ARGUMENTS)
     kinds = parameters.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list | tuple) and "object" in kinds):
         raise Refusal(where, "needs a tool whose parameters are an object")
     found: dict[str, Any] = _bare(parameters)
-    if (
-        "$ref" in found
-    ):  # what it refers to may refer to itself, and then nothing may stand beside it
+    if "$ref" in found:  # a recursive reference must be the only keyword
         return found
     return {**found, "type": "object"}
 
 
 def _bare(schema: Any) -> Any:
-    """Return a schema without descriptions and the like, at any depth."""
+    """Return a schema without annotations, at any depth."""
     if isinstance(schema, list | tuple):
         return [_bare(each) for each in schema]
     if not isinstance(schema, Mapping):

@@ -1,15 +1,16 @@
-"""Read messages and tools of a chat completion, and the input of a response, for a template.
+"""Read messages and tools of a chat completion, and the input of a response.
 
-Content is text: a string, or a list of text parts, which become lines. An assistant's message may have
-thinking (`reasoning_content`) and tool calls. Fields that a server adds to a message (`annotations`, a null
-`refusal`), or a client for itself (`provider_specific_fields` of LiteLLM), are ignored.
+Content is text: a string, or a list of text parts, which become lines. Assistant messages may have thinking
+(`reasoning_content`) and tool calls. These fields are ignored: fields that servers add to a message
+(`annotations`, a null `refusal`), fields of a client's own (`id`, `provider_specific_fields` of LiteLLM), and
+cache markers for other providers (`cache_control`).
 
-A response's input has several items for one turn of the assistant. A template needs one message:
+A response's input may have several items for one assistant turn, which become one message:
 
     reasoning  message  function_call  function_call     one assistant's message
     function_call_output  function_call_output           a tool's message each
 
-So items are added to an assistant's message until another role follows. Reasoning begins a new message.
+Items are added to an assistant message until another role follows. Reasoning begins a new message.
 """
 
 from __future__ import annotations
@@ -24,26 +25,63 @@ from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
 
 CHAT_PARTS = frozenset({"text"})
 ADDED = "provider_specific_fields"
+OWN_FIELDS = ("annotations", "id", "cache_control", ADDED)  # of a message; ignored
 INPUT_PARTS = frozenset({"input_text", "output_text", "text"})
 REASONING_PARTS = frozenset({"reasoning_text"})
 INPUT_ROLES = ("system", "developer", "user", "assistant")
 
 
-def take_messages(fields: Fields) -> tuple[Message, ...]:
+def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
+    """Read the messages; with prefill, return the last message apart, as the beginning of the reply."""
     given = fields.items("messages")
     if given is None:
         raise Refusal(fields.where("messages"), "is required", "missing_required_parameter")
     if not 1 <= len(given) <= MESSAGES_MAX:
         raise Refusal(fields.where("messages"), f"a request has 1 to {MESSAGES_MAX} messages")
-    return messages_of(given, fields.where("messages"))
+    where = fields.where("messages")
+    messages = messages_of(given, where)
+    if not (_continues(fields) or _is_prefix(given[-1])):
+        return messages, ""
+    return messages[:-1], reply_begins(messages, f"{where}[{len(given) - 1}]")
+
+
+def _continues(fields: Fields) -> bool:
+    """Read vLLM's fields for prefill; return whether to continue the last message."""
+    continues = fields.flag("continue_final_message")
+    if fields.flag("add_generation_prompt", not continues) is continues:
+        problem = "must be false beside continue_final_message: true, and true without"
+        raise Refusal(fields.where("add_generation_prompt"), problem, "unsupported_parameter")
+    return continues
+
+
+def _is_prefix(given: Any) -> bool:
+    """Return whether a message has Mistral's and DeepSeek's mark for prefill."""
+    return isinstance(given, Mapping) and given.get("prefix") is True
+
+
+def reply_begins(messages: Sequence[Message], where: str) -> str:
+    """Return the text of the last message, for the model to continue."""
+    last = messages[-1]
+    if last.role != "assistant" or len(messages) == 1:
+        raise Refusal(
+            where, "cannot be continued: only an assistant message after other messages can"
+        )
+    if last.tool_calls or last.thinking:
+        problem = "cannot be continued: it has thinking or tool calls, and only text can"
+        raise Refusal(where, problem, "unsupported_parameter")
+    return last.content
 
 
 def messages_of(given: Sequence[Any], where: str) -> tuple[Message, ...]:
     """Read messages; errors name the first wrong one."""
-    return tuple(_message(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
+    last = len(given) - 1
+    return tuple(
+        _message(Fields(each, f"{where}[{n}]"), may_begin_reply=n == last)
+        for n, each in enumerate(given)
+    )
 
 
-def _message(fields: Fields) -> Message:
+def _message(fields: Fields, *, may_begin_reply: bool) -> Message:
     role = fields.needed_text("role")
     if role not in ROLES:
         raise Refusal(fields.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
@@ -59,20 +97,24 @@ def _message(fields: Fields) -> Message:
         raise Refusal(fields.where("content"), "is required", "missing_required_parameter")
     content = take_content(fields, "content", CHAT_PARTS)
     name = fields.text("name")
-    fields.take("annotations")
-    fields.take(ADDED)
+    if fields.flag("prefix") and not may_begin_reply:
+        raise Refusal(
+            fields.where("prefix"), "is only allowed in the last message", "unsupported_parameter"
+        )
+    for each in OWN_FIELDS:
+        fields.take(each)
     fields.end()
     return Message(role, content, thinking, calls, tool_call_id, name)
 
 
 def _thinking(fields: Fields) -> str | None:
-    """Read thinking by either of the names that open servers use."""
+    """Read thinking under either of its names."""
     first, second = fields.text("reasoning_content"), fields.text("reasoning")
     return first if first is not None else second
 
 
 def take_content(fields: Fields, name: str, kinds: frozenset[str]) -> str:
-    """Read text, or parts of these kinds as lines; empty if it is absent."""
+    """Read text, or parts of these kinds as lines; empty if absent."""
     given = fields.take(name)
     if given is None or isinstance(given, str):
         return given or ""
@@ -89,7 +131,8 @@ def _part(fields: Fields, kinds: frozenset[str]) -> str:
         raise Refusal(fields.where("type"), problem, "unsupported_parameter")
     text = fields.needed_text("text")
     fields.take("annotations")
-    fields.take("logprobs")  # of an answer that is sent back
+    fields.take("logprobs")  # of an answer that the client sends back
+    fields.take("cache_control")
     fields.end()
     return text
 
@@ -102,7 +145,7 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
 def _tool_call(fields: Fields) -> ToolCall:
     call_id = fields.needed_text("id")
     fields.only("type", "function")
-    fields.take("index")  # of a stream that was put together
+    fields.take("index")  # from a stream that the client has assembled
     function = fields.fields("function")
     if function is None:
         raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
@@ -115,21 +158,21 @@ def _tool_call(fields: Fields) -> ToolCall:
 
 
 def take_arguments(fields: Fields) -> Mapping[str, Any]:
-    """Read the arguments of a tool call: the text of an object; no text is an empty object."""
+    """Read the arguments of a tool call, a JSON object as text; empty text is an empty object."""
     text, where = fields.needed_text("arguments"), fields.where("arguments")
     if not text.strip():
         return {}
     found = read_json(text, where)
     check_json(found, where)
     if not isinstance(found, dict):
-        raise Refusal(where, "must be the JSON of an object")
+        raise Refusal(where, "must be a JSON object as text")
     return found
 
 
 def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
-    """Read the tools for the template, in the shape of a chat completion, and the rules for calls.
+    """Read the tools, in the shape of a chat completion, and the rules for calls.
 
-    `is_nested`: what describes a function lies in `function`, and not in the tool itself.
+    `is_nested`: a function's description is in the member `function` instead of the tool itself.
     """
     given, where = fields.items("tools") or (), fields.where("tools")
     strict: dict[int, str] = {}
@@ -142,7 +185,7 @@ def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
 def _tool(
     fields: Fields, is_nested: bool, number: int, strict: dict[int, str]
 ) -> Mapping[str, Any]:
-    """Read a tool; a strict one has its place added to `strict`."""
+    """Read a tool; register a strict tool in `strict`."""
     kind = fields.needed_text("type")
     if kind != "function":
         problem = f"{quoted(kind)} is not supported: a tool is a function"
@@ -158,6 +201,7 @@ def _tool(
     if function.flag("strict"):
         strict[number] = function.where("strict")
     function.end()
+    fields.take("cache_control")
     fields.end()
     return {"type": "function", "function": described}
 
@@ -166,7 +210,7 @@ def _tool(
 
 
 def take_input(fields: Fields) -> tuple[Message, ...]:
-    """Read the input, after the instructions as a system prompt."""
+    """Read the instructions as a system message, and the input."""
     instructions = fields.text("instructions")
     messages = [] if instructions is None else [Message("system", instructions)]
     given, where = fields.take("input"), fields.where("input")
@@ -183,7 +227,7 @@ def take_input(fields: Fields) -> tuple[Message, ...]:
 
 
 def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None:
-    """Append items to these messages; `where` is the list's name in the body."""
+    """Append items to these messages; `where`: the list's name in the body."""
     for number, each in enumerate(given):
         _add(messages, Fields(each, f"{where}[{number}]"))
         if len(messages) > MESSAGES_MAX:
@@ -191,7 +235,7 @@ def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None
 
 
 def _add(messages: list[Message], fields: Fields) -> None:
-    """Add an item: as a message of its own, or to the assistant's last."""
+    """Add an item as a new message, or to the last assistant message."""
     kind = fields.text("type") or "message"
     fields.text("id")
     fields.text("status")
@@ -245,7 +289,7 @@ def _call(fields: Fields) -> ToolCall:
 
 
 def _reasoning(fields: Fields) -> str:
-    """Read the text of reasoning; its summary is not what the model thought."""
+    """Read the text of reasoning; a summary is not the model's thinking."""
     fields.only("encrypted_content", "", problem="encrypted reasoning cannot be read")
     fields.items("summary")
     return take_content(fields, "content", REASONING_PARTS)

@@ -1,37 +1,35 @@
-"""Read a request body of OpenAI's API into the turn that it asks for, and the form of its answer.
+"""Parse request bodies of OpenAI's API.
 
-    body ──parse──> ParsedRequest: the turn, or a raw prompt
-                                   how many choices, streamed or not, in which conversation
+    body ──parse──> ParsedRequest: a turn or a raw prompt, number of choices, streaming, conversation
 
-A parameter is honoured, or does not affect the answer (`user`, `metadata`, `service_tier`, …), or is refused
-with its name. None is ignored silently. Parameters for stored conversations (`previous_response_id`,
-`conversation`, `background`) and `stream` are read here; an endpoint that cannot serve them refuses them.
+A parameter is honoured, or cannot affect the answer (`user`, `metadata`, `service_tier`, …), or is refused by
+name. Fields of other servers' clients that cannot change the answer (IGNORED) are listed in
+`ParsedRequest.ignored`. `stream` and the parameters of stored conversations (`previous_response_id`,
+`conversation`, `background`) are read here; an endpoint that does not support them refuses them.
 
-Sampling parameters have our names, but for the length of a reply and its logprobs, which each endpoint names
-in its own way.  What OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
-`ignore_eos`) goes by the names that open servers use.
+Sampling parameters have the names of `Sampling`, except the maximum length and logprobs, which differ between
+endpoints. Parameters that OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `ignore_eos`) have the names that open servers use.
 
-Nothing is rendered or tokenized, so reading a body costs little more than reading its JSON. If the template
-or the tokenizer refuses something later, `ParsedRequest.param` has its name.
+Nothing is rendered or tokenized, so parsing is cheap. If the template or the tokenizer refuses something
+later, `ParsedRequest.param` returns the body's name of the field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.api.json_fields import (
-    MESSAGES_VALUES_MAX,
-    VALUES_MAX,
-    Fields,
-    Refusal,
-    check_json,
-    quoted,
+from pensieve.api.json_fields import Fields, Refusal, checked_fields, quoted
+from pensieve.api.openai.formats import (
+    FormatFields,
+    refuse_form,
+    take_response_format,
+    take_text_format,
 )
-from pensieve.api.openai.formats import FormatFields, take_response_format, take_text_format
 from pensieve.api.openai.messages import take_input, take_messages, take_tools
 from pensieve.conversations.draft import NO_SETTINGS, TurnRequest
 from pensieve.conversations.heads import ConversationSettings, check_length
@@ -57,7 +55,7 @@ class RequestKind(StrEnum):
 
 
 CHOICES_MAX = 16
-PROMPT_TOKENS_MAX = 1 << 24  # more than any context has
+PROMPT_TOKENS_MAX = 1 << 24  # longer than any context
 MESSAGES_PARAMS = {
     RequestKind.CHAT: "messages",
     RequestKind.COMPLETION: "prompt",
@@ -71,24 +69,59 @@ ECHOED = (
     *("store", "text", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-LENGTHS = {  # the first that is given counts
+LENGTHS = {  # the first one that is set counts
     RequestKind.CHAT: ("max_completion_tokens", "max_tokens"),
     RequestKind.COMPLETION: ("max_tokens",),
     RequestKind.RESPONSE: ("max_output_tokens",),
 }
 LOGPROBS_INCLUDED = "message.output_text.logprobs"
+LATEST = ":latest"  # Ollama's clients append it to the model's name
+IGNORED = (  # fields of other servers' clients that cannot change the answer
+    *(
+        "keep_alive",
+        "ttl",
+        "draft_model",
+    ),  # Ollama, Open WebUI, LM Studio: how a model is loaded and run
+    *("cache_prompt", "id_slot", "slot_id", "timings_per_token", "return_progress"),  # llama.cpp
+    *("request_id", "priority", "spaces_between_special_tokens"),  # vLLM
+    *("usage", "provider", "route", "trace"),  # OpenRouter
+    *("chat_id", "session_id", "background_tasks"),  # Open WebUI
+    *("litellm_session_id", "litellm_trace_id", "litellm_metadata"),  # LiteLLM
+)
+NEUTRAL: Mapping[
+    str, tuple[Any, ...]
+] = {  # fields of other servers, and the values that change nothing
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "length_penalty": (1, 1.0),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "safe_prompt": (False,),
+    "mirostat": (0,),
+    "typical_p": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "top_a": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "xtc_probability": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+}
 TOKEN_ID_DIGITS_MAX = 10
 
 
 class Served(NamedTuple):
-    """What a body is read with: the model that is served, and whose request it is."""
+    """The served model and the caller, for parsing a body."""
 
     defaults: Sampling
-    models: Collection[str] | None = None  # the names that are served; None: any
+    models: Collection[str] | None = None  # served names; None: any name
     vocab_size: int | None = None  # None: token ids are not checked
-    template_options: Collection[str] | None = None  # that the template knows; None: not checked
-    call_style: CallStyle | None = None  # how the model writes calls of tools
-    knows_developer: bool = True  # the template; else a developer's message is the system's
+    template_options: Collection[str] | None = None  # known to the template; None: not checked
+    call_style: CallStyle | None = None  # how the model writes tool calls
+    knows_developer: bool = True  # the template has the role developer; else it becomes system
     tenant: str = ""
     priority: int = 0
     request_id: str = ""
@@ -100,41 +133,49 @@ class Served(NamedTuple):
         given: Mapping[str, Any],
         constraint: Constraint | None = None,
         settings: ConversationSettings = NO_SETTINGS,
+        reply_begins: str = "",
+        *,
+        continues_text: bool = False,
     ) -> TurnRequest:
-        """Return the turn of a body."""
+        """Return the turn of a body; `continues_text`: its prompt ends within a text."""
+        continues_text = continues_text or bool(reply_begins)
         return TurnRequest(
             "",
             messages,
-            TurnOptions(sampling, self.priority, constraint=constraint),
+            TurnOptions(
+                sampling, self.priority, constraint=constraint, continues_text=continues_text
+            ),
             self.tenant,
             self.request_id,
             given_sampling=given,
             settings=settings,
+            reply_begins=reply_begins,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A body: the turn that it asks for, and what only the answer needs.
+    """A parsed body: the turn to run, and parameters of the answer.
 
-    The turn names no conversation. Its settings are tools, as a chat completion writes them, and template
-    options. A completion of a raw prompt has no messages.
+    The turn names no conversation. Its settings are tools, in the shape of a chat completion, and template
+    options. A text completion has no messages.
     """
 
     kind: RequestKind
     model: str
-    turn: TurnRequest  # of the first choice; the caller derives the seeds of the others
-    prompt: str | tuple[int, ...] | None = None  # of a completion
+    turn: TurnRequest  # for the first choice; the caller derives seeds for the others
+    prompt: str | tuple[int, ...] | None = None  # of a text completion
     num_choices: int = 1
     stream: bool = False
     include_usage: bool = False  # of a stream
     previous_response_id: str = ""  # of a response
     conversation: str = ""  # of a response
     background: bool = False  # of a response
-    store: bool | None = None  # None: as the API has it where nothing is said
+    store: bool | None = None  # None: the daemon's default
     prompt_cache_key: str = ""
-    params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
-    echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
+    params: Mapping[str, str] = field(default_factory=dict)  # the body's names of fields
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # repeated in a response
+    ignored: Sequence[str] = ()  # fields without effect, listed in a response header
 
     @property
     def sampling(self) -> Sampling:
@@ -145,7 +186,7 @@ class ParsedRequest:
         return self.turn.settings.tools
 
     def param(self, name: str) -> str:
-        """Return the body's name of a field that the template, the tokenizer or the engine refuses."""
+        """Return the body's name of a field, for errors of the template, tokenizer or engine."""
         if name in OF_MESSAGES:
             return MESSAGES_PARAMS[self.kind]
         return self.params.get(name, name)
@@ -154,7 +195,7 @@ class ParsedRequest:
 def tokens_of(
     request: ParsedRequest, template: ChatTemplate, context_max: int, now: datetime
 ) -> list[int]:
-    """Return the tokens of the whole prompt; in any thread. A template may write the date of `now`."""
+    """Return the tokens of the whole prompt; callable in any thread. `now`: for templates with a date."""
     if isinstance(request.prompt, tuple):
         return list(request.prompt)
     if request.prompt is not None:
@@ -163,81 +204,107 @@ def tokens_of(
         return list(template.tokenizer.encode_prompt(request.prompt))
     messages, settings = request.turn.messages, request.turn.settings
     check_length("messages", sum(len(each.content) for each in messages), context_max)
-    setting = TemplateSetting(settings.tools, settings.template_options, now)
+    begins = request.turn.reply_begins
+    setting = TemplateSetting(settings.tools, settings.template_options, now, begins)
     return template.opening(messages, setting).token_ids
 
 
-def parse(kind: RequestKind, body: Any, served: Served) -> ParsedRequest:
-    """Read a body; InvalidArgument names the wrong parameter."""
-    fields = Fields(body)
-    for name, value in body.items():
-        plain_text(name, "body")
-        if name != "prompt" or not isinstance(
-            value, list | tuple
-        ):  # it is checked where it is read
-            is_history = name in ("messages", "input")
-            values_max = MESSAGES_VALUES_MAX if is_history else VALUES_MAX
-            check_json(value, fields.where(name), values_max)
+def parse(
+    kind: RequestKind,
+    body: Any,
+    served: Served,
+    fields_of: Callable[[Any], Fields] = checked_fields,
+) -> ParsedRequest:
+    """Parse a body; InvalidArgument names the wrong parameter."""
+    fields = fields_of(body)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
-    form, settings = _form(kind, fields), NO_SETTINGS
+    ignored: list[str] = []
+    if "stream_options" in fields and fields.peek("stream") is not True:
+        ignored.append("stream_options")
+    form, settings = _form(kind, fields, ignored), NO_SETTINGS
     if kind is RequestKind.COMPLETION:
         values |= _completion(fields, served.vocab_size)
     else:
         is_chat = kind is RequestKind.CHAT
+        _verbosity(fields, ignored)
         values |= _chat(fields) if is_chat else _response(fields)
         rules = take_tools(fields, is_nested=is_chat)
         form = rules.held(form, served.call_style)
         options = _template_options(fields, is_chat, served.template_options)
         if rules.tools or options:
             settings = ConversationSettings("", tools=rules.tools, template_options=options)
+    messages: tuple[Message, ...] = values.pop("messages", ())
+    begins: str = values.pop("reply_begins", "")
+    if begins:
+        refuse_form(form)
     if form.constraint is not None and read.sampling.ignore_eos:
-        raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
+        raise Refusal("ignore_eos", "cannot be combined with a constraint, which ends the reply")
     params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
     values |= _stream(fields)
     values |= _kept(fields)
     _pass_over(fields)
+    for name, allowed in NEUTRAL.items():
+        fields.only(name, *allowed)
+    ignored += [name for name in IGNORED if fields.take(name) is not None]
     fields.end()
-    messages: tuple[Message, ...] = values.pop("messages", ())
     if not served.knows_developer:
         messages = tuple(map(_as_system, messages))
     if kind is RequestKind.RESPONSE:
         values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
-    turn = served.turn(messages, read.sampling, read.given, form.constraint, settings)
-    return ParsedRequest(kind, turn=turn, params=params, **values)
+    turn = served.turn(
+        *(messages, read.sampling, read.given, form.constraint, settings, begins),
+        continues_text=kind is RequestKind.COMPLETION,
+    )
+    return ParsedRequest(kind, turn=turn, params=params, ignored=ignored, **values)
 
 
 def take_model(fields: Fields, models: Collection[str] | None) -> str:
-    """Read the model's name, which must be one that is served."""
-    name = fields.needed_text("model")
+    """Read the model's name, which must be served."""
+    return served_name(fields.needed_text("model"), models)
+
+
+def served_name(name: str, models: Collection[str] | None) -> str:
+    """Return the served model's name, without a tag `:latest`; raises Refusal for unknown models."""
+    if models is not None and name not in models:
+        name = name.removesuffix(LATEST)
     if not name or (models is not None and name not in models):
-        served = f"; served: {', '.join(sorted(models))}" if models else ""
-        raise Refusal("model", f"{quoted(name)} is not served here{served}", "model_not_found")
+        served = f"; this server has {', '.join(sorted(models))}" if models else ""
+        raise Refusal("model", f"unknown model {quoted(name)}{served}", "model_not_found")
     return name
 
 
 def _as_system(message: Message) -> Message:
-    """Return a developer's message as a system message, which every template knows."""
+    """Return a developer message as a system message, which every template knows."""
     return replace(message, role="system") if message.role == "developer" else message
 
 
-# -- what each endpoint has alone --
+# -- parameters of one endpoint --
 
 
 def _chat(fields: Fields) -> dict[str, Any]:
     fields.only("modalities", ["text"])
-    fields.only("verbosity", "medium")
-    fields.object("prediction")  # a hint for speed
-    fields.only("functions", problem="is no longer supported: give tools")
-    fields.only("function_call", problem="is no longer supported: give tool_choice")
-    return {"messages": take_messages(fields), "num_choices": _num_choices(fields)}
+    fields.only("echo", False)
+    fields.only("add_special_tokens", False)
+    fields.object("prediction")  # a hint for speed; no effect
+    fields.only("functions", problem="is no longer supported: use tools")
+    fields.only("function_call", problem="is no longer supported: use tool_choice")
+    messages, begins = take_messages(fields)
+    return {
+        "messages": messages,
+        "reply_begins": begins,
+        "num_choices": _num_choices(fields),
+    }
 
 
 def _completion(fields: Fields, vocab_size: int | None) -> dict[str, Any]:
     num_choices = _num_choices(fields)
-    fields.only("best_of", num_choices, problem="choices are not ranked: give n alone")
+    fields.only("best_of", num_choices, problem="must equal n, because choices are not ranked")
     fields.only("echo", False)
-    fields.only("suffix", "", problem="no text can be filled in before a suffix")
+    fields.only("add_special_tokens", True)
+    fields.only(
+        "suffix", "", problem="is not supported: the model cannot fill in text before a suffix"
+    )
     return {"prompt": _prompt(fields, vocab_size), "num_choices": num_choices}
 
 
@@ -245,10 +312,10 @@ def _response(fields: Fields) -> dict[str, Any]:
     background = fields.flag("background")
     fields.only("truncation", "disabled")
     fields.only("prompt", problem="there are no stored prompts")
-    fields.integer("max_tool_calls")  # of tools that a server runs itself
+    fields.integer("max_tool_calls")  # for tools that servers run; no effect
     previous, conversation = fields.text("previous_response_id"), _conversation(fields)
     if previous and conversation:
-        raise Refusal("previous_response_id", "is given instead of a conversation, not beside it")
+        raise Refusal("previous_response_id", "cannot be combined with conversation")
     return {
         "messages": take_input(fields),
         "previous_response_id": previous or "",
@@ -270,7 +337,7 @@ def _conversation(fields: Fields) -> str | None:
 def _prompt(fields: Fields, vocab_size: int | None) -> str | tuple[int, ...]:
     given = fields.take("prompt")
     if isinstance(given, list | tuple) and len(given) == 1 and not is_token_id(given[0]):
-        given = given[0]  # a list of one prompt
+        given = given[0]  # a list with one prompt
     if given is None:
         raise Refusal("prompt", "is required", "missing_required_parameter")
     if isinstance(given, str):
@@ -292,7 +359,7 @@ def _prompt(fields: Fields, vocab_size: int | None) -> str | tuple[int, ...]:
     return tuple(given)
 
 
-# -- what they share --
+# -- common parameters --
 
 
 def _num_choices(fields: Fields) -> int:
@@ -302,30 +369,29 @@ def _num_choices(fields: Fields) -> int:
     return 1 if found is None else found
 
 
-def _form(kind: RequestKind, fields: Fields) -> FormatFields:
-    """Read the required form of the reply, by the endpoint's names."""
+def _form(kind: RequestKind, fields: Fields, ignored: list[str]) -> FormatFields:
+    """Read the required form of the reply, under the endpoint's names."""
     if kind is not RequestKind.RESPONSE:
         return take_response_format(fields)
     if (text := fields.fields("text")) is None:
         return FormatFields()
     found = take_text_format(text)
-    text.only("verbosity", "medium")
+    _verbosity(text, ignored)
     text.end()
     return found
+
+
+def _verbosity(fields: Fields, ignored: list[str]) -> None:
+    """Read a hint for the length of replies; values other than the default have no effect."""
+    if fields.text("verbosity") not in (None, "medium"):
+        ignored.append(fields.where("verbosity"))
 
 
 def _template_options(
     fields: Fields, is_chat: bool, known: Collection[str] | None
 ) -> dict[str, Any]:
-    """Read template options. An effort becomes the template's option, or switches thinking on or off."""
-    options = dict(fields.object("chat_template_kwargs") or {})
-    for name in options:
-        if known is not None and name not in known:
-            names = ", ".join(sorted(known)) or "none"
-            problem = (
-                f"has {quoted(name)}, which this model's template does not know; known: {names}"
-            )
-            raise Refusal(fields.where("chat_template_kwargs"), problem, "unsupported_parameter")
+    """Read template options; map the reasoning effort to the template's option or its switch for thinking."""
+    options = take_template_options(fields, known)
     where, effort = _effort(fields, is_chat)
     if effort is None:
         return options
@@ -335,11 +401,24 @@ def _template_options(
         return {"reasoning_effort": effort, **options}
     if "enable_thinking" in known and effort in ("none", "medium"):
         return {"enable_thinking": effort == "medium", **options}
-    raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+    raise Refusal(where, "is not supported by this model's template", "unsupported_parameter")
+
+
+def take_template_options(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
+    """Read chat template options under their own names."""
+    options = dict(fields.object("chat_template_kwargs") or {})
+    for name in options:
+        if known is not None and name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            problem = (
+                f"has {quoted(name)}, which this model's template does not know; known: {names}"
+            )
+            raise Refusal(fields.where("chat_template_kwargs"), problem, "unsupported_parameter")
+    return options
 
 
 def _effort(fields: Fields, is_chat: bool) -> tuple[str, str | None]:
-    """Return the endpoint's name for the effort, and its value."""
+    """Return the endpoint's name of the effort, and its value."""
     if is_chat:
         return "reasoning_effort", fields.text("reasoning_effort")
     reasoning = fields.fields("reasoning")
@@ -357,20 +436,18 @@ def _stream(fields: Fields) -> dict[str, bool]:
         include_usage = options.flag("include_usage")
         options.flag("include_obfuscation")
         options.end()
-        if not stream:
-            raise Refusal("stream_options", "needs stream: true")
-    return {"stream": stream, "include_usage": include_usage}
+    return {"stream": stream, "include_usage": include_usage and stream}
 
 
 def _kept(fields: Fields) -> dict[str, Any]:
     return {
-        "store": fields.flag("store") if "store" in fields else None,
+        "store": fields.switch("store"),
         "prompt_cache_key": fields.text("prompt_cache_key") or "",
     }
 
 
 def _pass_over(fields: Fields) -> None:
-    """Read parameters that do not affect the answer; types are checked, since a response repeats some."""
+    """Read parameters without effect; types are checked, because a response repeats some of them."""
     for name in ("user", "safety_identifier", "service_tier"):
         fields.text(name)
     fields.text("prompt_cache_retention")
@@ -385,14 +462,14 @@ def _pass_over(fields: Fields) -> None:
 
 class SamplingFields(NamedTuple):
     sampling: Sampling
-    given: Mapping[str, Any]  # the fields of it that the body sets; others have the defaults
-    params: Mapping[str, str]  # what the body calls a field, where it has another name for it
+    given: Mapping[str, Any]  # fields that the body sets
+    params: Mapping[str, str]  # the body's names of fields, if different
 
 
 def take_sampling(
     kind: RequestKind, fields: Fields, defaults: Sampling, vocab_size: int | None
 ) -> SamplingFields:
-    """Raises Refusal with the body's name of what is wrong."""
+    """Read sampling parameters; Refusal names the wrong one as in the body."""
     values: dict[str, Any] = {name: fields.number(name) for name in FLOATS}
     values |= {name: fields.integer(name) for name in INTEGERS if name != "max_tokens"}
     length_param, values["max_tokens"] = _length(LENGTHS[kind], fields)
@@ -400,8 +477,7 @@ def take_sampling(
     values["stop"] = _stop(fields)
     values["stop_token_ids"] = _stop_token_ids(fields)
     values["logit_bias"] = _logit_bias(fields)
-    if "ignore_eos" in fields:
-        values["ignore_eos"] = fields.flag("ignore_eos")
+    values["ignore_eos"] = fields.switch("ignore_eos")
     given = {name: value for name, value in values.items() if value is not None}
     sampling = defaults.with_given(given)
     is_completion = kind is RequestKind.COMPLETION
@@ -418,7 +494,7 @@ def _length(names: tuple[str, ...], fields: Fields) -> tuple[str, int | None]:
     found = {name: value for name in names if (value := fields.integer(name)) is not None}
     if len(set(found.values())) > 1:
         first, second = found
-        raise Refusal(fields.where(second), f"differs from {first}: give one of them")
+        raise Refusal(fields.where(second), f"differs from {first}: use one of them")
     return next(iter(found.items()), (names[0], None))
 
 
@@ -436,7 +512,7 @@ def _logprobs(kind: RequestKind, fields: Fields) -> int | None:
 
 
 def _included(fields: Fields) -> bool:
-    """Whether logprobs are; the rest of what may be included does not exist here."""
+    """Return whether `include` asks for logprobs; other data does not exist here."""
     given = fields.items("include") or ()
     for index, each in enumerate(given):
         if each not in (LOGPROBS_INCLUDED, "reasoning.encrypted_content"):
@@ -470,7 +546,7 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
-    """JSON has strings for keys, so that is what the token ids are."""
+    """Read logit_bias; its token ids are strings, because JSON keys are."""
     given, where = fields.object("logit_bias"), fields.where("logit_bias")
     if given is None:
         return None
@@ -479,12 +555,12 @@ def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
     for key in given:
         digits = key.isascii() and key.isdigit() and len(key) <= TOKEN_ID_DIGITS_MAX
         if not digits or key != str(int(key)) or not is_token_id(int(key)):
-            raise Refusal(where, f"the key {quoted(key)} is no token id")
+            raise Refusal(where, f"the key {quoted(key)} is not a token id")
     entries = Fields(given, where)
     found = ((int(key), entries.number(key)) for key in given)
     return tuple(sorted((token_id, bias) for token_id, bias in found if bias is not None))
 
 
 def is_token_id(value: Any) -> bool:
-    """Whether it could be one, of the largest vocabulary."""
+    """Return whether the value is a token id of any vocabulary."""
     return type(value) is int and 0 <= value < 2**32

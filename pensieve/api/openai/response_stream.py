@@ -1,4 +1,4 @@
-"""Stream a response as events with sequence numbers, which add up to the whole answer.
+"""Stream a response as events with sequence numbers.
 
     response.created  response.in_progress
     the items of the output, one after the other
@@ -7,12 +7,12 @@
         a call      function_call    added              arguments delta…  arguments done   done
     response.completed | response.incomplete | response.failed | error
 
-The first two events and the last have the whole response as it is then. An item ends when one of another kind
-begins, and a call when the next call begins, so only the last item is open. A reply without pieces is a
-message without text.
+The first two events and the last event have the whole response in its current state. An item ends when an
+item of another kind begins, and a call when the next call begins, so only the last item is open. An empty
+reply is a message without text.
 
-Logprobs come in the delta for the text's tokens. If text is withheld, because it may begin a call, its
-logprobs come with the next delta. If it did begin a call, they are left out.
+Logprobs are in the delta of their tokens. If text is withheld because it may begin a call, its logprobs come
+with the next delta. If it did begin a call, they are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 
 def unfinished(request: ParsedRequest, heading: Heading, status: str) -> dict[str, Any]:
-    """Return the body of a response that has not ended, or has no reply."""
+    """Return the body of a response without a reply yet."""
     body = response_body(request, NO_TOKENS, NO_PROMPT, heading, [])
     return {**body, "status": status, "incomplete_details": None, "usage": None}
 
@@ -66,7 +66,7 @@ def finished(
     *,
     is_cut: bool = False,
 ) -> dict[str, Any]:
-    """Return the whole body; `is_cut`: somebody ended the reply early."""
+    """Return the whole body; `is_cut`: the reply was ended early."""
     body = response_body(request, reply, prompt, heading, list(items))
     if is_cut:
         body |= {"status": "incomplete", "incomplete_details": {"reason": "cancelled"}}
@@ -91,10 +91,10 @@ class ResponseStream:
         )
 
     def tokens(self, tokens: ReplyTokens) -> list[Event]:
-        """Return the events of these tokens of the reply.
+        """Return the events for these tokens of the reply.
 
-        If logprobs are requested, tokens are taken one by one: which delta has which logprobs must not depend
-        on how many tokens came at once.
+        With logprobs, tokens are handled one by one, so that the events do not depend on how many tokens
+        arrived at once.
         """
         if self._request.sampling.logprobs is None:
             return self.pieces(tokens.pieces(self._cutter))
@@ -106,7 +106,7 @@ class ResponseStream:
         return found
 
     def rest(self, tail: ReplyTokens) -> list[Event]:
-        """Return the events of text that was withheld until the reply ended."""
+        """Return the events for text that was withheld until the end of the reply."""
         return self.pieces([*tail.pieces(self._cutter), *self._cutter.end()])
 
     def pieces(self, pieces: Iterable[Piece]) -> list[Event]:
@@ -125,7 +125,7 @@ class ResponseStream:
         return self._numbered([*self._items.end(is_whole=status == "completed"), last])
 
     def failed(self, body: Mapping[str, Any]) -> list[Event]:
-        """Return the event of a failed response; `body` says why."""
+        """Return the event of a failed response; `body` has the reason."""
         return self._numbered([{"type": "response.failed", "response": dict(body)}])
 
     def error(self, code: str | None, message: str, param: str | None = None) -> list[Event]:
@@ -150,12 +150,12 @@ def _token(tokens: ReplyTokens, number: int) -> ReplyTokens:
     return ReplyTokens(tokens.token_ids[only], tokens.texts[only], tokens.finish, *columns)
 
 
-Event = dict[str, Any]  # without its sequence number
+Event = dict[str, Any]  # without sequence number
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 
 class Names(Protocol):
-    """Gives items their ids."""
+    """Provides the ids of items."""
 
     def item_id(self, prefix: str, part: int = 0) -> str: ...
     def call_id(self, number: int) -> str: ...
@@ -165,16 +165,16 @@ class OutputItems:
     def __init__(self, names: Names) -> None:
         self.items: list[dict[str, Any]] = []
         self._names = names
-        self._is_open = False  # the last item
+        self._is_open = False  # the last item is open
         self._text: list[str] = []  # of the open item
         self._rows: list[Mapping[str, Any]] = []  # logprobs of the open item
-        self._waiting: list[Mapping[str, Any]] = []  # logprobs, for the next delta of text
+        self._waiting: list[Mapping[str, Any]] = []  # logprobs for the next delta of text
         self._num_calls = 0
 
     def push(
         self, pieces: Iterable[Piece], logprobs: Sequence[Mapping[str, Any]] = ()
     ) -> list[Event]:
-        """Return the events of pieces that came together; `logprobs` are those of their tokens."""
+        """Return the events for pieces that arrived together, with the logprobs of their tokens."""
         events: list[Event] = []
         self._waiting += logprobs
         for piece in merged(pieces):
@@ -195,7 +195,7 @@ class OutputItems:
         return events
 
     def end(self, *, is_whole: bool) -> list[Event]:
-        """Return the events of the reply's end; unless it is whole, its last item is incomplete."""
+        """Return the last events; the last item is incomplete unless the reply is whole."""
         events = [] if self.items else self._opened("message")
         if self._waiting and self._is_open and self.items[-1]["type"] == "message":
             events.append(self._text_delta(""))
@@ -298,7 +298,7 @@ def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_object(text: str) -> bool:
-    """Whether arguments are the JSON of an object."""
+    """Return whether the arguments are a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:
@@ -306,7 +306,7 @@ def _is_object(text: str) -> bool:
 
 
 def pieces_of(items: Iterable[Mapping[str, Any]]) -> list[Piece]:
-    """Return the pieces of which these items are made."""
+    """Return the pieces that make up these items."""
     found: list[Piece] = []
     num_calls = 0
     for item in items:

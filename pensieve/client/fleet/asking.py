@@ -1,8 +1,7 @@
-"""One call to each of several daemons at once; who does not answer is an answer that says so.
+"""Call several daemons at once. A daemon that does not answer yields an error, not an exception.
 
-All of it belongs to one event loop.  Each call has its own deadline, and nobody waits for more than the
-slowest of them: a daemon that is gone, hangs, or refuses costs a row, never the others' answers.  Connections
-stay open between calls, and those of replicas that are not listed any more are closed.
+Runs on one event loop. Each call has its own deadline, so a daemon that is gone, hangs or refuses costs
+only its own row. Connections stay open between calls, until their replica is no longer listed.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from pensieve.client.retry import Deadline
 from pensieve.errors import DeadlineExceeded, PensieveError, whole_line
 from pensieve.v1 import admin_pb2_grpc
 
-if TYPE_CHECKING:  # a name that the stubs have for type checkers alone
+if TYPE_CHECKING:  # the stubs define this name for type checkers only
     from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 T = TypeVar("T")
-LATE_SECONDS = 1.0  # after its deadline a call is given up, whatever gRPC makes of it
+LATE_SECONDS = 1.0  # after its deadline, a call is abandoned even if gRPC does not end it
 
 
 @dataclass(frozen=True)
 class ReplicaAnswer(Generic[T]):
-    """What came of one replica: a value, or why there is none."""
+    """The answer of one replica: a value, or an error."""
 
     replica: Replica
     value: T | None = None
@@ -38,7 +37,7 @@ class ReplicaAnswer(Generic[T]):
 
     @property
     def reason(self) -> str:
-        """Why there is no value, in a line; "" where there is one."""
+        """Why there is no value, in one line; "" if there is a value."""
         return whole_line(self.error) if self.error is not None else ""
 
 
@@ -74,7 +73,10 @@ async def ask_each(
     call: Callable[[Replica, float], Awaitable[T]],
     seconds: float,
 ) -> list[ReplicaAnswer[T]]:
-    """An answer of each, in their order, after `seconds` at the latest; `call` is given those, too."""
+    """Return the answer of each replica, in order, after at most `seconds` plus LATE_SECONDS.
+
+    `seconds` is also passed to `call`.
+    """
     return await asyncio.gather(*(_ask(each, call, seconds) for each in replicas))
 
 
@@ -93,7 +95,7 @@ async def _ask(
 
 
 def failed(failure: grpc.aio.AioRpcError, seconds: float) -> PensieveError:
-    """Why a call failed that had so many seconds."""
+    """Return the error for a call that had `seconds` to finish."""
     error = error_of_call(failure, Deadline(seconds))
     is_deadline = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     return _late(seconds) if is_deadline else error

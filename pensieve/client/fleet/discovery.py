@@ -1,4 +1,4 @@
-"""Which replicas there are: from a list, or from a daemon, which knows those that share its history."""
+"""List the replicas: from an argument, or from a daemon, which knows the others that share its history."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ANSWER_SECONDS = 5.0
 
 
 class Discovery(Protocol):
-    """Whoever knows the replicas."""
+    """A source of replicas."""
 
     async def list_replicas(self) -> Sequence[Replica]:
-        """Those that there are now, in the order in which they are shown."""
+        """Return the current replicas, in the order in which they are shown."""
         ...
 
 
 class FixedReplicas:
-    """Those of a list."""
+    """A fixed list of replicas."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = tuple(replicas)
@@ -34,13 +34,13 @@ class FixedReplicas:
 
 
 class SharedReplicas:
-    """Those that share a history, as the daemon at an address says. Belongs to no event loop."""
+    """The daemons that share a history, as one of them lists them. Bound to no event loop."""
 
     def __init__(self, address: str, *, token: str | None = None, tls: Tls = False) -> None:
         self._address, self._token, self._tls = address, token, tls
 
     async def list_replicas(self) -> Sequence[Replica]:
-        """Those that have the history open now, by name."""
+        """Return the daemons that have the history open, sorted by name."""
         connections = Connections(self._token, self._tls)
         stub = connections.stub(Replica(self._address, self._address))
         try:
@@ -55,7 +55,7 @@ class SharedReplicas:
         return sorted(replicas, key=lambda each: each.name)
 
     def _replica(self, told: pb.Replica) -> Replica:
-        """One without an address is the daemon that was asked: it is alone."""
+        """Convert a replica of the wire. One without an address is the called daemon, which is alone."""
         address = told.address or self._address
         state = "draining" if told.draining else "alive" if told.alive else "silent"
         return Replica(told.name or address, address, told.metrics_address, state)

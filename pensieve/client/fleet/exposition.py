@@ -1,22 +1,21 @@
-"""Metrics of several replicas as one text, in which each sample has the label `replica`.
+"""Merge the metrics of several replicas into one text, in which each sample has the label `replica`.
 
-    # HELP x …        once for each name, in the words of the first replica that has it
+    # HELP x …        once for each name, from the first replica that has it
     # TYPE x …
     x{replica="a",…} 1
     x{replica="b",…} 2
 
-Prometheus' text, version 0.0.4, is written.  That is read, and OpenMetrics, less what the other has not (EOF,
-UNIT, exemplars, timestamps in seconds).  Of a line no more is understood than must be: which family it
-belongs to, and where its labels begin.  Values and labels stay the bytes that they were, so no escape can be
-lost in between.  A line ends at \\n and nowhere else: other letters that Python takes for ends may be in a
-label.
+The output is Prometheus' text format 0.0.4. The input may be the same format or OpenMetrics, whose extra
+parts are dropped (EOF, UNIT, exemplars, timestamps in seconds). The parser reads only the family of a
+sample and where its labels begin. Values and labels are copied byte for byte, so escapes survive. Only \\n
+ends a line: a label may contain other characters that Python treats as line ends.
 
-A daemon that has `--replica` puts the label there itself.  Where it is the same, it stays; where this text
-has another name for the replica, the daemon's own becomes `exported_replica`, as Prometheus does it; and
-where the replica has no name here but its address, the daemon's own stays alone.
+A daemon started with `--replica` sets the label itself. The same name stays. A different name becomes
+`exported_replica`, as in Prometheus. If the replica is known here only by its address, the daemon's own
+label stays alone.
 
-One replica whose text cannot be read costs its own samples, and nothing else: `read` raises, and the caller
-lets it be down.
+A replica whose text cannot be parsed loses only its own samples: `read` raises, and the caller counts the
+replica as down.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ VALUE = re.compile(
 )
 COMMENT = re.compile(rf"# (HELP|TYPE) ({_NAME}|{_TEXT})(?:[ \t]+(.*))?")
 END = "# EOF"
-OF_A_FAMILY = ("_bucket", "_count", "_sum", "_total", "_created", "_info", "_gcount", "_gsum")
-KINDS = {  # of OpenMetrics alone
+FAMILY_SUFFIXES = ("_bucket", "_count", "_sum", "_total", "_created", "_info", "_gcount", "_gsum")
+KINDS = {  # kinds that only OpenMetrics has
     "unknown": "untyped",
     "gaugehistogram": "untyped",
     "info": "gauge",
@@ -54,22 +53,22 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class InvalidExposition(ValueError):
-    """A text that is no exposition; the message names the line."""
+    """The text cannot be parsed. The message names the line."""
 
 
-Labels = tuple[tuple[str, str], ...]  # name, and value with its quotes and escapes
+Labels = tuple[tuple[str, str], ...]  # name, and value with quotes and escapes
 
 
 @dataclass(frozen=True)
 class Sample:
     name: str
     labels: Labels
-    value: str  # and a timestamp behind it, where there is one
+    value: str  # followed by the timestamp, if there is one
 
 
 @dataclass
 class Family:
-    """Samples that share a name, and what is written above them."""
+    """Samples that share a name, with their HELP and TYPE."""
 
     help: str | None = None
     kind: str | None = None
@@ -80,7 +79,7 @@ Families = dict[str, Family]
 
 
 def read(text: str) -> Families:
-    """The families of a text, in its order."""
+    """Parse a text into its families, in order."""
     families: Families = {}
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     is_open = END in lines
@@ -97,7 +96,7 @@ def read(text: str) -> Families:
         elif line.strip(" \t"):
             sample = _sample(line, keep_time=not is_open)
             if sample is None:
-                raise InvalidExposition(f"line {number} is no sample")
+                raise InvalidExposition(f"line {number} is not a sample")
             families.setdefault(_family_of(sample.name, families), Family()).samples.append(sample)
     return _as_0_0_4(families) if is_open else families
 
@@ -129,16 +128,16 @@ def _sample(line: str, keep_time: bool) -> Sample | None:
 
 
 def _bare(name: str) -> str:
-    """Of a name in quotes, what is in them if that is a name without quotes as well; else as it is."""
+    """Remove the quotes of a name that is valid without them; otherwise return it unchanged."""
     inside = name[1:-1] if name.startswith('"') else name
     return inside if BARE.fullmatch(inside) else name
 
 
 def _family_of(name: str, families: Families) -> str:
-    """A sample belongs to the family that was announced: x_bucket to x."""
+    """Return the family that announced this sample: x for x_bucket."""
     if name in families:
         return name
-    for suffix in OF_A_FAMILY:
+    for suffix in FAMILY_SUFFIXES:
         base = name.removesuffix(suffix)
         if base != name and base in families:
             return base
@@ -146,7 +145,7 @@ def _family_of(name: str, families: Families) -> str:
 
 
 def _as_0_0_4(families: Families) -> Families:
-    """OpenMetrics announces a counter without the _total that its samples have."""
+    """Convert OpenMetrics families, where counters are announced without the _total of their samples."""
     found: Families = {}
     for name, family in families.items():
         family.kind = KINDS.get(family.kind or "", family.kind)
@@ -157,7 +156,7 @@ def _as_0_0_4(families: Families) -> Families:
 
 
 def with_replica(labels: Labels, replica: Replica) -> Labels:
-    """The labels of a sample, and whose it is in front of them."""
+    """Return a sample's labels with the replica's name in front."""
     ours = f'"{replica.name.translate(_ESCAPES)}"'
     kept = []
     for name, value in labels:
@@ -171,7 +170,7 @@ def with_replica(labels: Labels, replica: Replica) -> Labels:
 
 
 def merged(found: Iterable[tuple[Replica, Families | None]]) -> str:
-    """One text of all; None for a replica that is down."""
+    """Merge the families of all replicas into one text. None: the replica is down."""
     found = list(found)
     return "\n".join([*_up(found), *_lines(found), ""])
 
@@ -185,7 +184,7 @@ def _up(found: Sequence[tuple[Replica, Families | None]]) -> Iterator[str]:
 
 def _lines(found: Sequence[tuple[Replica, Families | None]]) -> Iterator[str]:
     names = dict.fromkeys(name for _, families in found for name in families or ())
-    names.pop(UP, None)  # of a text that was merged before
+    names.pop(UP, None)  # from a text that was already merged
     for name in names:
         of_name = [
             (replica, families[name])

@@ -1,12 +1,12 @@
-"""`Fleet`: the calls of AdminService to all replicas at once, and what is made of their answers.
+"""`Fleet`: call AdminService on all replicas at once.
 
-Every method answers with a row for each replica in the order of discovery, also for those that do not answer.
-Nothing is kept between calls but connections, so a replica that comes back is there in the next answer.
+Each method returns a row for each replica, in the order of discovery, also for replicas that do not answer.
+Only connections are kept between calls, so a recovered replica appears in the next answer.
 
-`watch` has a task for each replica, which reads its stream and keeps the latest figures; a stream that ends,
-or brings nothing for an interval and the deadline, is begun again.  What is given out each interval is the
-latest of each, so one that hangs delays no row but its own.  It looks at most once in LIST_SECONDS whether
-there are other replicas.  All of it belongs to the event loop of the first call.
+`watch` runs a task for each replica, which reads its stream and keeps the latest figures. A stream that
+ends, or is silent for longer than the interval plus the deadline, is started again. Each interval yields
+the latest figures of each replica, so a hanging replica delays only its own row. The list of replicas is
+refreshed at most every LIST_SECONDS. All of it runs on the event loop of the first call.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from pensieve.client.requests import check_text
 from pensieve.errors import PensieveError, ServerFault, Unavailable
 from pensieve.v1 import admin_pb2 as pb
 
-if TYPE_CHECKING:  # a name that the stubs have for type checkers alone
+if TYPE_CHECKING:  # the stubs define this name for type checkers only
     from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 T = TypeVar("T")
-Place = tuple[str, str]  # name and address: what makes it another replica
+Place = tuple[str, str]  # name and address identify a replica
 ANSWER_SECONDS = 5.0
-LIST_SECONDS = 5.0  # between two looks at which replicas there are, while they are watched
-AGAIN_SECONDS = 1.0  # after a stream of figures has ended
-CACHED_MAX = 1000  # conversations that a replica names
+LIST_SECONDS = 5.0  # between two refreshes of the list during `watch`
+AGAIN_SECONDS = 1.0  # pause before a stream of figures is started again
+CACHED_MAX = 1000  # limit of conversations per replica
 
 
 class Fleet:
     """Connections to several daemons for their operator.
 
     Args:
-        discovery: whoever knows the replicas.
-        token: an admin token that all of them take; sockets need none.
-        tls: as of `Client`; sockets have none.
+        discovery: lists the replicas.
+        token: an admin token that all replicas accept; sockets need none.
+        tls: as for `Client`; ignored for sockets.
         seconds: how long each replica may take to answer.
     """
 
@@ -77,7 +77,7 @@ class Fleet:
         await self._connections.close()
 
     async def replicas(self) -> Sequence[Replica]:
-        """Those that there are now."""
+        """Return the current replicas."""
         found = await self._discovery.list_replicas()
         await self._connections.keep_only(found)
         return found
@@ -85,7 +85,7 @@ class Fleet:
     # -- one call to each --
 
     async def stats(self) -> list[ReplicaAnswer[pb.Stats]]:
-        """The figures of each."""
+        """Return the figures of each replica."""
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> pb.Stats:
             request = pb.GetStatsRequest()
@@ -96,9 +96,9 @@ class Fleet:
     async def cached(
         self, least_valuable: bool = False
     ) -> list[ReplicaAnswer[pb.ListCachedConversationsResponse]]:
-        """The conversations with KV in the cache of each, a thousand of each at most.
+        """Return the conversations with KV in the cache of each replica, at most CACHED_MAX of each.
 
-        `holdings.held_of` puts them together.
+        `holdings.held_of` merges them.
         """
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
@@ -116,7 +116,7 @@ class Fleet:
     async def explain(
         self, conversation_id: str, tenant: str = ""
     ) -> list[ReplicaAnswer[pb.ExplainConversationResponse]]:
-        """Where the KV of one conversation lies on each; NotFound is the error of who does not know it."""
+        """Return where the KV of a conversation is on each replica; NotFound where it is unknown."""
         request = pb.ExplainConversationRequest(
             conversation_id=check_text("conversation_id", conversation_id),
             tenant=check_text("tenant", tenant),
@@ -130,7 +130,7 @@ class Fleet:
         return await self._each(call)
 
     async def tenants(self) -> list[ReplicaAnswer[pb.ListTenantsResponse]]:
-        """What each tenant has taken of each; `totals.tenants_of` puts them together."""
+        """Return the usage of each tenant on each replica. `totals.tenants_of` adds it up."""
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> pb.ListTenantsResponse:
             request = pb.ListTenantsRequest()
@@ -139,7 +139,7 @@ class Fleet:
         return await self._each(call)
 
     async def check(self) -> list[ReplicaAnswer[list[str]]]:
-        """The problems in the bookkeeping of each, as a rule none."""
+        """Return the problems in each replica's bookkeeping, normally none."""
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> list[str]:
             request = pb.CheckIntegrityRequest()
@@ -149,10 +149,10 @@ class Fleet:
         return await self._each(call)
 
     async def metrics(self) -> list[ReplicaAnswer[exposition.Families]]:
-        """The metrics of each, parsed; `exposition.merged` makes one text of them.
+        """Return the parsed metrics of each replica. `exposition.merged` makes one text of them.
 
-        They are parsed when all have answered, in a thread: the texts of many replicas take seconds, which
-        must not count as theirs.
+        A thread parses them after all replicas have answered. Parsing many replicas takes seconds, which
+        must not count towards their deadlines.
         """
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> str:
@@ -176,12 +176,15 @@ class Fleet:
             self.seconds,
         )
 
-    # -- again and again --
+    # -- watching --
 
     async def watch(
         self, interval_seconds: float = 1.0
     ) -> AsyncGenerator[list[ReplicaAnswer[pb.Stats]], None]:
-        """The figures of each, every `interval_seconds`; the first ones when all have answered or failed."""
+        """Iterate over the figures of each replica, every `interval_seconds`.
+
+        The first figures come when every replica has answered or failed.
+        """
         loop = asyncio.get_running_loop()
         latest: dict[Place, ReplicaAnswer[pb.Stats]] = {}
         tasks: dict[Place, asyncio.Task[None]] = {}
@@ -216,7 +219,7 @@ class Fleet:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _listed_again(self, before: Sequence[Replica]) -> Sequence[Replica]:
-        """Those that there are now; while nobody can say, those that there were."""
+        """Return the current replicas, or the previous ones while they cannot be listed."""
         try:
             return await self.replicas()
         except PensieveError:
@@ -228,7 +231,7 @@ class Fleet:
         interval_seconds: float,
         keep: Callable[[ReplicaAnswer[pb.Stats]], None],
     ) -> None:
-        """Give the figures of one replica to `keep` as they come, and why there are none."""
+        """Pass the figures of one replica to `keep` as they come, or the error if there are none."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
         patience = interval_seconds + self.seconds
         while True:
@@ -238,8 +241,8 @@ class Fleet:
                 while True:
                     async with asyncio.timeout(seconds):
                         response = await stream.read()
-                    if not isinstance(response, pb.WatchStatsResponse):  # its end
-                        raise Unavailable("it ended the stream of its figures")
+                    if not isinstance(response, pb.WatchStatsResponse):  # end of the stream
+                        raise Unavailable("the replica ended its stream of figures")
                     keep(ReplicaAnswer(replica, response.stats))
                     seconds = patience
             except TimeoutError:

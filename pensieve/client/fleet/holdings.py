@@ -1,9 +1,9 @@
-"""Which replicas hold KV of a conversation, and whose it is.
+"""Find which replicas hold KV of a conversation, and which one owns it.
 
-A conversation is served by one replica, its owner.  Another may still hold KV of it, from before it was
-moved: that is stale, costs memory until it is evicted, and is never read, since its holder forgets it before
-it serves the conversation again.  That is so among replicas which share a history; where each has its own,
-the same id is another conversation.
+The owner serves the conversation. Another replica may still hold KV from before a move. That KV is stale:
+it costs memory until it is evicted, and is never read, because its holder drops it before it serves the
+conversation again. All this is about replicas that share a history. In separate histories, the same id is a
+different conversation.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from pensieve.v1 import admin_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one replica holds of one conversation."""
+class HeldConversation:
+    """The KV that one replica holds of one conversation."""
 
     replica: str
     conversation: pb.CachedConversation
-    also_on: tuple[str, ...] = ()  # other replicas that hold KV of it
+    also_on: tuple[str, ...] = ()  # other replicas with KV of this conversation
 
 
 def held_of(
     found: Sequence[ReplicaAnswer[pb.ListCachedConversationsResponse]],
     least_valuable: bool,
     limit: int,
-) -> list[Held]:
-    """The first `limit` of what all replicas named, in the order that was wanted."""
+) -> list[HeldConversation]:
+    """Merge the lists of all replicas and return the first `limit` conversations.
+
+    `least_valuable` sorts by retention value, otherwise the largest come first.
+    """
     holders: dict[tuple[str, str, str], list[str]] = {}
     listed = []
     for answer in found:
@@ -43,7 +46,7 @@ def held_of(
             holders.setdefault(key, []).append(name)
             listed.append((key, name, each))
     rows = [
-        Held(name, each, tuple(other for other in holders[key] if other != name))
+        HeldConversation(name, each, tuple(other for other in holders[key] if other != name))
         for key, name, each in listed
     ]
     if least_valuable:
@@ -54,7 +57,7 @@ def held_of(
 
 
 class KnownBy(StrEnum):
-    """How it is known whose a conversation is."""
+    """How the owner of a conversation is known."""
 
     HISTORY = "the history's table of owners"
     RUNNING = "a turn of it runs there"
@@ -74,9 +77,9 @@ Explained = ReplicaAnswer[pb.ExplainConversationResponse]
 
 
 def owner_of(found: Sequence[Explained]) -> ServingReplica | None:
-    """Whose the conversation is; an owner that did not answer has the name by which the others know it.
+    """Return the conversation's owner. An owner that did not answer has the name that the others report.
 
-    None: nobody knows, or there are several of this id, in several histories.
+    None if nobody knows, or if several histories have a conversation with this id.
     """
     if num_histories(found) > 1:
         return None
@@ -100,7 +103,7 @@ def owner_of(found: Sequence[Explained]) -> ServingReplica | None:
 
 
 def num_histories(found: Sequence[Explained]) -> int:
-    """In how many histories there is a conversation of this id."""
+    """Return how many histories have a conversation with this id."""
     return len(
         {
             each.value.history or f"of {each.replica.name}"

@@ -1,4 +1,4 @@
-"""A replica as its operator names it: `name=address`."""
+"""A replica as an operator writes it: `name=address`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Replica:
     """One daemon of several.
 
     Attributes:
-        name: what it is called in rows and labels; its address where it has no name.
+        name: its name in rows and labels; its address if it has no name.
         address: of its gRPC services, HOST:PORT or unix:PATH.
-        metrics_address: where it serves GET /metrics; "" where nobody has said.
-        state: as whoever lists it says, such as "alive" or "draining"; "" where nobody does.
+        metrics_address: where it serves GET /metrics; "" if unknown.
+        state: such as "alive" or "draining", from the daemon that lists it; "" if unknown.
     """
 
     name: str
@@ -32,21 +32,21 @@ class Replica:
 
 
 def replicas_of(text: str, field: str = "replicas") -> tuple[Replica, ...]:
-    """From `name=address,…`, where a name may be left out; InvalidArgument names the `field` it came from."""
+    """Parse `name=address,…`; names are optional. InvalidArgument names `field` as the wrong argument."""
     found: dict[str, Replica] = {}
     for each in filter(None, (part.strip() for part in text.split(","))):
         name, is_named, address = each.partition("=")
-        if "/" in name or ":" in name:  # an address whose path has an =
+        if "/" in name or ":" in name:  # the = is part of the address's path
             name, is_named, address = "", "", each
         address = address.strip() if is_named else each
         name = name.strip() if is_named else address
         if is_named and not NAME.fullmatch(name):
-            raise InvalidArgument(field, f"{name!r} is no name: A-Z a-z 0-9 . _ ~ - make one")
+            raise InvalidArgument(field, f"invalid name {name!r}: use A-Z a-z 0-9 . _ ~ -")
         if not address:
             raise InvalidArgument(field, f"{name} has no address")
         if name in found:
-            raise InvalidArgument(field, f"{name} is there twice")
+            raise InvalidArgument(field, f"names {name} twice")
         found[name] = Replica(name, address)
     if not found:
-        raise InvalidArgument(field, "names no replica: it is NAME=HOST:PORT,…")
+        raise InvalidArgument(field, "names no replica: use NAME=HOST:PORT,…")
     return tuple(found.values())

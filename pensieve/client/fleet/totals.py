@@ -1,14 +1,13 @@
-"""Figures of several daemons put together.
+"""Combine the figures of several daemons.
 
-    counts                add up (turns, tokens, bytes, pages: of tiers as tokens, since pages differ in size)
-    quantiles             are those of all times: the buckets of `Latency` add up, quantiles never do
-    shares and means      are ratios of sums, where the parts are known
-    "at most", "since"    is the worst of them (how late a loop was, how old a backup is)
-    of the history        is counted once for each history: replicas that share one report the same number
-    all else              is in the replicas' own figures alone: a quantile without buckets, an objective that
-                          differs, an uptime
+    counts                add up (turns, tokens, bytes; pages as tokens, because page sizes differ)
+    quantiles             are computed from the summed buckets of `Latency`
+    shares and means      are ratios of sums, if their parts are known
+    worst values          are maxima (loop lag, age of a backup)
+    per history           is counted once for each history, whose replicas all report the same number
+    all else              appears only per replica: quantiles without buckets, differing objectives, uptimes
 
-A figure of a later version, whose name nobody knows here, adds up unless its name ends like one that cannot.
+Unknown figures of a later version add up, unless the name ends like a figure that cannot.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ WORST = (
     *("queue_wait_seconds", "heartbeat_age_seconds", "backup_age_seconds", "backup_failing"),
     *("erasure_pending", "ranges_repaired_at_once_max"),
 )
-OF_THE_HISTORY = ("history_problems", "scrub_passes")
+PER_HISTORY = ("history_problems", "scrub_passes")
 NOT_ADDITIVE = ("_p50", "_p90", "_p95", "_p99", "_seconds", "_share", "_used", "_attained")
-NEITHER = ("seconds", "tokens_per_iteration")  # an uptime, and a mean whose parts are known
+# An uptime, and a mean that is computed from its parts.
+NEITHER = ("seconds", "tokens_per_iteration")
 QUANTILES = (0.5, 0.95, 0.99)
 
 
 def total_of(found: Sequence[pb.Stats]) -> dict[str, Any]:
-    """The figures of all, as plain values."""
+    """Return the combined figures as plain values."""
     sums: dict[str, Any] = {name: sum(getattr(each, name) for each in found) for name in SUMS}
     computed = sum(each.more.get("tokens_computed", 0.0) for each in found)
     return {
@@ -62,7 +62,7 @@ def total_of(found: Sequence[pb.Stats]) -> dict[str, Any]:
 
 
 def latency_of(found: Iterable[pb.Latency]) -> dict[str, float]:
-    """The quantiles of all times, as one daemon that had measured them all would report them."""
+    """Return the quantiles over the samples of all daemons."""
     counts: dict[float, int] = {}
     for each in found:
         for bucket in each.buckets:
@@ -84,9 +84,9 @@ def _quantile(counts: Mapping[float, int], total: int, share: float) -> float:
 
 
 def once_per_history(counts: Iterable[tuple[str, int]]) -> int:
-    """A sum of counts, each behind its history, in which those of one history count once: the largest.
+    """Sum counts, given with their history. A history counts once, with its largest count.
 
-    They are of different moments, so they may differ.  Who names no history has one of its own.
+    The counts are from different moments, so they may differ. An empty history name counts by itself.
     """
     shared: dict[str, int] = {}
     own = 0
@@ -99,9 +99,9 @@ def once_per_history(counts: Iterable[tuple[str, int]]) -> int:
 
 
 def tenants_of(found: Sequence[pb.ListTenantsResponse]) -> list[dict[str, Any]]:
-    """What each tenant has taken of all replicas; by name.
+    """Return the total usage of each tenant, by name.
 
-    Its limits are each daemon's own, and what is saved up of them is too: both stay in the replicas' rows.
+    Limits and saved-up allowances belong to each daemon, and appear only in the rows of the replicas.
     """
     by_name: dict[str, list[tuple[str, pb.Tenant]]] = {}
     for each in found:
@@ -121,7 +121,7 @@ def tenants_of(found: Sequence[pb.ListTenantsResponse]) -> list[dict[str, Any]]:
 
 
 def _tier(found: Sequence[pb.Tier]) -> dict[str, int]:
-    """In tokens: what a page holds is each daemon's own."""
+    """Return a tier's size in tokens, because page sizes differ between daemons."""
     return {
         name: sum(getattr(each, pages) * each.chunk_tokens for each in found)
         for name, pages in (
@@ -155,16 +155,16 @@ def _service(found: Sequence[pb.Stats]) -> dict[str, Any]:
 
 
 def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
-    """The figures by name of those daemons that have each."""
+    """Combine the named figures over the daemons that have them."""
     whole: dict[str, float] = {}
     for name in sorted({name for each in found for name in each.more}):
         having = [each for each in found if name in each.more]
         values = [each.more[name] for each in having]
-        if name.startswith("tenant_tokens."):  # whatever a tenant's name ends with
+        if name.startswith("tenant_tokens."):  # regardless of the end of the tenant's name
             whole[name] = sum(values)
         elif name in WORST:
             whole[name] = max(values)
-        elif name in OF_THE_HISTORY:
+        elif name in PER_HISTORY:
             whole[name] = once_per_history((each.history, int(each.more[name])) for each in having)
         elif name.endswith("_objective_seconds"):
             if len(set(values)) == 1:
@@ -185,7 +185,7 @@ def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
 
 
 def _share_attained(found: Sequence[pb.Stats], kind: str) -> float | None:
-    """Of an objective that all have who have one; each share is of a number of times that is known."""
+    """Return the share over all daemons, if all have the same objective. Weighted by their sample counts."""
     name, count = f"{kind}_attained", f"{kind}_count"
     having = [each for each in found if name in each.more]
     if len({each.more[f"{kind}_objective_seconds"] for each in having}) != 1:

@@ -1,1 +1,1 @@
-"""The history in a PostgreSQL database, in the place of SQLite in the data folder (extra `postgres`)."""
+"""A history in a PostgreSQL database instead of SQLite (extra `postgres`)."""

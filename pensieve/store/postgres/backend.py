@@ -1,4 +1,4 @@
-"""A history in PostgreSQL: its connections, what its deletions leave to do, and how it is checked."""
+"""A history in PostgreSQL: its connections, its cleanup after deletions, and its checks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from pensieve.store.verify import (
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
-CHECK_SECONDS = 3600.0  # of one statement of a check, which takes as long as it takes
+CHECK_SECONDS = 3600.0  # limit for one statement of a check, which may take long
 ERASED_AT_ONCE = 256
 SMALL_TABLES = ("space", "tenant_bytes", "prefixes", "owner", "job_owners", "schema_versions")
-NO_INDICES = "the indices of the history were not checked: the database %s amcheck's bt_index_check"
+NO_INDICES = "the indices of the history are not checked: the database %s amcheck's bt_index_check"
 
 
 class PostgresBackend:
@@ -51,7 +51,7 @@ class PostgresBackend:
         is_exclusive: bool,
         patience_seconds: float,
     ) -> None:
-        """`patience_seconds`: as of PostgresLanes."""
+        """`patience_seconds`: see PostgresLanes."""
         self.path = None
         self.is_shared = not is_exclusive
         self._address = address
@@ -75,24 +75,24 @@ class PostgresBackend:
         self.writer.close()
 
     def share(self) -> None:
-        """Others may have it from the beginning."""
+        """Do nothing: other daemons may open the history from the beginning."""
 
     def beside(self) -> PostgresWriter:
         return self.writer.beside()
 
     def release(self, *, clean: bool) -> None:
-        """The locks have gone with the connections."""
+        """Do nothing: the locks end with the connections."""
 
     def give_up(self) -> None:
         """Close the connections."""
         self.writer.close()
 
     def snapshots(self) -> PostgresSnapshots:
-        """For reads beside the writer."""
+        """Return a connection for reads beside the writer."""
         return PostgresSnapshots(self._address, self._statement_seconds, f"{self._holder}, reads")
 
     def scrub(self) -> Scrub:
-        return Scrub(self._checking(), OF_POSTGRES)
+        return Scrub(self._checking(), POSTGRES_WALKS)
 
     def verify(self, conversation_id: str | None, tenant: str) -> list[str]:
         snapshots = self._checking()
@@ -110,14 +110,15 @@ class PostgresBackend:
 
 
 class PostgresErasure(ErasureSteps):
-    """What deletions leave to do: the rows of wiped bodies go, a few in a transaction.
+    """Deletes the rows of wiped bodies, a few per transaction.
 
-    A deletion wipes its content in its own transaction, and no statement reads it again.  That is all:
-    old versions of the rows stay in the server's files until VACUUM has taken their space and something else
-    was written there, in its write-ahead log until that is recycled, and in every archive or copy
-    (docs/postgresql.md, "What a deletion leaves").  So nothing is ever pending here.
+    A deletion wipes its content in its own transaction, and no later statement reads it. That is all: old
+    row versions stay in the server's files until VACUUM has reused their space, in its write-ahead log
+    until that is recycled, and in every archive or copy (docs/postgresql.md, "What a deletion leaves"). So
+    nothing is ever pending here.
 
-    Other changes wipe bodies, too, and tell the writer.  The next process looks for wiped rows at its start.
+    Other changes wipe bodies, too, and tell the writer. The next process looks for wiped rows when it
+    starts.
     """
 
     def __init__(self, writer: PostgresLanes) -> None:
@@ -136,13 +137,13 @@ class PostgresErasure(ErasureSteps):
         try:
             with self._writer.reading() as conn:
                 found = conn.execute("SELECT 1 FROM bodies WHERE crc IS NULL LIMIT 1").fetchall()
-        except StoreCorrupt:  # told where it is read for somebody
+        except StoreCorrupt:  # reported when the data is read
             return
         if found:
             self._writer.note_wiped()
 
     def tidy(self) -> None:
-        self._writer.note_wiped()  # the next step looks for them
+        self._writer.note_wiped()  # the next step looks for wiped rows
 
     def step(self) -> bool:
         self._writer.has_wiped = False
@@ -163,7 +164,7 @@ class PostgresErasure(ErasureSteps):
 
 
 class PostgresMarks:
-    """In the row of `owner`, so that another host knows it, too.  A server mends what a crash has left."""
+    """Marks in the row of `owner`, where every host sees them. A server repairs itself after a crash."""
 
     def __init__(self, address: Address, holder: str, statement_seconds: float) -> None:
         self._address = address
@@ -184,7 +185,7 @@ class PostgresMarks:
             conn.execute("UPDATE owner SET is_damaged = ?", (is_damaged,))
 
     def _opened(self) -> AbstractContextManager[SqlSession]:
-        """Of its own, for a moment: the writer is another thread's."""
+        """Open a short-lived connection, because the writer belongs to another thread."""
         return opened(self._address, self._name, self._seconds)
 
 
@@ -194,7 +195,7 @@ def _num_steps(conn: Any) -> int:
 
 
 def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
-    """`count(r.*)` wants each row as a whole; its number alone is in an index, too."""
+    """Read rows completely: `count(r.*)` needs every column, while the key alone could come from an index."""
     key = NUMBER_COLUMNS[table]
     last: int | None = conn.execute(
         f"SELECT max(r.{key}), count(r.*)"
@@ -210,27 +211,28 @@ WALKS: tuple[Walk, ...] = (
     *(partial(_rows, table) for table in NUMBER_COLUMNS if table != "bodies"),
     partial(read_tables, SMALL_TABLES),
 )
-OF_POSTGRES = Walks(WALKS, _num_steps)
+POSTGRES_WALKS = Walks(WALKS, _num_steps)
 
 
 def integrity_check(reads: Reads) -> list[str]:
-    """The problems that a pass over everything finds, and those of the indices.
+    """Return the problems that a pass over everything finds, and those of the indices.
 
-    The pass reads every row, so it finds a page that the server cannot read, or whose checksum (`initdb
-    --data-checksums`) is wrong.  Indices are checked by the extension `amcheck`, which an operator installs.
+    The pass reads every row, so it finds pages that the server cannot read or whose checksum (`initdb
+    --data-checksums`) is wrong. Indices are checked by the extension `amcheck`, if an operator has
+    installed it.
     """
     problems: list[str] = []
-    scrub = Scrub(reads, OF_POSTGRES)
+    scrub = Scrub(reads, POSTGRES_WALKS)
     try:
         while not scrub.num_passes and not problems:
             problems += scrub.step()
-        problems += _of_indices(reads)
+        problems += _index_problems(reads)
     finally:
         reads.close()
     return problems[:PROBLEMS_MAX]
 
 
-def _of_indices(reads: Reads) -> list[str]:
+def _index_problems(reads: Reads) -> list[str]:
     try:
         with reads.snapshot() as conn:
             found = conn.execute(

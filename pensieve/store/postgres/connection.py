@@ -1,43 +1,47 @@
-"""The read-write connections to a history in PostgreSQL, and the connections of reads.
+"""The read-write connections to a history in PostgreSQL, and the connections for reads.
 
-Lanes.  `PostgresLanes` has a connection for each thread that writes at the same time, up to a number.  A
-transaction sees the database as it was when it began ("repeatable read").  If another one has changed the
-same rows since, or two wait for each other, it ends with Conflict, and the store repeats the call
-(transactions.py).
+Lanes. `PostgresLanes` has a connection for each thread that writes at the same time, up to a limit. A
+transaction sees the database as it was when it began ("repeatable read"). If another transaction has
+changed the same rows since, or two wait for each other, it ends with Conflict, and the store repeats the
+call (transactions.py).
 
-Daemons.  Each session that may write holds an advisory lock of the database from its first statement to its
-end.  Daemons share it: owners.py says which of them may write to a conversation.  A process that needs the
-database for itself (a migration, a copy) takes the lock alone, and is told who has it.
-The lock ends with the session, however the process or its host dies, once the server knows (keepalives; the
-socket of a process that was killed is closed by its system at once).  No transaction of a session can be
-committed after its lock is gone.
+Daemons. Each session that may write holds an advisory lock of the database from its first statement to its
+end. Daemons share this lock; owners.py decides which daemon may write to a conversation. A process that
+needs the database exclusively (a migration, a copy) takes the lock exclusively, and is told who has it. The
+lock ends with the session, however the process or its host dies, once the server notices (keepalives; the
+system closes the socket of a killed process at once). No transaction of a session can be committed after
+its lock is gone.
 
-Nobody in between.  The row of `owner` has a token of the process that opened the database last.  A process
-that has the database for itself and opens another connection stops writing if that is not its own token: what
-it knows of running turns is worth nothing.
+Takeover. The row of `owner` has a token of the process that opened the database last. If an exclusive
+process opens another connection and finds a different token, it stops writing: its knowledge of running
+turns is outdated.
 
-Slots.  A connection also holds the lock of a slot, a small number that no other connection has.  Rows that
+Slots. A connection also holds the lock of a slot, a small number that no other connection has. Rows that
 every transaction changes exist once for each slot, so connections do not wait for each other.
 
-Messages.  A transaction goes through a pipeline (session.py).  What it only writes is not waited for, so it
-costs one message there and back for each question, and one for its commit.
+Messages. A transaction goes through a pipeline (session.py). Pure writes are not waited for, so a
+transaction costs one round trip for each query and one for its commit.
 
-Durable on return.  `synchronous_commit` is on (or stronger), and a server with fsync off is refused.  A
-commit that waits for a standby happens in any case: who ends the wait (a lost connection, an operator) makes
-it visible before the standby has it.  So whoever opens a connection again writes a row of its slot before it
-reads, and waits for the standby to have that, and with it all that was committed before.
+Durable on return. `synchronous_commit` is on (or stronger), and a server with fsync off is refused. If a
+standby must confirm commits, an interrupted wait (a lost connection, an operator) makes a commit visible
+before the standby has it. So each reopened connection first writes a row of its slot and waits until the
+standby has that row, and with it everything that was committed before.
 
-After an error the transaction is rolled back.  After a lost connection it is unknown whether a COMMIT that
-was under way has happened, and it may still be happening.  Nothing is retried; the next use opens a new
-connection, which first gets the slot of the old session.  That is free only when the old session has ended,
-so the new one reads how the commit ended.
+Errors. After an error, the transaction is rolled back. After a lost connection, the outcome of a running
+COMMIT is unknown, and the COMMIT may still be running. Nothing is retried. The next use opens a new
+connection, which first takes the slot of the old session. The slot is free only when the old session has
+ended, so the new connection then reads how the commit ended.
 
-A job has the time of its TimeLimit, looked at before each statement, and no statement takes longer.
+Time limits. A job has the time of its TimeLimit, checked before each statement. No single statement takes
+longer.
 
-Standing still.  A daemon that is stopped or cut off in the middle of a transaction keeps its locks, and the
-server has no limit for that: within a pipeline a session is never idle.  So each daemon that shares the
-database ends such sessions of the others, if they have written something and nothing came for the time of its
-patience.  A daemon may do that to sessions of its own role, and leaves those of other roles alone.
+Start. If the server cannot be reached when a daemon opens the history, the daemon waits up to START_SECONDS
+for it.
+
+Hanging transactions. A daemon that is stopped or cut off in the middle of a transaction keeps its locks,
+and the server has no limit for that: a session in a pipeline never counts as idle. So each sharing daemon
+ends such sessions of the others, if they have written something and were silent for `patience_seconds`.
+This works only for sessions of the same role; others are left alone.
 """
 
 from __future__ import annotations
@@ -72,9 +76,11 @@ log = logging.getLogger("pensieve")
 LOCK_KEY = 0x50656E7300000001  # "Pens"
 SLOTS_KEY = (
     LOCK_KEY >> 32
-)  # with the number of the slot; these are other locks than that with one key
+)  # with the slot's number; locks with two keys are separate from locks with one
 SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02
+START_SECONDS = 30.0  # a starting daemon waits this long for a server that cannot be reached
+START_PAUSE_SECONDS = 0.5
 OUTDATED = "has to be changed for this version, which needs it alone, but is "
 FREE_SLOT = (
     f"SELECT slot FROM generate_series(0, {SLOTS_MAX}) AS slot"
@@ -90,8 +96,8 @@ KNOWN_TO_STANDBY = (
     "INSERT INTO tenant_bytes (tenant, slot, stored_bytes) VALUES ('', %s, 0)"
     " ON CONFLICT (tenant, slot) DO UPDATE SET stored_bytes = tenant_bytes.stored_bytes"
 )
-# Sessions of other daemons that share the database, in a transaction that has written something. A session of
-# another role is left out: to end it may be refused, and would fail the whole statement.
+# Sessions of other sharing daemons whose transaction has written something. Sessions of other roles are
+# left out: ending one may be refused, which would fail the whole statement.
 STOPPED = (
     "WITH stopped AS MATERIALIZED (SELECT pid, application_name"
     " FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE datname = current_database()"
@@ -104,33 +110,33 @@ STOPPED = (
 )
 OWN_BACKEND = "SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()"
 SAME_BACKEND = "FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
-# libpq's own names; an address that sets one keeps its own.
+# Connection parameters by libpq's names. A URL may override them.
 CONNECTING = {
     "connect_timeout": 5,
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
-    "target_session_attrs": "read-write",  # of several hosts, the one that is no standby
+    "target_session_attrs": "read-write",  # among several hosts, choose the primary
 }
 SESSION = {
     "client_encoding": "UTF8",
     "search_path": SCHEMA,
     "default_transaction_isolation": "repeatable read",
-    "idle_in_transaction_session_timeout": "10s",  # outside of a pipeline
+    "idle_in_transaction_session_timeout": "10s",  # effective only outside of a pipeline
     "idle_session_timeout": "0",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
 }
-NOT_EVERYWHERE = {"client_connection_check_interval": "5s"}  # a server on macOS cannot
+NOT_EVERYWHERE = {"client_connection_check_interval": "5s"}  # not supported by servers on macOS
 SET = "SELECT set_config(%s, %s, false)"
 DISK_FULL = "53100"
-# By SQLSTATE, or by its class: its first two letters.
+# By SQLSTATE, or by its class, the first two characters.
 UNAVAILABLE = {
     "08": "the connection was lost",
     "25006": "the server is a standby, or read-only",
-    "25P03": "the server ended a transaction that stood still",
+    "25P03": "the server ended an idle transaction",
     "40": "another program changed the same rows",
     "53": "the server lacks memory or connections",
     "53100": "the server's disk is full",
@@ -138,8 +144,8 @@ UNAVAILABLE = {
     "57014": "a statement took too long and was ended",
     "57P01": "the server was stopped",
     "57P02": "the server was stopped",
-    "57P03": "the server starts or stops",
-    "57P05": "the server ended a connection that stood still",
+    "57P03": "the server is starting or stopping",
+    "57P05": "the server ended an idle connection",
     "58030": "disk I/O error of the server",
 }
 CORRUPT = {
@@ -147,24 +153,24 @@ CORRUPT = {
     "XX002": "an index of the database is damaged",
     "58P01": "a file of the database is missing",
 }
-NO_TABLE = {"3F000", "42P01", "42501"}  # they went, or the right to use them
-STRONGER = ("on", "remote_apply")  # of synchronous_commit
-# Of rows: changed meanwhile, deadlock, a key that is there already, a row that others refer to.
+NO_TABLE = {"3F000", "42P01", "42501"}  # tables or permissions were removed
+STRONGER = ("on", "remote_apply")  # values of synchronous_commit
+STARTING = ("starting up", "shutting down", "not yet accepting", "recovery mode")  # in a refusal
+# Row changed meanwhile, deadlock, duplicate key, row still referenced.
 CONFLICTS = {"40001", "40P01", "23505", "23503"}
 
 
 class Address:
-    """Where the history is; shown without its password."""
+    """The address of the history. `shown` has no password."""
 
     def __init__(self, url: str, driver: Any = None) -> None:
         self.driver = driver or need("postgres", "psycopg", "a history in PostgreSQL")
-        logging.getLogger("psycopg").setLevel(logging.CRITICAL)  # what it logs we raise, or mean
+        # its warnings are raised here or expected
+        logging.getLogger("psycopg").setLevel(logging.CRITICAL)
         try:
             self._parts = {**CONNECTING, **self.driver.conninfo.conninfo_to_dict(url)}
         except self.driver.Error:
-            raise StoreError(
-                "--store is no address that PostgreSQL's library understands"
-            ) from None
+            raise StoreError("--store is not a valid PostgreSQL address") from None
         parts = self._parts
         host = parts.get("host") or parts.get("hostaddr") or ""
         port = f":{parts['port']}" if parts.get("port") else ""
@@ -172,7 +178,7 @@ class Address:
         self.shown = f"postgresql://{user}{host}{port}/{parts.get('dbname') or ''}"
 
     def connect(self, name: str, statement_seconds: float, lock_seconds: float) -> Any:
-        """A connection without a transaction, whose session is as the history needs it."""
+        """Open a connection without a transaction, with the session settings that the history needs."""
         conn = self.driver.Connection.connect(
             autocommit=True, **{"application_name": name, **self._parts}
         )
@@ -198,7 +204,7 @@ class Address:
 
 
 class PostgresLanes:
-    """The connections of a process that write; a thread has one as long as its block lasts."""
+    """The writing connections of a process. A thread uses one for the length of its block."""
 
     def __init__(
         self,
@@ -212,7 +218,7 @@ class PostgresLanes:
     ) -> None:
         """`is_exclusive`: no other process may have the database meanwhile.
 
-        `patience_seconds`: how long a transaction of another daemon may stand still.
+        `patience_seconds`: how long a transaction of another daemon may hang.
         """
         self.address = address
         self.figures = WriteFigures()
@@ -224,17 +230,17 @@ class PostgresLanes:
         self._freed = threading.Condition()
         self._here = threading.local()
         self.writers: list[PostgresWriter] = []
-        self._idle: list[PostgresWriter] = []  # the one that was used last is the next
+        self._idle: list[PostgresWriter] = []  # last in, first out
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Any]:
-        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
+        """Run one transaction. At the end of the block it is committed and on the disk, or rolled back."""
         with self._writer() as writer, writer.writing(is_serializable) as session:
             yield session
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
-        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
+        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
         with self._writer() as writer, writer.reading(is_snapshot) as session:
             yield session
 
@@ -247,10 +253,10 @@ class PostgresLanes:
                 if not lost:
                     return
                 writer = next((each for each in lost if each in self._idle), None)
-                if writer is None:  # other threads open them again
+                if writer is None:  # other threads are reopening them
                     if time.monotonic() > end:
                         raise StoreUnavailable(
-                            f"the history {self.address.shown}: a lost connection is not open again"
+                            f"the history {self.address.shown}: a lost connection is not open again yet"
                         )
                     self._freed.wait(LOCK_PAUSE_SECONDS)
                     continue
@@ -267,7 +273,7 @@ class PostgresLanes:
             writer.close()
 
     def beside(self) -> PostgresWriter:
-        """Another connection, for another thread; its commits may be lost with the server's power."""
+        """Return another connection, for another thread. A crash of the server may undo its commits."""
         busy, statement = self._seconds
         return PostgresWriter(
             self.address,
@@ -280,7 +286,7 @@ class PostgresLanes:
         )
 
     def note_wiped(self) -> None:
-        """Rows of bodies were wiped, and are to be deleted (backend.py)."""
+        """Note that bodies were wiped, whose rows must be deleted (backend.py)."""
         self.has_wiped = True
 
     @contextlib.contextmanager
@@ -304,7 +310,7 @@ class PostgresLanes:
             self._freed.notify_all()
 
     def _has_writer(self) -> bool:
-        """Whether one is idle, perhaps a new one."""
+        """Return whether a connection is idle, creating one if allowed."""
         if not self._idle and len(self.writers) < self.num_lanes:
             made = PostgresWriter(
                 self.address, self._claim, *self._seconds, self.figures, self.note_wiped
@@ -315,19 +321,19 @@ class PostgresLanes:
 
 
 class _DatabaseClaim:
-    """That this process has the database, perhaps beside others; its connections share it."""
+    """The claim of this process on the database, which its connections share."""
 
     def __init__(self, name: str, is_exclusive: bool, patience_seconds: float) -> None:
         self.name, self.is_exclusive = name, is_exclusive
         self.patience_seconds = patience_seconds
         self.token = secrets.token_hex(16)
-        self.is_made = False  # it was, once
-        self.backends: set[tuple[int, str]] = set()  # of the connections that are open
-        self.opening = threading.Lock()  # until one connection has made it, the others wait
+        self.is_made = False  # a connection has made the claim before
+        self.backends: set[tuple[int, str]] = set()  # server processes of our open connections
+        self.opening = threading.Lock()  # one connection makes the claim, the others wait
 
 
 class PostgresWriter:
-    """The connection for one thread at a time; it opens again after an error."""
+    """A connection for one thread at a time. It is reopened after an error."""
 
     def __init__(
         self,
@@ -347,31 +353,31 @@ class PostgresWriter:
         self._claim = claim
         self._busy_timeout_seconds = busy_timeout_seconds
         self._note_wiped = note_wiped
-        self._backend: tuple[int, str] | None = None  # the last session: its process at the server
+        self._backend: tuple[int, str] | None = None  # the server process of the latest session
         self._slot: int | None = None
         self._wire: Wire | None = None
         self._reserve = ReservedNumbers()
-        self._warning = ""  # of the server, at a commit
+        self._warning = ""  # the server's warning at a commit
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Any]:
-        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
+        """Run one transaction. At the end of the block it is committed and on the disk, or rolled back."""
         with self._operation() as session:
             session.begin("ISOLATION LEVEL SERIALIZABLE" if is_serializable else "")
             yield session
             self._warning = ""
             began = time.perf_counter()
             ended = session.commit()
-            if ended != "COMMIT":  # a statement failed, and somebody passed over it
+            if ended != "COMMIT":  # a caller ignored the error of a statement
                 raise StoreUnavailable(f"{self.address.shown} rolled a transaction back")
-            if self._warning:  # that it is not known to a standby
+            if self._warning:  # the standby may not have the commit
                 self.close()
                 raise StoreUnavailable(f"{self.address.shown}: {self._warning}")
             self.figures.committed(time.perf_counter() - began)
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
-        """Statements outside a transaction; `is_snapshot`: all of them see the same moment."""
+        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
         with self._operation() as session:
             if is_snapshot:
                 session.begin("READ ONLY")
@@ -387,17 +393,17 @@ class PostgresWriter:
 
     @property
     def is_lost(self) -> bool:
-        """There was a connection, and there is none: its session may still commit something."""
+        """Whether the connection is lost. Its old session may still commit something."""
         return self._wire is None and self._backend is not None
 
     def settle(self) -> None:
-        """Open it again if it was lost: that waits for the end of its old session (backend.py)."""
+        """Reopen a lost connection, which waits for the end of its old session (backend.py)."""
         if self.is_lost:
             with self._operation():
                 pass
 
     def end_stopped(self) -> None:
-        """Those of the daemons that share the database."""
+        """End hanging transactions of other daemons that share the database."""
         with self.reading() as session:
             self._end_stopped(session)
 
@@ -405,7 +411,7 @@ class PostgresWriter:
         ours = ", ".join(f"({pid}, '{start}')" for pid, start in list(self._claim.backends))
         stopped = STOPPED.format(seconds=self._claim.patience_seconds, ours=ours)
         for (name,) in conn.execute(stopped).fetchall():
-            log.warning("the history: %s stood still in a transaction, which was ended", name)
+            log.warning("the history: ended a hanging transaction of %s", name)
 
     def _explained(self, error: Any) -> Exception:
         failure = explained(error, self.address.shown)
@@ -425,19 +431,18 @@ class PostgresWriter:
                     self._wire, self.limit, self._reserve, self._note_wiped, self._slot or 0
                 )
         except self.address.driver.Error as error:
-            raise self._explained(error) from error  # a local name would make it a cycle
+            raise self._explained(error) from error  # a local variable would make a reference cycle
         finally:
             if self._wire is not None and not end_transaction(self._wire):
                 self.close()
 
     def _open(self) -> Wire:
-        seconds = self.limit.seconds, self._busy_timeout_seconds
-        conn = self.address.connect(self._claim.name, *seconds)
+        conn = self._connect()
         backend: tuple[int, str] | None = None
         try:
             backend = conn.execute(OWN_BACKEND).fetchone()
             assert backend is not None
-            self._claim.backends.add(backend)  # before it has anything that `_end_stopped` ends
+            self._claim.backends.add(backend)  # before the session could count as hanging
             self._check(conn)
             self._take_slot(conn)
             with self._claim.opening:
@@ -452,23 +457,43 @@ class PostgresWriter:
                 self._claim.backends.discard(backend)
             raise
 
+    def _connect(self) -> Any:
+        """Connect. If a daemon opens the history, wait for a server that cannot be reached."""
+        seconds = self.limit.seconds, self._busy_timeout_seconds
+        is_start = not self._claim.is_made and not self._claim.is_exclusive
+        end, is_waiting = time.monotonic() + START_SECONDS, False
+        while True:
+            try:
+                return self.address.connect(self._claim.name, *seconds)
+            except self.address.driver.OperationalError as error:
+                if not (is_start and _is_away(error) and time.monotonic() < end):
+                    raise
+                if not is_waiting:
+                    log.warning(
+                        "cannot reach the database, retrying for %.0f s: %s",
+                        START_SECONDS,
+                        explained(error, self.address.shown),
+                    )
+                is_waiting = True
+            time.sleep(START_PAUSE_SECONDS)
+
     def _notice(self, notice: Any) -> None:
         if notice.severity_nonlocalized == "WARNING":
             self._warning = one_line(notice.message_primary)
 
     def _check(self, conn: Any) -> None:
-        """Refuse a server that would lose what it acknowledged."""
+        """Refuse a server that could lose acknowledged commits."""
 
         def setting(name: str) -> str:
             value: str = conn.execute("SELECT current_setting(%s)", [name]).fetchone()[0]
             return value
 
         if setting("server_encoding") != "UTF8":
-            raise StoreError(f"{self.address.shown} is not a database in UTF8")
+            raise StoreError(f"{self.address.shown} must have the encoding UTF8")
         for name in ("fsync", "full_page_writes"):
             if setting(name) != "on":
                 raise StoreError(
-                    f"{self.address.shown} runs with {name} = off, and would lose what it acknowledged"
+                    f"{self.address.shown} runs with {name} = off, and could lose committed data"
                 )
         if not self._is_durable:
             conn.execute("SET synchronous_commit = off")
@@ -476,7 +501,7 @@ class PostgresWriter:
             conn.execute("SET synchronous_commit = on")
 
     def _take_slot(self, conn: Any) -> None:
-        """Take the lock of a slot: that of our last session, once that has ended, or else a free one."""
+        """Take the lock of a slot: our last session's, once that has ended, or a free one."""
         end = time.monotonic() + self._busy_timeout_seconds
         has_ended_ours = False
         while self._slot is not None and self._backend is not None:
@@ -484,8 +509,8 @@ class PostgresWriter:
             if conn.execute(ours, [SLOTS_KEY, self._slot]).fetchone()[0]:
                 return
             if not conn.execute(f"SELECT 1 {SAME_BACKEND}", self._backend).fetchall():
-                break  # our session has ended, and another one was faster
-            if not has_ended_ours:  # its connection was lost, as the server does not know yet
+                break  # our session has ended, and another connection took its slot
+            if not has_ended_ours:  # the server has not noticed yet that the connection is lost
                 conn.execute(f"SELECT pg_terminate_backend(pid) {SAME_BACKEND}", self._backend)
                 has_ended_ours = True
             if time.monotonic() > end:
@@ -496,21 +521,22 @@ class PostgresWriter:
         (self._slot,) = conn.execute(FREE_SLOT).fetchone()
 
     def _take_database(self, conn: Any) -> None:
-        """Take the lock of the database, and make sure that it has our schema; or raise StoreLocked."""
+        """Take the lock of the database, or raise StoreLocked, and migrate the schema."""
         claim, has_it_alone = self._claim, False
         if claim.is_exclusive:
             self._lock(conn, "pg_try_advisory_lock", OUTDATED if needs_step(conn) else "is ")
         else:
             try:
-                self._end_stopped(conn)  # it may keep what we need now
+                self._end_stopped(conn)  # they may hold locks that we need now
             except self.address.driver.Error as error:
-                log.warning("no transaction that stands still could be ended: %s", one_line(error))
+                log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
             has_it_alone = self._lock(conn, "pg_try_advisory_lock", OUTDATED, needs_step)
             self._lock(conn, "pg_try_advisory_lock_shared")
         migrate(conn, self.address.shown)
         if has_it_alone:
             conn.execute("SELECT pg_advisory_unlock(%s)", [LOCK_KEY])
-        conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")  # others may do the same
+        # other connections may do this at the same time
+        conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
         conn.execute(KNOWN_TO_STANDBY, [self._slot])
         found = conn.execute("SELECT token, name FROM owner").fetchone()
         if not claim.is_made:
@@ -521,8 +547,8 @@ class PostgresWriter:
         conn.execute("COMMIT")
         if claim.is_made and claim.is_exclusive and found[0] != claim.token:
             raise StoreLocked(
-                f"the history {self.address.shown} was taken over by {found[1]}; this process writes no"
-                " more to it"
+                f"the history {self.address.shown} was taken over by {found[1]}; this process no longer"
+                " writes to it"
             )
         claim.is_made = True
 
@@ -533,9 +559,9 @@ class PostgresWriter:
         why: str = "is ",
         is_needed: Callable[[Any], bool] = lambda conn: True,
     ) -> bool:
-        """Take it, unless that is not needed, or no more; returns whether it was taken.
+        """Take the lock, unless `is_needed` says that it is not needed. Return whether it was taken.
 
-        What a dying session still holds is waited for.
+        Waits for locks of dying sessions.
         """
         end = time.monotonic() + self._busy_timeout_seconds
         while is_needed(conn):
@@ -549,12 +575,12 @@ class PostgresWriter:
 
 
 class PostgresSnapshots:
-    """Reads beside the writer, each of what was committed when it began; in one thread at a time."""
+    """Reads beside the writer. Each sees the state that was committed when it began. One thread at a time."""
 
     def __init__(
         self, address: Address, statement_seconds: float, name: str, seconds: float | None = None
     ) -> None:
-        """`seconds`: that all statements of one read may take; as long as one may if it is not given."""
+        """`seconds`: time limit of a read. By default, that of a statement."""
         self._address = address
         self._statement_seconds = statement_seconds
         self._limit = TimeLimit(statement_seconds if seconds is None else seconds)
@@ -587,7 +613,7 @@ class PostgresSnapshots:
 
 @contextlib.contextmanager
 def opened(address: Address, name: str, statement_seconds: float) -> Iterator[SqlSession]:
-    """A connection for one statement or two, each a transaction; in any thread."""
+    """Open a connection for a statement or two, each in its own transaction. For any thread."""
     try:
         conn = address.connect(name, statement_seconds, 5.0)
         try:
@@ -599,8 +625,8 @@ def opened(address: Address, name: str, statement_seconds: float) -> Iterator[Sq
 
 
 def end_transaction(wire: Wire) -> bool:
-    """Leave a connection without a transaction; false if that cannot be."""
-    for _ in range(2):  # the first may be passed over, behind what failed
+    """Leave the connection without a transaction. Return whether that worked."""
+    for _ in range(2):  # the server may skip the first one after an error
         if wire.is_idle:
             return True
         with contextlib.suppress(Exception):
@@ -610,25 +636,25 @@ def end_transaction(wire: Wire) -> bool:
 
 
 def is_lost(conn: Any) -> bool:
-    """Whether the server has ended the connection; asks the socket, and not the server."""
+    """Return whether the server has ended the connection. Checks only the socket."""
     if conn.closed:
         return True
     try:
         poll = select.poll()  # `select` takes no descriptors above 1023
         poll.register(conn.fileno(), select.POLLIN)
-        for _ in range(4):  # its last words, and then the end
+        for _ in range(4):  # a final message may precede the end
             if not poll.poll(0):
                 return False
             conn.pgconn.consume_input()
             if conn.pgconn.status.name != "OK":
                 return True
-    except Exception:  # whatever it is, a new one tells more
+    except Exception:  # any error: a new connection will tell more
         return True
     return False
 
 
 def _holders(conn: Any) -> str:
-    """Who has the lock of the database now."""
+    """Return who has the lock of the database now."""
     with contextlib.suppress(Exception):
         found = conn.execute(HOLDERS, [LOCK_KEY >> 32, LOCK_KEY & 0xFFFFFFFF]).fetchall()
         return ", ".join(name for (name,) in found) or "another process"
@@ -636,16 +662,16 @@ def _holders(conn: Any) -> str:
 
 
 def explained(error: Any, shown: str) -> Exception:
-    """The PensieveError for a driver's error; one that should not happen is returned as it is.
+    """Return the PensieveError for a driver's error. Unexpected errors are returned unchanged.
 
-    A password never gets into it: the address is shown without one, and libpq's own sentences name host, port
-    and user (config/parsing.py refuses an address whose parts it might take for something else).
+    The text never contains a password: `shown` has none, and libpq's messages name only host, port and user
+    (config/parsing.py refuses an address whose parts could be confused).
     """
     code = error.sqlstate or ""
     if code == DISK_FULL:
         return DiskFull(f"the history {shown}: {UNAVAILABLE[code]}")
     if code in CONFLICTS:
-        first = str(error).partition("\n")[0]  # the other lines may name values
+        first = str(error).partition("\n")[0]  # other lines may contain values
         return Conflict(f"the history {shown}: another transaction changed the same rows: {first}")
     for table, kind in ((CORRUPT, StoreCorrupt), (UNAVAILABLE, StoreUnavailable)):
         words = table.get(code) or table.get(code[:2])
@@ -657,6 +683,17 @@ def explained(error: Any, shown: str) -> Exception:
     return error
 
 
+def _is_away(error: Any) -> bool:
+    """Return whether a connection failed because the server is down or starting.
+
+    libpq gives no code for this. A server that refuses a login answers FATAL.
+    """
+    text = str(error)
+    if "FATAL" in text:
+        return any(each in text for each in STARTING)
+    return "SSL" not in text
+
+
 def _is_operational(error: Any) -> bool:
-    """Without a code: the server did not answer, or went away."""
+    """Return whether the server did not answer or disconnected. Such errors have no code."""
     return any(each.__name__ == "OperationalError" for each in type(error).__mro__)

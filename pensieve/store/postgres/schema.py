@@ -1,18 +1,18 @@
-"""The schema in PostgreSQL: the tables of migrations.py, with their columns, in a schema named `pensieve`.
+"""The PostgreSQL schema: the tables of migrations.py with their columns, in a schema named `pensieve`.
 
-Its versions are those of SQLite's schema, so version 7 of both has the same tables and columns, and one
-more step there is one more here.  Each step runs in one transaction with the record that it ran.  A
-database of a newer Pensieve is refused, and so is a schema `pensieve` of another program.  Before a step
-changes a history that is there, `pg_dump` copies it; that is the operator's, and docs/postgresql.md says how.
+Versions match those of the SQLite schema: version 7 of both has the same tables and columns, and each new
+step exists in both. A step runs in one transaction with the record that it ran. A database of a newer
+Pensieve is refused, and so is a schema `pensieve` of another program. Before an upgrade, the operator makes
+a copy with `pg_dump` (docs/postgresql.md).
 
-Three things are here that SQLite has otherwise:
+Differences from SQLite:
 
-    owner          one row: which process has the history, or had it last (connection.py), and whether
+    owner          one row: the process that has the history or had it last (connection.py), and whether
                    damage was found
-    bodies_wiped   the index of wiped bodies, which are deleted in steps (backend.py); in SQLite they stay
-    numbers        come from sequences: a number that was given out is never given out again
-    tenants        is a view.  Each writing connection counts in rows of `tenant_bytes` that are its own as
-                   long as it has their slot (connection.py), so none waits for the commit of another
+    bodies_wiped   an index of wiped bodies, which are deleted in steps (backend.py); SQLite keeps them
+    numbers        come from sequences: a number is never used twice
+    tenants        is a view. Each writing connection counts in its own rows of `tenant_bytes` while it has
+                   their slot (connection.py), so that no commit waits for another
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ RECORD = (
 
 
 def needs_step(conn: Any, newest: int = NEWEST) -> bool:
-    """Whether the schema is older than ours, or not there."""
+    """Return whether the schema is missing or older than ours."""
     if conn.execute(f"SELECT to_regclass('{SCHEMA}.schema_versions')").fetchone() == (None,):
         return True
     found = conn.execute("SELECT coalesce(max(version), 0) FROM schema_versions").fetchone()
@@ -191,7 +191,7 @@ def needs_step(conn: Any, newest: int = NEWEST) -> bool:
 
 
 def migrate(conn: Any, shown: str, steps: Mapping[int, Sequence[str]] = STEPS) -> None:
-    """Bring the database to the newest schema; `conn` is a psycopg connection that has the lock."""
+    """Bring the database to the newest schema. `conn` is a psycopg connection that holds the lock."""
     newest = max(steps)
     found = conn.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [SCHEMA]).fetchone()
     with conn.transaction():
@@ -200,14 +200,13 @@ def migrate(conn: Any, shown: str, steps: Mapping[int, Sequence[str]] = STEPS) -
             for statement in RECORD:
                 conn.execute(statement)
         if conn.execute(f"SELECT to_regclass('{SCHEMA}.schema_versions')").fetchone() == (None,):
-            raise StoreError(f"{shown} has a schema {SCHEMA!r} of another program")
+            raise StoreError(f"{shown} has a schema {SCHEMA!r} of another program, not of Pensieve")
         versions = conn.execute("SELECT coalesce(max(version), 0) FROM schema_versions")
         (version,) = versions.fetchone()
         if version > newest:
             raise StoreTooNew(
-                f"{shown} has schema version {version} and this Pensieve knows versions up to"
-                f" {newest}; open it with the newer Pensieve that wrote it, or restore a dump from"
-                " before that"
+                f"{shown} has schema version {version}, but this Pensieve knows only versions up to"
+                f" {newest}. Open it with the newer Pensieve that wrote it, or restore an older dump"
             )
         for number in sorted(steps):
             if number > version:

@@ -1,18 +1,18 @@
-"""What the store's SQL runs on, where the database is PostgreSQL.
+"""Run the store's SQL on PostgreSQL.
 
-The SQL of the store runs on both databases.  So it knows no `lastrowid` and no `rowcount` (RETURNING is in
-both), no `max` and `min` of two values, names a column with its table where an upsert has two of them, and
-compares numbers with numbers and truth with truth.  Only its placeholders are translated.
+The SQL of the store runs on both databases. So it uses no `lastrowid` and no `rowcount` (both have
+RETURNING), no `max` and `min` of two values, qualifies columns in upserts, and compares numbers with
+numbers and booleans with booleans. Only its placeholders are translated.
 
-In a transaction nobody waits for a statement but who looks at its result (wire.py).  Savepoints keep what is
-inside them apart: what ends one is waited for, so an error that nobody has waited for is raised before it.
-Outside of a transaction each statement is one by itself, and is waited for.
+Within a transaction, only reading a result waits for its statement (wire.py). Savepoints separate errors:
+the statement that ends a savepoint is waited for, so an earlier unnoticed error is raised before it.
+Outside of a transaction, each statement is separate and is waited for.
 
-Numbers of new rows are reserved (`insert_numbered` of backend.py): the sequence gives a hundred with one
-question.  A reserve belongs to a connection, since a server that crashed before a commit may give the same
-numbers again.
+Numbers of new rows are reserved (`insert_numbered` of backend.py): one query to the sequence gives a
+hundred. The reserve belongs to a connection, because a server that crashed before a commit may give the
+same numbers again.
 
-What a transaction adds to the bytes of a tenant is added up and written once, before its end or the next
+A transaction sums the bytes that it adds to a tenant and writes them once, before its end or the next
 savepoint.
 """
 
@@ -27,7 +27,8 @@ from pensieve.errors import StoreUnavailable
 from pensieve.store.backend import NUMBER_COLUMNS, ServerSession, TimeLimit
 from pensieve.store.postgres.wire import PendingResult, Wire
 
-STATEMENTS_MAX = 1024  # that are remembered; those with a list in them differ
+# translated statements that are cached; statements with lists differ each time
+STATEMENTS_MAX = 1024
 PLACEHOLDER = re.compile(r"\?|(?<!:):([a-z_]+)")
 RESERVED_AT_ONCE = 100
 NEXT_NUMBERS = "SELECT nextval(pg_get_serial_sequence(?, ?)) FROM generate_series(1, ?)"
@@ -38,7 +39,7 @@ COUNT_BYTES = (
 
 
 class ReservedNumbers:
-    """Numbers of one connection, by table."""
+    """Row numbers reserved for one connection, by table."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, list[int]] = {table: [] for table in NUMBER_COLUMNS}
@@ -60,10 +61,10 @@ class SqlSession(ServerSession):
         on_wiped: Callable[[], None] = lambda: None,
         slot: int = 0,
     ) -> None:
-        """`slot` says which rows of `tenant_bytes` are this connection's."""
+        """`slot` selects this connection's rows of `tenant_bytes`."""
         self._is_transaction = False
         self._slot = slot
-        self._counted: dict[str, int] = {}  # bytes by tenant, of the transaction that runs
+        self._counted: dict[str, int] = {}  # bytes by tenant, in the current transaction
         self.note_wiped = on_wiped
         self._wire = wire
         self._limit = limit
@@ -77,7 +78,7 @@ class SqlSession(ServerSession):
         statement = translated(sql)
         if sql.startswith("ROLLBACK"):
             self._counted.clear()
-            self._wire.clear()  # what failed is what it undoes
+            self._wire.clear()  # errors of the statements that this undoes
         result = self._wire.send(statement.sql, statement.in_order(values))
         if not self._is_transaction or sql.startswith(("RELEASE", "ROLLBACK")):
             self._wire.sync()
@@ -88,7 +89,7 @@ class SqlSession(ServerSession):
         self.execute(f"BEGIN {how}")
 
     def commit(self) -> str:
-        """What the server has made of it."""
+        """Commit, and return the server's answer: COMMIT or ROLLBACK."""
         self._write_counted()
         result = self._wire.send("COMMIT")
         self._wire.sync()
@@ -108,7 +109,7 @@ class SqlSession(ServerSession):
 
 class Statement(NamedTuple):
     sql: str
-    names: tuple[str, ...]  # of $1, $2; empty where they have none
+    names: tuple[str, ...]  # of $1, $2; empty if they have none
 
     def in_order(self, values: Sequence[Any] | Mapping[str, Any]) -> Sequence[Any]:
         if isinstance(values, Mapping):
@@ -118,7 +119,7 @@ class Statement(NamedTuple):
 
 @lru_cache(maxsize=STATEMENTS_MAX)
 def translated(sql: str) -> Statement:
-    """A statement of the store's as PostgreSQL wants it: `?` and `:name` become `$1` and so on."""
+    """Return a statement of the store for PostgreSQL: `?` and `:name` become `$1` and so on."""
     names: list[str] = []
     num_marks = 0
 

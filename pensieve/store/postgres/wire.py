@@ -1,24 +1,25 @@
-"""Statements on their way to PostgreSQL and back: libpq's pipeline, by psycopg's wrapper of libpq.
+"""Send statements to PostgreSQL through libpq's pipeline, using psycopg's wrapper of libpq.
 
-`send` puts a statement into libpq's buffer and returns at once; who looks at its result sends what is there,
-and waits for that result and all before it.  So a block of statements that nobody asks about goes in one
-message.  (psycopg's own cursors in a pipeline send each by itself: a system call or two for each, which made
-a turn take twice as long.)
+`send` puts a statement into libpq's buffer and returns at once. Reading a result sends the buffer and waits
+for that result and all earlier ones. So statements whose results nobody reads share one message. (psycopg's
+own cursors send each statement of a pipeline separately, with a system call or two; turns took twice as
+long.)
 
-    order      of statements is that of the calls
-    errors     a statement that fails makes the server pass over all behind it, up to the next `sync`; its
-               error is raised by whoever waits next, at the latest by that `sync`
-    sync       ends what is under way; outside of a transaction that commits each statement before it
+    order      statements run in the order of the calls
+    errors     after a failed statement, the server skips all statements up to the next `sync`; the next
+               waiting call raises the error, at the latest that `sync`
+    sync       waits for everything that was sent; outside of a transaction, this commits each statement
 
-A statement is prepared when it comes again, up to STATEMENTS_MAX of them; those with a list in them differ
-each time and are not.  One thread at a time.  The values:
+A statement is prepared when it occurs again, up to STATEMENTS_MAX statements. Statements with lists differ
+each time and are not prepared. One thread at a time. The values:
 
-    to the server    an int is a bigint, however small, so that a statement is prepared once; bytes as they
-                     are, all else as text
-    from it          binary.  A sum of bigints is a `numeric`, and comes back as int; what has another type
-                     than these is left as bytes
-    texts            PostgreSQL refuses the letter NUL.  It is stored as two letters that begin with ESCAPE,
-                     and ESCAPE itself as two others, so every text comes back and equal ones stay equal
+    to the server     ints are bigints, however small, so that a statement is prepared once; bytes are sent
+        as
+                      they are, everything else as text
+    from the server   binary. A sum of bigints is a `numeric` and becomes int. Other types stay bytes.
+    texts             PostgreSQL refuses NUL. NUL and ESCAPE are each stored as two characters that begin
+        with
+                      ESCAPE, so every text survives and equal texts stay equal
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-STATEMENTS_MAX = 256  # that are prepared; the store has fewer
+STATEMENTS_MAX = 256  # limit for prepared statements; the store has fewer
 BOOL, BYTEA, NAME, INT8, INT2, INT4, TEXT, OID = 16, 17, 19, 20, 21, 23, 25, 26
 FLOAT8, VARCHAR, NUMERIC, UNKNOWN = 701, 1043, 1700, 0
 AS_TEXT, AS_BYTES = 0, 1
-NUMERIC_BASE = 10_000  # of its digits
+NUMERIC_BASE = 10_000  # base of the digits of a `numeric`
 ESCAPE = "\x1a"
 ESCAPED = {"\0": ESCAPE + "0", ESCAPE: ESCAPE + "1"}
 UNESCAPED = {written: letter for letter, written in ESCAPED.items()}
@@ -44,18 +45,18 @@ TO_UNESCAPE = re.compile(f"{ESCAPE}[01]")
 
 
 class PendingResult:
-    """Of a statement, perhaps later."""
+    """The result of a statement, available now or later."""
 
     def __init__(self, wire: Wire, forget: Callable[[], object] = lambda: None) -> None:
-        """`forget` is called where it was not done."""
+        """`forget` is called if the statement was not executed."""
         self.forget = forget
         self._wire = wire
-        self._given: Any = None  # libpq's
+        self._given: Any = None  # libpq's result
         self._next = 0
 
     @property
     def status(self) -> str:
-        """What the server says that it did."""
+        """The server's command tag, such as COMMIT."""
         return (self._waited_for().command_status or b"").decode()
 
     def fetchone(self) -> tuple[Any, ...] | None:
@@ -86,15 +87,16 @@ class PendingResult:
 
 
 class Wire:
-    """Of a connection of psycopg's that nobody else uses from now on."""
+    """The pipeline of a psycopg connection that nobody else uses from now on."""
 
     def __init__(self, conn: Any, driver: Any) -> None:
         self.conn = conn
         self._pgconn = conn.pgconn
         self._driver = driver
         self._status = driver.pq.ExecStatus
-        self._sent: deque[PendingResult | None] = deque()  # without a result yet; None is a `sync`
-        self._error: Exception | None = None  # the first since the last `sync`
+        # statements without a result yet; None is a `sync`
+        self._sent: deque[PendingResult | None] = deque()
+        self._error: Exception | None = None  # the first error since the last `sync`
         self._prepared: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self._num_prepared = 0
         self._is_synced = True
@@ -104,13 +106,13 @@ class Wire:
 
     @property
     def is_idle(self) -> bool:
-        """Open, and without a transaction.  What it is in, the server says at each `sync`, and only then."""
+        """Whether the connection is open and idle. The server reports its transaction only at a `sync`."""
         idle = self._driver.pq.TransactionStatus.IDLE
         is_known = self._is_synced and not self.conn.closed
         return is_known and self._pgconn.transaction_status == idle
 
     def send(self, sql: str, given: Sequence[Any] = ()) -> PendingResult:
-        """`sql` has its values as $1, $2."""
+        """Send a statement whose values are $1, $2 and so on."""
         self._is_synced = False
         sent, types, formats = to_send(given)
         key = (sql, types)
@@ -132,16 +134,16 @@ class Wire:
         return result
 
     def wait_for(self, result: PendingResult) -> None:
-        """Until it is there, and all before it."""
+        """Wait for a result and all earlier ones."""
         self._pgconn.send_flush_request()
         self._flush()
         while result in self._sent:
             self._receive()
         if self._error is not None or not result.is_there:
-            raise self._error or self._driver.OperationalError("a statement was passed over")
+            raise self._error or self._driver.OperationalError("the server skipped a statement")
 
     def sync(self) -> None:
-        """Until all that was sent is done; raises the first error of it."""
+        """Wait until everything that was sent is done. Raise the first error."""
         self._pgconn.pipeline_sync()
         self._sent.append(None)
         self._flush()
@@ -153,7 +155,7 @@ class Wire:
             raise error
 
     def clear(self) -> None:
-        """The same, whatever has failed."""
+        """Like `sync`, but ignore errors."""
         with contextlib.suppress(self._driver.Error):
             self.sync()
 
@@ -162,7 +164,7 @@ class Wire:
             self.conn.close()
 
     def _receive(self) -> None:
-        """The result of what was sent first."""
+        """Receive the result of the oldest statement."""
         given = self._next()
         if given is None:
             raise self._driver.OperationalError("the connection gave no result")
@@ -175,7 +177,7 @@ class Wire:
             if self.conn.closed or more.status == self._status.FATAL_ERROR:
                 break
         result = self._sent.popleft()
-        if result is None:  # the connection ended instead
+        if result is None:  # the connection ended
             raise self._error or self._driver.OperationalError("the connection was lost")
         if given.status in (self._status.COMMAND_OK, self._status.TUPLES_OK):
             result.give(given)
@@ -213,7 +215,7 @@ class Wire:
 
 
 def to_send(given: Sequence[Any]) -> tuple[list[bytes | None], tuple[int, ...], list[int]]:
-    """The values of a statement, their types and formats."""
+    """Return the encoded values of a statement, their types and formats."""
     written, types, formats = [], [], []
     for value in given:
         data, kind = _sent(value)
@@ -227,7 +229,7 @@ def _sent(value: Any) -> tuple[bytes | None, int]:
     if value is None:
         return None, UNKNOWN
     if isinstance(value, str):
-        return escaped(str(value)).encode(), UNKNOWN  # an enum's text, too
+        return escaped(str(value)).encode(), UNKNOWN  # also for string enums
     if isinstance(value, bool):
         return (b"t" if value else b"f"), BOOL
     if isinstance(value, int):
@@ -259,7 +261,7 @@ def _float(data: bytes) -> float:
 
 
 def _numeric(data: bytes) -> int:
-    """Of a whole number."""
+    """Decode a whole number."""
     num_digits, weight, sign, _ = struct.unpack_from(">hhHH", data)
     digits = struct.unpack_from(f">{num_digits}h", data, 8)
     whole: int = sum(each * NUMERIC_BASE ** (weight - place) for place, each in enumerate(digits))
@@ -285,7 +287,7 @@ RECEIVED: dict[int, Callable[[bytes], Any]] = {
 
 
 def escaped(text: str) -> str:
-    """A text that PostgreSQL takes."""
+    """Return the text in a form that PostgreSQL accepts."""
     if "\0" in text or ESCAPE in text:
         return TO_ESCAPE.sub(lambda match: ESCAPED[match[0]], text)
     return text

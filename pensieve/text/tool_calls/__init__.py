@@ -1,14 +1,14 @@
-"""Calls of tools in a reply, in the forms that families of models write them.
+"""Find tool calls in a reply, in the forms that families of models write them.
 
     CallStyle ─┐
     text ──> CallFinder ──> text, CallBegan, CallArguments      as they come
                  │ sends each character to
              a style's scanner: hermes, llama, mistral, pythonic
                  │ reads with json_call, json_values, values; reports to
-             Calls: the calls of the reply
+             ParsedCalls: the calls of the reply
 
-All is written by hand: no regular expression, no evaluation, no recursion.  A reply costs time in
-proportion to its length, whatever is in it, and a bounded part of it is withheld.
+The scanners use no regular expression, no evaluation and no recursion. A reply costs time in proportion to
+its length, whatever it contains, and a bounded part of it is withheld.
 """
 
 from pensieve.text.tool_calls.calls import CallArguments, CallBegan, ParsedCall

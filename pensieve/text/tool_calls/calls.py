@@ -1,11 +1,11 @@
-"""The calls of one reply, as the scanners of all styles report them.
+"""Collect the calls of one reply, as the scanners of all styles report them.
 
-    check(name)      may it be called?          begin(name)     CallBegan
-    write(text)      CallArguments              end()           the call is whole
-    passed()         what was read up to here is no text, though nothing of it is in a call
+    check(name)      may it be called?          begin(name)     report CallBegan
+    write(text)      report CallArguments       end()           the call is whole
+    passed()         what was read up to here is not text, and not in a call either
 
-What was reported cannot be taken back.  So a scanner begins a call as late as it can and still stream its
-arguments: once the name is known and the arguments have begun.
+A report cannot be taken back. So a scanner begins a call as late as streaming its arguments allows: once
+the name is known and the arguments have begun.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from pensieve.text.tool_calls.scan import NoCall
 
-CALLS_MAX = 128  # of a reply; what follows is text
+CALLS_MAX = 128  # in a reply; further calls are text
 NAME_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegan:
-    """A call has begun; calls are counted from 0."""
+    """The beginning of a call. Calls are counted from 0."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class CallBegan:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of a call's arguments; all of them together are the JSON of an object."""
+    """A piece of a call's arguments. All pieces together are the JSON of an object."""
 
     index: int
     text: str
@@ -47,7 +47,7 @@ class ParsedCall:
 
 
 class ParsedCalls:
-    """What has been found so far."""
+    """The calls found so far, and the reports about them."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         functions = [each.get("function", each) for each in tools]
@@ -55,8 +55,8 @@ class ParsedCalls:
         self._names: list[str] = []
         self._arguments: list[list[str]] = []
         self._whole: list[int] = []
-        self.reports: list[CallBegan | CallArguments] = []  # that nobody has taken yet
-        self.is_open = False  # a call has begun and not ended
+        self.reports: list[CallBegan | CallArguments] = []  # not taken yet
+        self.is_open = False  # whether a call has begun and not ended
         self.num_reported = 0
 
     @property
@@ -75,7 +75,7 @@ class ParsedCalls:
         ]
 
     def check(self, name: str) -> None:
-        """Raises NoCall if no call of this name may begin."""
+        """Raise NoCall if no call of this name may begin."""
         if self._parameters:
             if name not in self._parameters:
                 raise NoCall
@@ -85,7 +85,7 @@ class ParsedCalls:
             raise NoCall
 
     def type_of(self, name: str, key: str) -> str:
-        """What the schema of a tool says that an argument is; "" if it says nothing."""
+        """Return the type of an argument in the tool's schema; "" if the schema names none."""
         schema = self._parameters.get(name)
         for part in ("properties", key, "type"):
             schema = schema.get(part) if isinstance(schema, Mapping) else None
@@ -101,7 +101,7 @@ class ParsedCalls:
         self.num_reported += 1
 
     def write(self, text: str) -> None:
-        """More of the arguments."""
+        """Add to the arguments."""
         assert self.is_open
         if text:
             self.reports.append(CallArguments(len(self._names) - 1, text))
@@ -115,9 +115,9 @@ class ParsedCalls:
         self.num_reported += 1
 
     def passed(self) -> None:
-        """What was read up to here is no text."""
+        """Note that what was read up to here is not text."""
         self.num_reported += 1
 
     def break_off(self) -> None:
-        """The call that is open will not become whole."""
+        """Leave the open call incomplete."""
         self.is_open = False

@@ -1,17 +1,18 @@
-"""Finds the calls in a reply that comes in pieces; everything else is its text.
+"""Find the calls in a reply that comes in pieces. Everything else is the reply's text.
 
     text ─push─> "I'll look. "  CallBegan(0, "get_weather")  CallArguments(0, '{"city"')  …  "Done."
 
-Where a call may begin (`styles`), a scanner is started and sent one character after the other, until
+A scanner starts where a call may begin (`styles`). It gets one character after the other, until one of
+these:
 
-    it returns               the calls are whole, and what closed them is no text
-    it raises NoCall         what it had read since it reported something is text, exactly as sampled; a call
-                             that had begun stays as it is, unfinished
-    it has read too much     without reporting anything (WITHHELD_MAX): the same
+    it returns               the calls are whole, and what closed them is not text
+    it raises NoCall         what it read since its last report is text, exactly as sampled; a call that had
+                             begun stays incomplete
+    WITHHELD_MAX             it read that many characters without a report: as with NoCall
     the reply ends           as with NoCall
 
-Where a scanner stopped, only a mark that what it had read ends with, or the beginning of one, is read again.
-So each character is read a few times at most, and no more is withheld than WITHHELD_MAX.
+After a scanner stopped, only a mark at the end of what it read, or the beginning of a mark, is read again.
+So each character is read a few times at most, and at most WITHHELD_MAX characters are withheld.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ Found: TypeAlias = str | CallBegan | CallArguments
 
 
 class CallFinder:
-    """The state of one reply."""
+    """Find the calls of one reply."""
 
     def __init__(self, style: CallStyle, tools: Sequence[Mapping[str, Any]]) -> None:
         self.calls = ParsedCalls(tools)
         self._style = style
         self._scan: Scan[None] | None = None
-        self._withheld: list[str] = []  # what the scanner has read since it reported something
+        self._withheld: list[str] = []  # read by the scanner since its last report
         self._num_reported = 0
         self._in_part = False
-        self._may_open = style.opens_reply  # the next character may begin a call without its mark
-        self._is_blank = True  # nothing but white space has come so far
+        self._may_open = style.opens_reply  # the next character may begin a call without a mark
+        self._is_blank = True  # only white space so far
         self._found: list[Found] = []
 
     def push(self, text: str, in_part: bool) -> list[Found]:
-        """More of the reply; `in_part`: a control token has opened this as a part of calls."""
+        """Add text of the reply. `in_part`: a control token opened this as a part of calls."""
         if in_part != self._in_part:
             self._in_part = in_part
             self._may_open = in_part or (self._is_blank and self._style.opens_reply)
@@ -56,13 +57,13 @@ class CallFinder:
         return self._take()
 
     def interrupt(self) -> list[Found]:
-        """The text ends here, or something else comes before more of it."""
+        """End the text here, or interrupt it for something else."""
         if self._scan is not None:
             self._stop()
         return self._take()
 
     def _look(self, text: str, position: int) -> int:
-        """Start a scanner where a call may begin; returns where to go on."""
+        """Start a scanner where a call may begin; return the position to continue at."""
         style, start = self._style, position
         if self._may_open:
             while start < len(text) and text[start].isspace():
@@ -83,14 +84,14 @@ class CallFinder:
         return len(text)
 
     def _start(self, character: str, *, needs_mark: bool) -> None:
-        """A scanner, with its first character, which it takes always."""
+        """Start a scanner with its first character, which it always takes."""
         self._scan = self._style.scan(self.calls, needs_mark)
         next(self._scan)
         self._scan.send(character)
         self._withheld.append(character)
 
     def _send(self, character: str) -> bool:
-        """Whether the scanner has taken it."""
+        """Send a character to the scanner; return whether the scanner took it."""
         assert self._scan is not None
         try:
             self._scan.send(character)
@@ -111,7 +112,7 @@ class CallFinder:
         return True
 
     def _stop(self, *, again: bool = False) -> None:
-        """What the scanner has read is text; `again`: but for a mark that it ends with."""
+        """Turn what the scanner read into text. `again`: except a mark at its end, which is read again."""
         self._collect()
         self.calls.break_off()
         text = "".join(self._withheld)
@@ -131,7 +132,7 @@ class CallFinder:
         return bool(self._style.mark) and (self._in_part or not self._style.mark_is_token)
 
     def _mark_length(self, text: str) -> int:
-        """Of the mark, or the beginning of it, that a text ends with; not of a text that it is itself."""
+        """Return the length of the mark, or its beginning, at the end of a longer text."""
         mark = self._style.mark if self._mark_counts else ""
         lengths = range(min(len(mark), len(text) - 1), 0, -1)
         return next((each for each in lengths if text.endswith(mark[:each])), 0)

@@ -1,11 +1,10 @@
-"""Calls between marks, as Hermes and Qwen write them: one in each pair.
+"""Calls between marks, as Hermes and Qwen write them: one call in each pair.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-The closing mark may be missing, as
-may be the opening one where it is a control token that has no text.
+The closing mark may be missing. The opening mark may be missing if it is a control token without text.
 
 Qwen3-Coder writes another form between the same marks, each argument between marks of its own:
 
@@ -15,9 +14,8 @@ Qwen3-Coder writes another form between the same marks, each argument between ma
     </parameter>
     </function>
 
-A value is text as it is, without the line ends next to its marks.  The tool's schema says what it means: of
-type `string` it is passed on as it comes; everything else is held until it is whole, and stays a string if it
-is no JSON.
+A value is plain text, without the line ends next to its marks. The tool's schema gives its type. A `string`
+is passed on as it comes. Any other value is held until it is whole, and becomes a string if it is not JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def hermes(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
 
 
 def _function_element(calls: ParsedCalls) -> Scan[None]:
-    """The element behind `<function=`."""
+    """Read the element after `<function=`."""
     name = yield from _name()
     calls.check(name)
     keys: set[str] = set()
@@ -100,7 +98,7 @@ def _function_element(calls: ParsedCalls) -> Scan[None]:
 
 
 def _quoted(text: str) -> str:
-    """As a string of JSON."""
+    """Return the text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -111,8 +109,8 @@ def _name() -> Scan[str]:
 
 
 def _text(emit: Emit) -> Scan[None]:
-    """A value up to its end, without a line end on either side."""
-    withheld = ""  # a line end, and what may be the end after it
+    """Read a value up to its end, without a line end on either side."""
+    withheld = ""  # a line end, and what may be the closing mark after it
     is_first = True
     while True:
         character = yield
@@ -132,6 +130,6 @@ def _text(emit: Emit) -> Scan[None]:
 
 
 def _json_of(text: str) -> str:
-    """The JSON that a value is, or a string of it."""
+    """Return a value as it is if it is JSON, else as a JSON string."""
     word = WORDS.get(text.strip(), text.strip())
     return word if is_json(word) else _quoted(text)

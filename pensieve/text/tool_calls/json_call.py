@@ -1,8 +1,8 @@
 """A call as a JSON object: {"name": …, "arguments": {…}}, as several families write it.
 
-`parameters` is another word for `arguments`; other members are read and ignored.  The arguments are passed on
-as they are written, from the moment that the name is known; where they come before the name they wait for it.
-Arguments may also be a string that holds the JSON of an object.
+`parameters` is another word for `arguments`. Other members are read and ignored. Once the name is known,
+the arguments are passed on as they come. Arguments that come before the name wait for it. Arguments may
+also be a string that holds the JSON of an object.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(calls: ParsedCalls, *, needs_arguments: bool = False) -> Scan[str]:
-    """The object behind its opening bracket; returns what follows where the closing one is missing.
+    """Read the object after its opening bracket; return what follows if the closing one is missing.
 
-    `needs_arguments`: an object with a name alone is no call.
+    `needs_arguments`: an object with only a name is not a call.
     """
     name: str | None = None
     waiting: list[str] | None = None  # arguments that came before the name
@@ -88,9 +88,9 @@ def _wait(waiting: list[str]) -> Emit:
 
 
 def _arguments(character: str, begin: Callable[[], Emit]) -> Scan[str]:
-    """An object, or a string with one in it; nothing, in either form, is an empty object.
+    """Read an object, or a string with an object in it. null or an empty string is an empty object.
 
-    `begin` is called once they are known to be arguments, and gives where they go.
+    `begin` is called once these are known to be arguments, and returns where to write them.
     """
     if character == "{":
         return (yield from value(character, begin(), JSON))
@@ -108,11 +108,11 @@ def _arguments(character: str, begin: Callable[[], Emit]) -> Scan[str]:
 
 
 class _Inner:
-    """Arguments inside a string."""
+    """Read arguments inside a string."""
 
     def __init__(self, begin: Callable[[], Emit]) -> None:
         self._begin = begin
-        self._scan: Scan[str] | None = None  # None: not begun, or whole
+        self._scan: Scan[str] | None = None  # None: not begun, or finished
         self._is_whole = False
 
     def push(self, character: str) -> None:

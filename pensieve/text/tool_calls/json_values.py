@@ -1,7 +1,7 @@
-"""JSON, character by character: strict, but for what could not be sent back in a request either.
+"""Read JSON character by character, strictly.
 
-Half of a surrogate pair, a number that no double holds and brackets deeper than a message may have are
-refused (`message.DEPTH_MAX`).
+It also refuses what a request could not send back: half of a surrogate pair, a number that no double holds,
+and brackets deeper than a message may have (`message.DEPTH_MAX`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ESCAPES = {
     "r": "\r",
     "t": "\t",
 }
-HIGH, LOW, END = 0xD800, 0xDC00, 0xE000  # where the halves of surrogate pairs lie
+HIGH, LOW, END = 0xD800, 0xDC00, 0xE000  # ranges of the halves of surrogate pairs
 
 
 def string(emit: Emit, text: Emit = ignore) -> Scan[None]:
-    """A string whose opening quote has been read; `text` gets what it says, `emit` how it is written."""
+    """Read a string after its opening quote. `text` gets its meaning, `emit` its written form."""
     while (character := (yield)) != '"':
         emit(character)
         if character == "\\":
@@ -43,7 +43,7 @@ def string(emit: Emit, text: Emit = ignore) -> Scan[None]:
 
 
 def _escaped(emit: Emit) -> Scan[str]:
-    """A character by its number, or by those of both its halves."""
+    """Read a character by its number, or by the numbers of both halves of its surrogate pair."""
     first = yield from hex_number(4, emit)
     if not HIGH <= first < END:
         return chr(first)
@@ -86,12 +86,12 @@ JSON = Notation(_scalar, '"', is_json=True)
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is one JSON value."""
+    """Return whether a text is one JSON value."""
     scan = value(text[:1], ignore, JSON)
     num_sent = 0
     try:
         next(scan)
-        for each in text[1:] + " ":  # where a number ends
+        for each in text[1:] + " ":  # the space ends a number
             num_sent += 1
             scan.send(each)
     except StopIteration as ended:

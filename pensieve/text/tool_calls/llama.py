@@ -1,9 +1,8 @@
-"""Calls as Llama 3 writes them: a reply that is JSON from its beginning, several parted by semicolons.
+"""Calls as Llama 3 writes them: the whole reply is JSON, with semicolons between several calls.
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
 
-`<|python_tag|>` may stand before them.  Nothing else marks a call, so an object needs its arguments to be
-one.
+`<|python_tag|>` may come first. No other mark shows a call, so an object without arguments is not a call.
 """
 
 from __future__ import annotations
@@ -26,4 +25,4 @@ def llama(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
         if (yield from past_white(character)) != ";":
             break
         character = yield from nonspace()
-    raise NoCall  # of what comes behind the last one
+    raise NoCall  # what comes after the last call is text

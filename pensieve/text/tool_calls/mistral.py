@@ -1,10 +1,9 @@
-"""Calls as Mistral's models write them, older ones in a list, newer ones each by itself.
+"""Calls as Mistral's models write them: older models in a list, newer models each call alone.
 
     [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": …}]
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}
 
-`[CALL_ID]` and an id may stand before `[ARGS]`.  The marks are control tokens most often, and then have no
-text.
+`[CALL_ID]` and an id may stand before `[ARGS]`. The marks are usually control tokens, which have no text.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def mistral(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
 
 
 def _list(character: str, calls: ParsedCalls) -> Scan[None]:
-    """Objects, behind the opening bracket."""
+    """Read the objects after the opening bracket."""
     while True:
         if character != "{":
             raise NoCall
@@ -54,7 +53,7 @@ def _list(character: str, calls: ParsedCalls) -> Scan[None]:
 
 
 def _named(character: str, calls: ParsedCalls) -> Scan[None]:
-    """A name and its arguments."""
+    """Read a name and its arguments."""
     name: list[str] = []
     while character not in "[{":
         if character in WHITE or len(name) == NAME_CHARACTERS_MAX:

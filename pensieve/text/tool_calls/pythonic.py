@@ -1,10 +1,10 @@
-"""Calls written as Python: a list of function calls whose arguments are named and are literals.
+"""Calls written as Python: a list of function calls with named arguments that are literals.
 
     [get_weather(city="Paris", days=3), get_time()]
 
-The literals are read by hand, never evaluated, and become JSON as they come: strings (with escapes, also in
-triple quotes), numbers, True, False, None, lists and dicts whose keys are strings.  What else Python has
-(other expressions, tuples, sets, prefixes of strings, arguments without a name) makes it text.
+The literals are never evaluated. They become JSON as they come: strings (with escapes, also in triple
+quotes), numbers, True, False, None, lists, and dicts with string keys. Any other Python (expressions,
+tuples, sets, prefixes of strings, positional arguments) makes the list text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS = {
     "None": "null",
     "true": "true",
     "false": "false",
-    "null": "null",  # a model's mistake that means nothing else
+    "null": "null",  # models write JSON's words by mistake; their meaning is clear
 }
 ESCAPES = {
     "\\": "\\",
@@ -38,7 +38,7 @@ ESCAPES = {
     "t": "\t",
     "v": "\v",
 }
-HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # of an escape by number
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # digits of an escape by number
 
 
 def pythonic(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
@@ -60,7 +60,7 @@ def pythonic(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
 
 
 def _name(character: str) -> Scan[tuple[str, str]]:
-    """A name, and the character after it."""
+    """Read a name; return it with the character after it."""
     found: list[str] = []
     while character in NAME_CHARACTERS:
         if len(found) == NAME_CHARACTERS_MAX:
@@ -71,7 +71,7 @@ def _name(character: str) -> Scan[tuple[str, str]]:
 
 
 def _arguments(name: str, calls: ParsedCalls) -> Scan[None]:
-    """All of them, with the closing bracket."""
+    """Read all arguments and the closing bracket."""
     keys: set[str] = set()
     character = yield from nonspace()
     while character != ")":
@@ -111,7 +111,7 @@ def _scalar(character: str, emit: Emit) -> Scan[str]:
 
 
 def _number(text: str) -> str:
-    """Python also writes a number without digits on one side of its point."""
+    """Return a number as JSON. Python also allows no digits on one side of the point."""
     mantissa, exponent_mark, exponent = text.lower().partition("e")
     if mantissa.endswith("."):
         mantissa += "0"
@@ -125,7 +125,7 @@ def _number(text: str) -> str:
 
 
 def _string(quote: str, emit: Emit) -> Scan[str]:
-    """A string; returns the character after it where only that shows that it is empty."""
+    """Read a string. If only the next character shows that the string is empty, return that character."""
     emit('"')
     character, num_quotes, end = (yield), 0, 1
     if character == quote:
@@ -151,7 +151,7 @@ def _string(quote: str, emit: Emit) -> Scan[str]:
 
 
 def _escaped() -> Scan[str]:
-    """What stands behind a backslash."""
+    """Read an escape after its backslash."""
     character = yield
     if character in ESCAPES:
         return ESCAPES[character]

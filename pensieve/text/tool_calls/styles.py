@@ -1,13 +1,13 @@
-"""How families of models write calls, and which of them a model belongs to.
+"""How families of models write calls, and which family a model belongs to.
 
-A style says where in a reply a call may begin; its scanner reads on from there.
+A style says where in a reply a call may begin. Its scanner reads on from there. A call may begin:
 
-* At a mark, wherever it stands.  If the mark is a control token of the model, it counts only as that token
-  (`Part.TOOL_CALL`), so that no text which only looks like it begins a call.
-* At the beginning of a part that a control token opened, since the token may have no text.
-* At the beginning of the reply, for families that mark their calls in no other way.
+* At a mark, anywhere. If the mark is a control token of the model, only that token counts
+  (`Part.TOOL_CALL`), so text that looks like the mark begins no call.
+* At the beginning of a part that a control token opened, because that token may have no text.
+* At the beginning of the reply, for families without a mark.
 
-Where calls are JSON, replies can be held to them: in which form, the chat template shows (call_grammars.py).
+If calls are JSON, a grammar can enforce them. The chat template shows in which form (call_grammars.py).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pensieve.text.tool_calls.scan import Scan
 PYTHON_MARKS = (
     "<|tool_call_start|>",
     "<|python_start|>",
-)  # control tokens of models that write Python
-ARGUMENTS_MARK = "[ARGS]"  # of Mistral's newer models
-PYTHON_PROMPT = "func_name1("  # how templates of such models explain themselves
+)  # control tokens of models that write Python calls
+ARGUMENTS_MARK = "[ARGS]"  # in Mistral's newer models
+PYTHON_PROMPT = "func_name1("  # an example in the templates of such models
 
 
 class CallForm(StrEnum):
-    """What the calls of a style look like, of those that a reply can be held to."""
+    """A form of calls that grammars can enforce."""
 
     HERMES = "hermes"
     LLAMA = "llama"
@@ -48,12 +48,12 @@ class CallStyle:
     """How a family of models writes calls."""
 
     name: str
-    mark: str  # begins calls anywhere in a text; "": none does
+    mark: str  # begins a call anywhere in a text; "": no mark
     openers: frozenset[str]  # first characters of calls at the beginning of a part, or of a reply
     opens_reply: bool  # whether a call may begin the reply without a mark
-    scan: Callable[[ParsedCalls, bool], Scan[None]]  # the flag: it begins with its mark
-    mark_is_token: bool = False  # it counts only within Part.TOOL_CALL
-    form: CallForm | None = None  # None: no reply can be held to it
+    scan: Callable[[ParsedCalls, bool], Scan[None]]  # the flag: the call has to begin with its mark
+    mark_is_token: bool = False  # the mark counts only within Part.TOOL_CALL
+    form: CallForm | None = None  # None: no grammar can enforce it
 
 
 STYLES = {
@@ -69,13 +69,13 @@ NAMES = ("auto", *STYLES, "none")
 
 
 def style_of(template: ChatTemplate) -> CallStyle | None:
-    """The style of a model, by its chat templates and control tokens; None if it has no known one."""
+    """Return the style of a model, by its chat templates and control tokens; None if unknown."""
     name = _name_of(template)
     return None if name is None else style_named(name, template)
 
 
 def style_named(name: str, template: ChatTemplate) -> CallStyle | None:
-    """The style that a setting names: one of `NAMES`."""
+    """Return the style that a setting names (one of `NAMES`)."""
     if name == "auto":
         return style_of(template)
     if name == "none":

@@ -1,7 +1,7 @@
-"""Values in brackets, as JSON and Python write them alike: lists, mappings, and what lies in them.
+"""Read lists, mappings and the values in them, which JSON and Python write alike.
 
-A value is checked as it comes and written as JSON; the open brackets are the only state.  JSON is passed on
-as it is, white space included.  Python's literals lose theirs, and a comma before a closing bracket.
+A value is checked as it comes and written as JSON. The open brackets are the only state. JSON is passed on
+unchanged, with its white space. Python's literals lose white space, and a comma before a closing bracket.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pensieve.text.tool_calls.scan import WHITE, Emit, NoCall, Scan, ignore, non
 
 CLOSERS = {"{": "}", "[": "]"}
 WORD_CHARACTERS = frozenset("0123456789+-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-WORD_CHARACTERS_MAX = 400  # the longest number that a double holds has fewer digits
+WORD_CHARACTERS_MAX = 400  # no number that a double holds has more digits
 
 
 class Notation(NamedTuple):
-    """How a language writes what is no bracket; the scanners are given the first character."""
+    """How a language writes scalars. The scanners get the first character."""
 
     scalar: Callable[[str, Emit], Scan[str]]  # strings too
-    quotes: str  # that a string, and so a key, may begin with
+    quotes: str  # characters that a string or a key may begin with
     is_json: bool
 
 
 def value(character: str, emit: Emit, notation: Notation) -> Scan[str]:
-    """One value, of any kind."""
+    """Read one value of any kind."""
     white = emit if notation.is_json else ignore
-    closers: list[str] = []  # of the brackets that are open
+    closers: list[str] = []  # closing brackets of the open ones
     while True:
         if character in CLOSERS:
             if len(closers) == DEPTH_MAX:
@@ -43,7 +43,7 @@ def value(character: str, emit: Emit, notation: Notation) -> Scan[str]:
                 continue
         else:
             character = yield from notation.scalar(character, emit)
-        while closers:  # a value has ended, or a bracket that holds none closes
+        while closers:  # a value has ended, or an empty bracket closes
             character = yield from past_white(character, white)
             if character == ",":
                 if notation.is_json:
@@ -65,7 +65,7 @@ def value(character: str, emit: Emit, notation: Notation) -> Scan[str]:
 
 
 def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[str]:
-    """A key and its colon; returns the first character of the value."""
+    """Read a key and its colon; return the first character of the value."""
     if character not in notation.quotes:
         raise NoCall
     character = yield from notation.scalar(character, emit)
@@ -76,7 +76,7 @@ def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[st
 
 
 def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
-    """The first character from here on that is not white space; "": none has been read yet."""
+    """Return the first character from here on that is not white space. "": none was read yet."""
     if character and character not in WHITE:
         return character
     emit(character)
@@ -84,7 +84,7 @@ def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
 
 
 def word(character: str) -> Scan[tuple[str, str]]:
-    """A number or a name, and the character after it."""
+    """Read a number or a name; return it with the character after it."""
     found: list[str] = []
     while character in WORD_CHARACTERS:
         if len(found) == WORD_CHARACTERS_MAX:
@@ -95,7 +95,7 @@ def word(character: str) -> Scan[tuple[str, str]]:
 
 
 def is_number(text: str) -> bool:
-    """Whether JSON writes a number so, and a double holds it."""
+    """Return whether JSON allows this number and a double holds it."""
     mantissa, exponent_mark, exponent = text.lower().partition("e")
     whole, point, fraction = mantissa.partition(".")
     digits = whole.removeprefix("-")

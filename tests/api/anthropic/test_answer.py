@@ -1,4 +1,4 @@
-"""Messages and their events: what Anthropic's own client puts together of a stream is the whole answer."""
+"""Messages and events: Anthropic's own client assembles a stream into the whole answer."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ OBJECTS = st.dictionaries(WORDS, st.integers() | WORDS | st.lists(st.booleans())
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[Piece]:
-    """Pieces, each text and each call's arguments cut anywhere."""
+    """Return pieces; texts and arguments are cut at arbitrary places."""
     found: list[Piece] = []
     num_calls = 0
     for kind in draw(st.lists(st.sampled_from(["thinking", "text", "call"]), max_size=5)):

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's API: what they become, and what is refused by name."""
+"""Bodies of Anthropic's API: parsed values, and refusals by name."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_system_message_may_come_later() -> None:
     [
         ([], "messages", "at least one"),
         ([assistant(text("a")), USER], "messages[0].role", "first message"),
-        ([USER, assistant(text("a"))], "messages[1]", "cannot be begun"),
+        ([USER, assistant(USE)], "messages[1]", "only text"),
         ([{"role": "tool", "content": "a"}], "messages[0].role", "'tool'"),
         ([user()], "messages[0].content", "empty"),
         ([user({"type": "image", "source": {}})], "messages[0].content[0].type", "'image'"),

@@ -1,4 +1,4 @@
-"""Where a call goes whose owner is not what the history says, with owners that are only played."""
+"""Where calls go if the recorded owner is wrong or gone, with scripted owners."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.01
 
 
 class PlayedClaims:
-    """What the history says to a claim and, as often as it is asked, to a take."""
+    """Scripted results of a claim, and of each take."""
 
     replica, address, lease_seconds = "two", OURS, 10.0
 
@@ -35,7 +35,7 @@ class PlayedClaims:
 
 
 class PlayedCall:
-    """A call that answers with `num_messages`, and then not at all until it is cancelled."""
+    """A call that answers with `num_messages`, and then blocks until cancelled."""
 
     def __init__(self, may_repeat: bool, num_messages: int) -> None:
         self.may_repeat, self._num_messages = may_repeat, num_messages
@@ -103,7 +103,7 @@ def test_a_call_that_may_have_been_carried_out_is_not_repeated_elsewhere(
 ) -> None:
     async def forward() -> None:
         call = PlayedCall(may_repeat, num_messages)
-        with pytest.raises(Unavailable, match="may have been carried out"):
+        with pytest.raises(Unavailable, match="may have been executed"):
             await answered(PlayedClaims(None), call)
         assert len(call.passed_on) == num_messages
 

@@ -1,4 +1,4 @@
-"""Mutated messages over the wire, a million by night: each is answered, none as UNKNOWN or INTERNAL."""
+"""Mutated messages over the wire (a million at night): none is answered with UNKNOWN or INTERNAL."""
 
 from __future__ import annotations
 

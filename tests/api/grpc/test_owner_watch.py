@@ -1,4 +1,4 @@
-"""Whether owners of conversations are still there, as calls that wait for them see it."""
+"""Waiting calls notice when the owner of a conversation is gone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOK_SECONDS = 0.01
 
 
 class Claims:
-    """What a store says to claims, by conversation; None: it is claimed."""
+    """Scripted results of claims, by conversation; None: the claim succeeds."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -98,7 +98,7 @@ def test_a_history_that_is_away_tells_nothing() -> None:
 
 
 def test_a_call_whose_answer_begins_while_its_conversation_is_claimed_is_told_nothing() -> None:
-    """Whoever reads the answer hears from the owner how it ends."""
+    """The owner's answer has begun, so the owner decides how it ends."""
 
     async def run() -> None:
         asked, told, gate = list[str](), list[str](), asyncio.Event()

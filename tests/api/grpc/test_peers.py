@@ -1,4 +1,4 @@
-"""What somebody without a token can make a daemon hold: peers that speak HTTP/2 as they like."""
+"""What hostile HTTP/2 peers without a token can make a daemon hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BODY = b"\0" + struct.pack(">I", 3 * MIB) + b"x" * (3 * MIB - 1)  # one byte is 
 
 
 class Guarded(ServeProcess):
-    """A daemon that wants tokens, and one that it knows."""
+    """A daemon that requires tokens, and a valid token."""
 
     def __init__(self, folder: Path, **parameters: Mapping[str, Any]) -> None:
         self.token, entry = callers.new_token("a", admin=False)
@@ -99,7 +99,7 @@ def long_headers(peers: contextlib.ExitStack, address: str) -> None:
 
 
 def calls_of_every_method(peers: contextlib.ExitStack, address: str) -> None:
-    """gRPC may have a queue for each."""
+    """Return calls of every method, because gRPC may have a queue per method."""
     services = [
         service
         for file in (conversation_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
@@ -194,7 +194,7 @@ def test_connections_beyond_the_limit_are_closed_and_the_operator_gets_in(tmp_pa
 
 
 class Call:
-    """A call's context; the body comes when it is told to, and so does the end."""
+    """A call's context whose body and end are triggered by the test."""
 
     def __init__(self, body: Any = None) -> None:
         self.arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -309,7 +309,7 @@ def test_a_watch_without_a_token_ends_some_time(
 
 
 def test_half_open_requests_do_not_keep_the_operator_out(tmp_path: Path) -> None:
-    """Also where no tokens are needed, so that all callers are one tenant."""
+    """Also without tokens, when all callers are one tenant."""
     over = threading.Event()
 
     def unfinished() -> Iterator[bytes]:
@@ -381,7 +381,7 @@ def answers_untaken(peers: contextlib.ExitStack, address: str) -> None:
 def test_no_stranger_keeps_others_from_asking_for_health(
     guarded: Guarded, attack: Callable[[contextlib.ExitStack, str], None]
 ) -> None:
-    """An orchestrator would start the daemon again."""
+    """Otherwise an orchestrator would restart the daemon."""
     with contextlib.ExitStack() as peers, grpc.insecure_channel(guarded.address) as channel:
         check: Any = channel.unary_unary(HEALTH)
         assert check(b"", timeout=30) == b"\x08\x01"

@@ -1,4 +1,4 @@
-"""What tools like grpcurl learn from the daemon about its services, with no more packages than it needs."""
+"""Reflection for tools like grpcurl, without further packages."""
 
 from __future__ import annotations
 

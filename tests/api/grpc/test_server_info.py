@@ -1,4 +1,4 @@
-"""Which model a daemon serves: asked by clients, also while it loads, and said by the log."""
+"""The description of the served model: for clients, also while it loads, and in the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ exec {python} -m pensieve.launch.echo_engine "$@"
 
 
 def gated(gate: Path) -> tuple[str, ...]:
-    """An engine that is ready only when this file is there."""
+    """An engine that becomes ready when this file exists."""
     return ("bash", "-c", GATED.format(python=sys.executable), str(gate))
 
 
@@ -50,7 +50,9 @@ def test_a_daemon_says_which_model_it_serves_before_during_and_after(tmp_path: P
             assert serving.uptime_seconds >= loading.uptime_seconds > 0
             assert serving.version == __version__
             assert serving.torch_version
-            assert serving.sampling == {"temperature": 0.0}  # its files say that it is greedy
+            assert serving.sampling_from_model  # its files say that it is greedy
+            shown = serving.sampling or {}
+            assert (shown["temperature"], shown["top_p"], shown["max_tokens"]) == (0, 1, 1024)
             assert serving.transformers_version.split(".")[0].isdigit()
             gate.unlink()
             os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)

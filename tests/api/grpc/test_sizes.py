@@ -1,4 +1,4 @@
-"""How much a request may bring, and that what it brought can be read again."""
+"""Size limits of requests; and everything that was accepted can be read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonRig]:
 
 
 def struct(size: int) -> struct_pb2.Struct:
-    """Of about this many bytes, none of them long text."""
+    """Return a Struct of about this many bytes, without long texts."""
     given = struct_pb2.Struct()
     given.update({"a": [1.5] * (size // 11)})
     return given
@@ -180,7 +180,7 @@ def test_unknown_fields_count_too() -> None:
 
 @pytest.mark.parametrize("repeated", [b"\x08\x01", b"\x12\x00", b"\x78\x01"])
 def test_a_message_of_a_million_fields_is_refused_before_it_is_parsed(repeated: bytes) -> None:
-    """Such a request held up the loop, and so everybody's streams, for 13 ms."""
+    """Parsing such a request would block all streams for 13 ms."""
     inner = pb.NewMessage(content="x" * 2_999_995)
     raw = bytearray(SEND(messages=[*HELLO, inner]).SerializeToString())
     raw[-inner.ByteSize() :] = repeated * 1_500_000
@@ -275,7 +275,7 @@ def test_pages_of_messages_end_by_bytes_and_leave_none_out(tmp_path: Path) -> No
 
 
 def test_a_page_of_conversations_ends_by_the_bytes_that_are_sent(tmp_path: Path) -> None:
-    """Numbers are five times as large on the wire as in the JSON that is stored."""
+    """Numbers take five times as many bytes on the wire as in the stored JSON."""
     with DaemonRig(tmp_path / "data") as rig:
         metadata = struct_pb2.Struct()
         metadata.update({"a": [1] * 1480})
@@ -395,7 +395,7 @@ def test_the_limits_are_documented() -> None:
 
 
 def test_a_reply_that_is_read_late_comes_in_messages_that_clients_receive() -> None:
-    """With twenty alternatives for each of 16,000 tokens it has six megabytes."""
+    """With twenty alternatives for each of 16,000 tokens, the reply has six megabytes."""
     count = 16_000
     top = tuple(Logprob(100_000 + rank, -0.1 * rank) for rank in range(20))
     live = LiveTurn(

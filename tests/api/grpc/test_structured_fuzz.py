@@ -38,7 +38,7 @@ class Method(NamedTuple):
 
 
 def methods() -> list[Method]:
-    """All that the daemon offers, but for what is left out."""
+    """Return all methods of the daemon, except excluded ones."""
     found = []
     for module in (conversation_pb2, jobs_pb2, admin_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
@@ -55,7 +55,7 @@ def methods() -> list[Method]:
 
 
 def requests(count: int, seed: int) -> Iterator[tuple[Method, bytes]]:
-    """First every field of every request at each extreme alone, then any combination."""
+    """Yield requests: first each field at each extreme alone, then random combinations."""
     every = methods()
     for method in every:
         for request in one_by_one(method.request):

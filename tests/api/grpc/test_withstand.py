@@ -1,4 +1,4 @@
-"""What a daemon meets: lines that go dead, floods, disks and devices that fail, clocks that jump."""
+"""Faults around a daemon: dead connections, floods, failing disks and devices, clock jumps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def running(rig: DaemonRig) -> int:
 
 
 def test_a_line_that_goes_dead_is_noticed_and_its_turn_given_back(tmp_path: Path) -> None:
-    """Half-open TCP: neither side is told that the other is gone."""
+    """Half-open TCP: neither side learns that the other is gone."""
     listening = Listening(
         "127.0.0.1:0",
         tmp_path / "data" / "admin.sock",
@@ -188,7 +188,7 @@ def faulty(faults: Path) -> tuple[str, ...]:
 def test_a_device_without_memory_costs_the_running_turns_a_repetition(
     tmp_path: Path, faults: Path
 ) -> None:
-    """The SDK says them again; what was said before is not lost."""
+    """The SDK retries them; the history is not lost."""
     with (
         DaemonRig(tmp_path / "data", program=faulty(faults)) as rig,
         Client(rig.server.address) as client,
@@ -271,15 +271,14 @@ def test_a_wall_clock_that_jumps_changes_nothing(
 
 
 def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
-    """Scheduling, deadlines and graces go by a clock that never goes back."""
+    """Scheduling, deadlines and grace periods use the monotonic clock."""
     users = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\btime\.time\b|datetime\.(now|utcnow|today)", path.read_text())
     }
     assert users == {
-        "cli/chat_list.py",  # how old a conversation is
-        "cli/chat_talk.py",  # the name of a new conversation
+        "cli/conversation_table.py",  # how old a conversation is
         "guard/audit.py",  # when something was done
         "conversations/daemon_config.py",  # when the engine began, beside when conversations changed
         "api/http/requests.py",  # the date that a template may write
@@ -329,7 +328,7 @@ def two_tenants(tmp_path: Path) -> Iterator[tuple[DaemonRig, Client, Client]]:
 def test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said(
     two_tenants: tuple[DaemonRig, Client, Client],
 ) -> None:
-    """Time to the first token follows from these figures, and they are the same for every guess."""
+    """These figures predict the time to the first token, and are equal for every guess."""
     _, victim, attacker = two_tenants
     secrets = [f"the word of day {number} is {'x' * (number % 7)}" for number in range(12)]
     for number, secret in enumerate(secrets):

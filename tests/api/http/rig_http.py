@@ -1,4 +1,4 @@
-"""A daemon with its HTTP door, and plain requests to it."""
+"""A daemon with an HTTP server, and plain requests to it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream; the last is the word that ends it."""
+        """The events of a stream; the last one is [DONE] if the API has it."""
         lines = self.body.decode().split("\n\n")
         data = [line.partition("data: ")[2] for line in lines if "data: " in line]
         return [each if each == "[DONE]" else json.loads(each) for each in data]
@@ -57,7 +57,7 @@ class HttpRig:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """`body`: bytes as they are, anything else as JSON."""
+        """Send a request; `body`: bytes are sent unchanged, other values as JSON."""
         connection = self.connection()
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {"content-type": "application/json"} if raw is not None else {}
@@ -82,7 +82,7 @@ class HttpRig:
 def http_rig(
     data: Path, *, model: bool = False, settings: Mapping[str, str] = WRITTEN, **arguments: Any
 ) -> Iterator[HttpRig]:
-    """`model`: the built-in one computes, with these settings; else an engine that echoes."""
+    """Start a daemon; `model`: use the built-in model with `settings`, else the echo engine."""
     if model:
         arguments |= {"program": MODEL_ENGINE, "written": dict(settings)}
     named = {"http": "127.0.0.1:0", **arguments.pop("http", {})}

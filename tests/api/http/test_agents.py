@@ -1,7 +1,7 @@
 """Agents: models that think and call tools, and clients that send their whole history back.
 
-What a client sends back of a reply has no thinking, and its calls are written anew; a template would write
-neither as it was sampled.  The stored conversation has them as they were, so nothing is computed again.
+Clients send replies back without thinking, and with reformatted calls, so a template would not reproduce the
+sampled tokens. The stored conversation has the sampled tokens, so nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def thinking_and_calls() -> list[str]:
 
 
 def agent_loop(client: openai.OpenAI, *, stream: bool) -> list[Any]:
-    """The answers' headers; what is sent back is what the SDK made of each answer, written anew."""
+    """Run the agent, and return the headers of all answers; sends back the SDK's own messages."""
     messages: list[Any] = [{"role": "user", "content": "Look around."}]
     seen = []
     for _ in range(TURNS + 1):

@@ -1,4 +1,4 @@
-"""The certificate of HTTP is replaced while the daemon runs: who connects then is shown the new one."""
+"""The HTTP certificate is replaced while the daemon runs: new connections get the new one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Door(NamedTuple):
         return http.client.HTTPSConnection("localhost", self.port, timeout=30, context=context)
 
     def shown(self) -> bytes:
-        """The certificate that somebody who connects now is shown, and who is answered."""
+        """Return the certificate that a new connection gets, after an answered request."""
         connection = self.connection()
         connection.connect()
         assert isinstance(connection.sock, ssl.SSLSocket)

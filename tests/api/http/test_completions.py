@@ -1,4 +1,4 @@
-"""Text completions, and chats that are not stored: nothing of them is on the disk."""
+"""Text completions and unstored chats leave nothing on the disk."""
 
 from __future__ import annotations
 

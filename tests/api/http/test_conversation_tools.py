@@ -1,4 +1,4 @@
-"""A conversation's own tools: its replies are cut by them, whatever a request says of tools."""
+"""Replies are split by the conversation's own tools, not by the tools of a request."""
 
 from __future__ import annotations
 

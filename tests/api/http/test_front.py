@@ -1,4 +1,4 @@
-"""What every request of HTTP passes: Host and Origin, tokens, limits, bodies, silent connections."""
+"""The checks of every HTTP request: Host and Origin, tokens, limits, bodies, silent connections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def door(tmp_path: Path) -> Iterator[HttpRig]:
 
 
 def raw(door: HttpRig, data: bytes) -> bytes:
-    """What a connection answers until it is closed."""
+    """Send bytes, and return everything received until the connection is closed."""
     with connected(door) as sock:
         sock.sendall(data)
         return received(sock)
@@ -76,7 +76,7 @@ def test_only_this_machines_names_are_served_where_no_token_is_needed(door: Http
 def test_without_tokens_a_name_from_elsewhere_is_refused_on_every_interface(
     insecure: HttpRig, host: str, status: int
 ) -> None:
-    """A page that rebinds its own name to the daemon's address reads nothing."""
+    """A web page that rebinds its host name to the daemon's address cannot read anything."""
     answer = insecure.ask("GET", "/v1/models", headers={"host": host})
     assert answer.status == status
     if status == 403:
@@ -86,7 +86,7 @@ def test_without_tokens_a_name_from_elsewhere_is_refused_on_every_interface(
 
 @pytest.fixture(scope="module")
 def insecure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
-    """A daemon that every interface reaches, on a machine called mybox.lan."""
+    """A daemon that listens on all interfaces of a machine called mybox.lan."""
     listening = {"http": "0.0.0.0:0", "insecure": True, "http_hosts": frozenset({"Chat.example"})}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: "MyBox.lan")
@@ -253,7 +253,7 @@ def test_a_body_that_nobody_wants_does_not_keep_its_connection(
 
 
 def holding(engine: EngineClient) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-    """Coroutines that keep what is put to the engine from it, and then give it all."""
+    """Return coroutines that hold back messages to the engine, and that release them."""
     held: list[Any] = []
 
     async def hold() -> None:
@@ -288,7 +288,7 @@ def test_a_stream_that_waits_says_that_it_lives(
 
 
 def test_a_body_counts_until_its_stream_has_ended(door: HttpRig) -> None:
-    """The messages of a response that waits for the engine are held as long as it waits."""
+    """The messages of a response are held in memory while it waits for the engine."""
     engine, incoming = door.rig.daemon.engine, door.rig.server.guard.incoming
     body = {"model": MODEL, "input": "x" * 1000, "stream": True, "max_output_tokens": 4}
     hold, release = holding(engine)
@@ -393,7 +393,7 @@ def test_an_origin_that_is_none_is_refused(door: HttpRig, origin: str) -> None:
 
 
 def test_no_packet_of_a_reply_waits_for_the_acknowledgement_of_the_one_before_it() -> None:
-    """asyncio leaves TCP_NODELAY out for sockets of `socket.create_server`."""
+    """asyncio does not set TCP_NODELAY on sockets of `socket.create_server`."""
     with bound_socket("127.0.0.1:0") as listening:
         with socket.create_connection(listening.getsockname()):
             accepted, _ = listening.accept()

@@ -1,4 +1,4 @@
-"""gRPC's methods with JSON over HTTP, the page, and the memory that it draws."""
+"""gRPC's methods with JSON over HTTP, the page, and its view of memory."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_page_runs_nothing_but_what_it_brings(rig: HttpRig) -> None:
 
 
 def watch(rig: HttpRig, count: int, **headers: str) -> list[Any]:
-    """So many pictures."""
+    """Return this many pictures of the cache."""
     connection = rig.connection()
     connection.request("GET", "/pensieve/memory", headers=headers)
     answer = connection.getresponse()
@@ -158,7 +158,7 @@ def test_a_tenant_that_watches_a_lot_locks_out_no_other(
     with http_rig(tmp_path / "data", http={"tokens": tokens}) as rig, ExitStack() as stack:
 
         def status(headers: dict[str, str]) -> int:
-            """Of a watcher that stays."""
+            """Return the status of a watcher that stays connected."""
             connection = stack.enter_context(closing(rig.connection()))
             connection.request("GET", "/pensieve/memory", headers=headers)
             return stack.enter_context(closing(connection.getresponse())).status

@@ -1,4 +1,4 @@
-"""Calls that follow their schemas, of a model with random weights, which writes nothing by itself."""
+"""Tool calls match their schemas, even from a model with random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.api.http.rig_http import MODEL_ENGINE, WRITTEN, HttpRig, http_rig
 from tests.conversations.rig import write_model
 from tests.conversations.rig_daemon import wait_for
 from tests.conversations.schemas import is_valid
-from tests.text.families import QWEN_3, template_of, tokenizer_of
+from tests.text.families import QWEN_3, Family, template_of, tokenizer_of
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -47,9 +47,9 @@ def tools(strict: bool = False) -> list[Any]:
     ]
 
 
-def a_model(folder: Path) -> Path:
-    """With room for what a model writes that is as unsure as this one."""
-    path = write_model(folder, QWEN_3) / "config.json"
+def a_model(folder: Path, family: Family = QWEN_3) -> Path:
+    """A model with random weights, with room for its long replies."""
+    path = write_model(folder, family) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 1024}))
     return folder
 
@@ -79,7 +79,7 @@ def model(client: openai.OpenAI) -> str:
 
 
 def check(calls: Any, num: int | None = None) -> list[str]:
-    """The names of a message's calls, each of which follows its schema."""
+    """Check each call against its schema, and return the names of the calls."""
     assert calls
     assert num is None or len(calls) == num
     for each in calls:
@@ -124,7 +124,7 @@ def test_the_call_that_is_named_is_made_streamed_and_whole(
 def test_text_stays_free_and_a_call_that_begins_follows_its_schema(
     client: openai.OpenAI, model: str
 ) -> None:
-    """A bias has the model begin a call or none; nothing else would ever make such JSON of it."""
+    """A logit bias makes the model begin a call; only the constraint makes it write such JSON."""
     given: Any = {**ASK, "model": model, "tools": tools(strict=True)}
     silent = {str(MARK): -100, str(THINK): -100}
     said = client.chat.completions.create(seed=3, logit_bias=silent, **given).choices[0].message
@@ -139,7 +139,7 @@ def test_text_stays_free_and_a_call_that_begins_follows_its_schema(
 
 
 def test_a_call_may_come_behind_thinking(served: HttpRig, model: str) -> None:
-    """The first token opens the thinking; nothing is held until it has ended."""
+    """The first token opens the thinking; the constraint applies after its end."""
     body = {"model": model, "tools": tools(), "tool_choice": "required", **ASK, "max_tokens": 40}
     answer = served.ask("POST", "/v1/chat/completions", {**body, "logit_bias": {str(THINK): 100}})
     message = answer.value["choices"][0]["message"]

@@ -1,4 +1,4 @@
-"""Bytes that mean harm on a socket of HTTP: heads, framings, paths, and what is no HTTP at all."""
+"""Hostile bytes on the HTTP socket: heads, framing, paths, and other protocols."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
 
 @pytest.fixture(autouse=True)
 def nothing_breaks(rig: HttpRig, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Whatever came, the next one is served, and no fault of ours is in the log."""
+    """Check that the next request is served, and that the log has no internal error."""
     yield
     assert rig.chat("hello").status == 200
     assert "incident" not in caplog.text
@@ -45,7 +45,7 @@ def statuses(answer: bytes) -> list[int]:
 
 
 def answered(rig: HttpRig, data: bytes) -> bytes:
-    """As `raw`; a connection that is closed before all was sent may be reset, and its answer lost."""
+    """Like `raw`, but tolerates a reset: a connection may be closed before everything was sent."""
     found = b""
     with connected(rig) as sock:
         try:
@@ -127,7 +127,7 @@ def test_a_large_head_or_one_of_many_lines_is_refused_before_it_is_parsed(rig: H
 
 
 def test_a_large_head_behind_another_request_is_refused_too(rig: HttpRig) -> None:
-    """All of it in one piece, or with a body between."""
+    """In one piece, or with a body in between."""
     line = "GET /version HTTP/1.1"
     large = head(rig, line, *["a: b"] * 5000)
     assert statuses(answered(rig, head(rig, line) + large)) in ([200, 431], [200])
@@ -196,7 +196,7 @@ def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_is_read(rig: H
 def test_chunks_that_are_none_end_the_connection(
     rig: HttpRig, path: str, chunks: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the body is read, and where it was answered already and nobody wants it."""
+    """While the body is read, and while an unread body is discarded."""
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.5)
     asked = head(rig, f"POST {path} HTTP/1.1", "transfer-encoding: chunked")
     with connected(rig) as sock:
@@ -257,7 +257,7 @@ def test_no_path_leads_out(rig: HttpRig, path: str, caplog: pytest.LogCaptureFix
 
 
 def test_what_a_request_says_comes_back_in_no_header(rig: HttpRig) -> None:
-    """Line ends cannot come in a header; other bytes of it are shown as they are nowhere."""
+    """Headers cannot contain line ends, and no other bytes of the request are echoed."""
     nasty = "zo\xeb \x7f\x80 \xff"  # ids are hexadecimal digits
     for name in ("x-session-id", "idempotency-key", "x-openwebui-chat-id", "origin", "host"):
         lines = [f"{name}: {nasty}", f"content-length: {len(BODY)}", "connection: close"]

@@ -1,4 +1,4 @@
-"""Conversations over HTTP with OpenAI's own client: the same ones that gRPC's clients see."""
+"""Conversations over HTTP with OpenAI's own client, which gRPC clients see, too."""
 
 from __future__ import annotations
 

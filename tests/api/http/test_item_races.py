@@ -1,7 +1,7 @@
-"""Items that two clients delete or add at once, and a daemon that is killed meanwhile.
+"""Two clients delete or add items at once, and a daemon is killed meanwhile.
 
-Each race is made by hand: the first request has read the conversation, and waits before its write while the
-second one is served from its beginning to its end.
+Each race is forced: the first request has read the conversation, and waits before its write while the second
+request is served completely.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Talk:
         return self.door.ask("DELETE", f"{self.path}/items/{item_id}")
 
     def items(self) -> list[tuple[str, str]]:
-        """Ids and texts."""
+        """Return the ids and texts of all items."""
         found = self.door.ask("GET", f"{self.path}/items?order=asc").value["data"]
         return [(each["id"], each["content"][0]["text"]) for each in found]
 
@@ -60,7 +60,7 @@ class Talk:
         return self.items()[-1][0]
 
     def stored(self) -> list[str]:
-        """What is in the history; the rest of the items is pending."""
+        """Return the texts in the history; all other items are pending."""
         return [each.content for each in self.door.rig.messages(self.id)]
 
 
@@ -70,7 +70,7 @@ def _user(text: str) -> Any:
 
 @contextmanager
 def overtaken(door: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable[[], Answer]]:
-    """A request that has read and waits before its first write; yields what lets it go on."""
+    """Stop a request between its read and its first write; yields a function that continues it."""
     threads = door.rig.daemon.threads
     in_store, waits, goes_on = threads.in_store, threading.Event(), threading.Event()
 
@@ -184,7 +184,7 @@ def test_an_item_that_a_turn_has_brought_meanwhile_stays(door: HttpRig) -> None:
 
 @contextmanager
 def snapshots(door: HttpRig, folder: Path) -> Iterator[list[Path]]:
-    """The files of the history as each commit leaves them: what a daemon finds that is killed then."""
+    """Copy the files of the history after each commit, as a killed daemon would find them."""
     figures, data = door.rig.daemon.store.figures, door.rig.daemon.store.folder.path
     copies: list[Path] = []
 
@@ -201,7 +201,7 @@ def snapshots(door: HttpRig, folder: Path) -> Iterator[list[Path]]:
 
 
 def found_after(copy: Path, conversation_id: str) -> list[str] | None:
-    """The texts of a conversation, pending ones too; None if there is no such conversation."""
+    """Return the texts of a conversation, pending ones included; None if it does not exist."""
     with ConversationStore.open(copy, "pensieve test") as store:
         assert store.verify() == []
         names = [each.conversation_id for each in store.list_conversations().conversations]

@@ -1,4 +1,4 @@
-"""What a client that sends its whole history again does not pay for twice."""
+"""A client that resends its whole history does not pay twice."""
 
 from __future__ import annotations
 

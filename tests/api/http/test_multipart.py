@@ -1,4 +1,4 @@
-"""Forms, cut anywhere: their parts arrive byte for byte, and anything else is refused."""
+"""Forms that arrive in arbitrary pieces: parts are exact, and malformed forms are refused."""
 
 from __future__ import annotations
 

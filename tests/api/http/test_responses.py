@@ -1,4 +1,4 @@
-"""Responses over HTTP with OpenAI's own client: made, streamed, gone on from, fetched, cancelled, deleted."""
+"""Responses with OpenAI's own client: create, stream, continue, fetch, cancel, delete."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_what_follows_an_earlier_response_is_a_fork(door: HttpRig) -> None:
 def test_nobody_appends_to_a_fork_whose_response_is_about_to_begin(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat with the same history would find the fork idle."""
+    """Otherwise a chat with the same history would find the fork idle."""
     first = respond(door, "My cat is Tom.")
     respond(door, "Who is Tom?", previous_response_id=first.value["id"])
     said = [content for _, content in contents(door, first)[:2]]
@@ -245,7 +245,7 @@ def test_a_response_is_on_the_disk_with_its_turn(tmp_path: Path) -> None:
 
 
 async def _stop_keeping(door: HttpRig) -> None:
-    """As if the process died: nothing that happens from now on is written down."""
+    """Simulate a crash: nothing is written from now on."""
     door.rig.daemon.store.responses.save = lambda response: None  # type: ignore[method-assign]
 
 
@@ -355,7 +355,7 @@ def test_a_key_that_comes_again_gets_the_same_response(door: HttpRig) -> None:
 
 
 def test_a_key_that_was_stored_by_an_older_server_is_still_known() -> None:
-    """The store has these digests of requests."""
+    """Older servers have stored these digests of requests."""
     tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
     full = {
         "model": "tiny",

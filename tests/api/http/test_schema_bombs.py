@@ -1,4 +1,4 @@
-"""Schemas and grammars that are made to hurt: each is answered or refused by its name, and chats go on."""
+"""Hostile schemas and grammars: each is answered or refused by name, while chats continue."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def with_schema(schema: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(what, path, body) for each place where a schema may come."""
+    """Yield (name, path, body) for each place where a schema is allowed."""
     messages = [{"role": "user", "content": "hi"}]
     chat = {"messages": messages, "max_tokens": 3}
     form = {"name": "n", "schema": schema}
@@ -139,7 +139,7 @@ def bombs() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 class Chatting:
-    """Streams one reply after the other, and counts what comes."""
+    """Streams one reply after the other, and counts the events."""
 
     def __init__(self, rig: HttpRig) -> None:
         self._rig = rig
@@ -218,7 +218,7 @@ def test_bodies_that_are_nested_too_deeply_are_no_json(rig: HttpRig) -> None:
 
 
 def test_many_new_ones_at_once_are_all_answered(rig: HttpRig) -> None:
-    """Each is another one, so each is compiled, in the service and in the engine."""
+    """All differ, so each is compiled, in the service and in the engine."""
     found: list[int] = []
 
     def ask(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Clients that send a byte at a time, or take nothing: they are closed, and others notice nothing of it."""
+"""Clients that send a byte at a time, or read nothing, are disconnected without effect on others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def head(rig: HttpRig, method: str, path: str, *lines: str) -> bytes:
 
 
 class Streaming:
-    """A client of an answer that takes long."""
+    """A client that reads a long answer."""
 
     def __init__(self, rig: HttpRig, num_tokens: int) -> None:
         self._connection = rig.connection()
@@ -75,7 +75,7 @@ class Streaming:
 
 
 def drip(sockets: list[socket.socket], pieces: Iterator[bytes]) -> list[socket.socket]:
-    """Send each of them one more piece; which are still open."""
+    """Send each connection one more piece; return those that are still open."""
     piece, left = next(pieces), []
     for sock in sockets:
         with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ def test_clients_that_take_nothing_are_cut_off_while_a_stream_goes_on(rig: HttpR
 
 
 def test_a_flood_of_connections_is_taken_in_little_by_little(rig: HttpRig) -> None:
-    """So what runs goes on between: never more than a few in one round of the loop."""
+    """At most a few per step of the event loop, so that running streams continue."""
     listener: Any
     (listener,) = rig.rig.server.beside
     connections = listener._server.server_state.connections

@@ -1,6 +1,6 @@
-"""Requests as clients of others write them, where they are not as one would guess.
+"""Surprising requests of real clients.
 
-Each was refused, or cost what it need not, when the client was first tried (scripts/try_clients).
+Each was refused, or computed too much, when the client was first tried (scripts/try_clients).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_a_developers_message_is_the_systems_where_the_template_knows_none(
 
 
 def test_thinking_is_signed_so_that_it_comes_back_as_thinking(rig: HttpRig, says: Any) -> None:
-    """Without a signature Pydantic AI sends it back as text, which is another history."""
+    """Without a signature, Pydantic AI sends thinking back as text, which is a different history."""
     given: dict[str, Any] = {"max_tokens": 100}
     messages = [HELLO]
     says(REPLY, REPLY)
@@ -119,7 +119,7 @@ def test_anthropics_tool_runner_goes_on_without_a_thread(rig: HttpRig, says: Any
 
 
 def test_a_task_of_open_webui_leaves_no_conversation(rig: HttpRig, says: Any) -> None:
-    """Its connection has the header `X-OpenWebUI-Task: {{TASK}}`, which is empty of a chat."""
+    """Its connection has the header `X-OpenWebUI-Task: {{TASK}}`, which is empty for chats."""
     path, chat = "/v1/chat/completions", {"x-openwebui-chat-id": "c1"}
     says("Hello you.", '{"title": "Greetings"}')
     talk = {"messages": [HELLO], "stream": True, "stream_options": {"include_usage": True}}
@@ -140,7 +140,7 @@ def test_a_task_of_open_webui_leaves_no_conversation(rig: HttpRig, says: Any) ->
 def test_a_response_that_brings_its_history_goes_on_with_its_conversation(
     rig: HttpRig, says: Any
 ) -> None:
-    """As OpenAI's Agents SDK does where it is told nothing else."""
+    """OpenAI's Agents SDK does this by default."""
     path, items = "/v1/responses", [HELLO]
     tools = [{"type": "function", **FUNCTION, "strict": False}]
     given: dict[str, Any] = {"tools": tools, "instructions": "Be brief."}
@@ -187,3 +187,22 @@ def test_sessions_keep_responses_apart(rig: HttpRig, says: Any) -> None:
     ):
         answer = post(rig, path, headers, input=items, prompt_cache_key=key or None)
         assert answer.headers["x-pensieve-bound"] == how
+
+
+def test_fields_without_effect_are_named_in_a_header(rig: HttpRig, says: Any) -> None:
+    """Open WebUI sends `keep_alive` of its settings to every server, and LM Studio's clients `ttl`."""
+    says("Yes.", "Yes.", "Yes.")
+    path = "/v1/chat/completions"
+    given: dict[str, Any] = {"messages": [HELLO]}
+    sent: dict[str, Any] = {
+        "keep_alive": "5m",
+        "ttl": 300,
+        "stream_options": {"include_usage": True},
+    }
+    answer = post(rig, path, **given, **sent)
+    named = answer.headers["x-pensieve-ignored"].split(", ")
+    assert sorted(named) == sorted(sent)
+    assert "x-pensieve-ignored" not in post(rig, path, **given).headers
+    answer = rig.ask("POST", path, {"model": "model:latest", **given})
+    assert (answer.status, answer.value["model"]) == (200, "model")
+    assert rig.ask("GET", "/v1/models/model:latest").status == 200

@@ -1,4 +1,4 @@
-"""The metrics and labels that an expression of PromQL names; as much of its grammar as ours use."""
+"""Find the metrics and labels in a PromQL expression; parses only the grammar that we use."""
 
 from __future__ import annotations
 

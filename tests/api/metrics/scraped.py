@@ -21,7 +21,7 @@ class Scraped:
         }
 
     def get(self, name: str, **labels: str) -> float:
-        """The only sample of this name that has these labels."""
+        """Return the only sample with this name and these labels."""
         (value,) = [
             value
             for (other, of_sample), value in self.samples.items()
@@ -30,7 +30,7 @@ class Scraped:
         return value
 
     def by(self, name: str, label: str) -> Mapping[str, float]:
-        """Its samples by a label."""
+        """Return the samples of a metric by a label."""
         return {
             dict(labels)[label]: value
             for (other, labels), value in self.samples.items()
@@ -39,7 +39,7 @@ class Scraped:
 
     @property
     def counters(self) -> dict[Any, float]:
-        """Whatever must never fall."""
+        """Return all values that must never fall."""
         rising = {
             sample.name
             for family in self.families.values()

@@ -1,4 +1,4 @@
-"""Samples from what was counted: sources add up, and reasons belong to their turns."""
+"""Samples from counters: sources add up, and reasons belong to their turns."""
 
 from __future__ import annotations
 

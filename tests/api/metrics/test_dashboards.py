@@ -1,4 +1,4 @@
-"""The dashboard and the alerts ask for metrics and labels that a real scrape has."""
+"""The dashboard and alerts use metrics and labels that a real scrape has."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_expression_names_what_a_scrape_has(
 
 
 def test_each_metric_of_a_counter_or_histogram_is_asked_for_as_one() -> None:
-    """A rate of a gauge, or a counter without one, is a mistake that draws a curve all the same."""
+    """A rate of a gauge, or a counter without a rate, is a mistake that still draws a curve."""
     kinds = {f"pensieve_{each.name}": each.kind.value for each in FAMILIES}
     for where, expression in expressions():
         for metric, kind in kinds.items():

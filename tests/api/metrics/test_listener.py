@@ -1,4 +1,4 @@
-"""The listener for metrics: what it answers, to whom, and that nobody takes more of it than there is."""
+"""The metrics listener: answers, permissions, and limits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def ask(rig: DaemonRig, request: str | bytes) -> tuple[int, dict[str, str], str]:
-    """The status, the headers and the body that a request brings."""
+    """Send a request; return status, headers and body."""
     with connect(rig) as connection:
         connection.sendall(request.encode() if isinstance(request, str) else request)
         head, _, body = read_all(connection).partition(b"\r\n\r\n")
@@ -158,7 +158,7 @@ def test_on_this_machine_none_is_needed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9100", "example.com:9100", "[::]:9100"])
 def test_others_reach_it_only_where_that_is_said(address: str) -> None:
-    with pytest.raises(ConfigError, match="can be reached by others"):
+    with pytest.raises(ConfigError, match="is reachable from other machines"):
         Server(None, Listening(metrics=address))  # type: ignore[arg-type]
 
 

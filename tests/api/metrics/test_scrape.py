@@ -1,4 +1,4 @@
-"""What a real daemon's metrics say: as much as its statistics, its turns and its log."""
+"""A real daemon's metrics agree with its statistics, turns and log."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def test_counters_are_what_the_turns_and_the_statistics_say(rig: DaemonRig) -> N
     assert found.by("pensieve_turns_total", "outcome") == {
         "stop": 0,
         "length": 6,
+        "repetition": 0,
         "cancelled": 0,
         "failed": 0,
     }
@@ -223,7 +224,7 @@ def test_the_operator_reads_the_same_over_grpc(rig: DaemonRig) -> None:
 
 
 def test_a_scrape_takes_no_step_more_where_there_are_more_conversations(rig: DaemonRig) -> None:
-    """Calls of our functions in the loop's thread."""
+    """Counts calls of our functions in the event loop's thread."""
 
     async def num_calls() -> int:
         calls = 0

@@ -1,4 +1,4 @@
-"""The exposition format, as Prometheus' own client reads it."""
+"""Prometheus' own client can read the exposition format."""
 
 from __future__ import annotations
 

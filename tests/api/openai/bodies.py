@@ -1,4 +1,4 @@
-"""What the tests of this folder share: what is served, and how a refusal is looked at."""
+"""Shared by the tests of this folder: the served model, and helpers for bodies and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def response(**members: Any) -> ParsedRequest:
 
 
 def refused(ask: Any, *given: Any, **members: Any) -> tuple[str, str]:
-    """(the parameter, what is wrong with it)"""
+    """Return the refused parameter and the problem."""
     with pytest.raises(InvalidArgument) as caught:
         ask(*given, **members)
     return caught.value.field, caught.value.problem

@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 
 
 def sampled(tokenizer: Tokenizer, text: str, finish: FinishReason = STOP) -> ReplyTokens:
-    """A reply as the engine makes it: control tokens, parts, a logprob that falls by 0.5 a token."""
+    """A reply like the engine's: control tokens, parts, and logprobs that fall by 0.5 per token."""
     ids = tokenizer.encode_literal(text)
     marker = PartMarker(tokenizer)
     texts = ["" if tokenizer.is_silent(each) else tokenizer.token_text(each) for each in ids]
@@ -290,7 +290,7 @@ def test_what_did_not_end_by_itself_is_no_answer() -> None:
 
 
 def test_an_answer_that_is_sent_back_is_understood(tokenizer: Tokenizer) -> None:
-    """As the history of the next request, all of it."""
+    """The whole answer is valid in the history of the next request."""
     reply = sampled(tokenizer, "<think>why</think>so<|im_end|>")
     came_back = (Message("user", "hi"), Message("assistant", "so", "why"))
     message = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]

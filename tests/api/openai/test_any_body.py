@@ -1,7 +1,7 @@
-"""No body, however odd, raises anything but InvalidArgument; what is accepted can be used.
+"""No body raises anything but InvalidArgument, and accepted bodies can be used.
 
-Random JSON seldom comes past `model`, so most bodies here are valid ones with some of their values, at any
-depth, replaced by odd ones.
+Random JSON would mostly fail at `model`, so most bodies are valid bodies with some values, at any depth,
+replaced by odd values.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def nested(depth: int) -> Any:
 
 
 def parsed(kind: RequestKind, body: Any) -> ParsedRequest | None:
-    """None: it was refused, as it may be."""
+    """Return the parsed body; None if it was refused."""
     try:
         request = parse(kind, body, SERVED)
     except InvalidArgument as error:
@@ -122,7 +122,7 @@ def parsed(kind: RequestKind, body: Any) -> ParsedRequest | None:
 
 
 def check(request: ParsedRequest) -> None:
-    """Whatever uses it needs no more checks."""
+    """Check that the parsed request needs no further validation."""
     assert request.sampling.problem(SERVED.vocab_size) is None
     assert 1 <= request.num_choices <= 16
     json.dumps(
@@ -157,7 +157,7 @@ def test_the_whole_bodies_are_accepted() -> None:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) in it."""
+    """Return every (container, key) inside a value."""
     found: list[tuple[Any, Any]] = []
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in pairs:

@@ -1,8 +1,9 @@
-"""Bodies of chat completions: messages and tools as the template takes them, and what is refused by name."""
+"""Bodies of chat completions: messages and tools, and refusals by name."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,11 +126,11 @@ def test_a_tool_call_that_cannot_be_is_refused_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ("[]", "must be the JSON of an object"),
+        ("[]", "must be a JSON object as text"),
         ("{", "is not JSON: Expecting property name enclosed in double quotes at character 2"),
         ('{"a": NaN}', "holds NaN, which is not JSON"),
         ('{"a": 1, "a": 2}', "has 'a' twice in one object"),
-        ('{"a": 1e999}', "holds a number that is too large, or none"),
+        ('{"a": 1e999}', "holds a number that is too large or not finite"),
         ('{"a": ' + "9" * 5000 + "}", "holds a number that is too large"),
         ('{"a": ' + "[" * 100 + "]" * 100 + "}", "is nested deeper than 64"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "is nested too deeply"),
@@ -213,7 +214,10 @@ def test_choices_are_counted() -> None:
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "text"}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"verbosity": "low"}, "verbosity"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"length_penalty": 0.8}, "length_penalty"),
+        ({"cache_salt": "s"}, "cache_salt"),
         ({"functions": []}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"web_search_options": {}}, "web_search_options"),
@@ -244,6 +248,65 @@ def test_what_changes_nothing_passes() -> None:
     assert request == chat()
 
 
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"keep_alive": "5m"},
+        {"ttl": 300},
+        {"verbosity": "low"},
+        {"cache_prompt": True, "id_slot": 1},
+        {"chat_id": "c", "session_id": "s"},
+    ],
+)
+def test_fields_of_other_servers_clients_are_ignored_and_named(members: Any) -> None:
+    request = chat(**members)
+    assert set(request.ignored) == set(members)
+    assert replace(request, ignored=()) == replace(chat(), ignored=())
+
+
+def test_values_that_other_servers_have_by_default_pass() -> None:
+    neutral = {"skip_special_tokens": True, "use_beam_search": False, "length_penalty": 1.0}
+    assert chat(**neutral, echo=False, mirostat=0) == chat()
+    marked = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    assert chat(messages=[{**USER, "content": [marked], "id": "m1"}]) == chat()
+
+
+def test_ollamas_tag_is_dropped() -> None:
+    assert chat(model="tiny:latest").model == "tiny"
+    assert code_of(chat, model="tiny:8b") == "model_not_found"
+
+
+def test_the_last_message_is_continued_if_the_client_says_so() -> None:
+    begun = {"role": "assistant", "content": "Once"}
+    messages = [USER, begun]
+    assert chat(messages=messages).turn.messages[-1].content == "Once"
+    for members in (
+        {"messages": messages, "continue_final_message": True},
+        {"messages": messages, "continue_final_message": True, "add_generation_prompt": False},
+        {"messages": [USER, {**begun, "prefix": True}]},
+    ):
+        turn = chat(**members).turn
+        assert (turn.messages, turn.reply_begins) == (chat().turn.messages, "Once")
+
+
+@pytest.mark.parametrize(
+    ("members", "param"),
+    [
+        ({"messages": [USER]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "content": "Once"}]}, "messages[0]"),
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "", "reasoning": "Hm"}]},
+            "messages[1]",
+        ),
+    ],
+)
+def test_replies_that_cannot_be_continued_are_refused(members: Any, param: str) -> None:
+    begun = {"messages": [USER, {"role": "assistant", "content": "Once"}]}
+    assert refused(chat, continue_final_message=True, **{**begun, **members})[0] == param
+
+
 def test_what_is_said_of_keeping_is_for_who_keeps() -> None:
     assert (chat().store, chat().prompt_cache_key) == (None, "")
     request = chat(store=False, prompt_cache_key="k")
@@ -255,7 +318,8 @@ def test_streams_are_read() -> None:
     assert not chat(stream=False).stream
     assert chat(stream=True).stream
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
-    assert refused(chat, stream_options={}) == ("stream_options", "needs stream: true")
+    plain = chat(stream_options={"include_usage": True})
+    assert (plain.include_usage, list(plain.ignored)) == (False, ["stream_options"])
     assert refused(chat, stream="yes") == ("stream", "must be true or false")
 
 
@@ -277,7 +341,7 @@ def test_an_effort_switches_thinking_where_the_template_can_only_do_that() -> No
     }
     assert refused(chat, reasoning_effort="high") == (
         "reasoning_effort",
-        "this model's template has no such effort",
+        "is not supported by this model's template",
     )
     assert refused(chat, reasoning_effort="huge")[0] == "reasoning_effort"
 
@@ -290,7 +354,7 @@ def test_an_effort_reaches_a_template_that_knows_it() -> None:
 
 
 def test_a_model_that_is_not_served_is_refused() -> None:
-    assert refused(chat, model="gpt-9") == ("model", "'gpt-9' is not served here; served: tiny")
+    assert refused(chat, model="gpt-9") == ("model", "unknown model 'gpt-9'; this server has tiny")
     assert code_of(chat, model="gpt-9") == "model_not_found"
     assert code_of(chat, model=None) == "missing_required_parameter"
     assert refused(chat, model=5) == ("model", "must be a string")

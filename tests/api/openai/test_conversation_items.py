@@ -1,4 +1,4 @@
-"""Stored messages as items, and stored replies as what a client would send back."""
+"""Stored messages as items, and stored replies as clients would send them back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of responses: items become the messages that a template wants."""
+"""Bodies of responses: items become messages."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_conversations_are_named() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"verbosity": 5}}, "text.verbosity"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"mood": "high"}}, "reasoning.mood"),

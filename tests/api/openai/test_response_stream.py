@@ -1,4 +1,4 @@
-"""Events of a response: their order, their numbers, and that they add up to the whole answer."""
+"""Events of a response: order, numbers, and that they add up to the whole answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ADAPTER: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 def streamed(
     *pushes: Sequence[Piece], finish: FinishReason = FinishReason.STOP
 ) -> list[dict[str, Any]]:
-    """The events of a reply whose pieces come in these groups."""
+    """Return the events of a reply whose pieces arrive in these groups."""
     request = response()
     items = OutputItems(PLACE)
     for each in pushes:
@@ -53,7 +53,7 @@ def streamed(
 
 
 def put_together(events: Sequence[dict[str, Any]]) -> list[Any]:
-    """The output, as a reader makes it of the deltas alone."""
+    """Assemble the output from the deltas alone."""
     found: list[Any] = []
     for each in events:
         kind = each["type"]

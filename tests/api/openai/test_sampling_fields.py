@@ -1,4 +1,4 @@
-"""The parameters that decide how tokens are chosen: read exactly, or refused by the name of the body."""
+"""Sampling parameters are read exactly, or refused by the body's name."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_both_names_of_a_chats_length_may_be_given_if_they_agree() -> None:
     assert chat(max_tokens=5, max_completion_tokens=5).sampling.max_tokens == 5
     assert refused(chat, max_tokens=5, max_completion_tokens=6) == (
         "max_tokens",
-        "differs from max_completion_tokens: give one of them",
+        "differs from max_completion_tokens: use one of them",
     )
 
 
@@ -117,9 +117,9 @@ def test_stop_is_a_string_or_several() -> None:
         ("temperature", True, "must be a number"),
         ("temperature", "1", "must be a number"),
         ("temperature", -0.1, "must lie in 0..100"),
-        ("temperature", math.nan, "holds a number that is too large, or none"),
-        ("temperature", math.inf, "holds a number that is too large, or none"),
-        ("temperature", 10**400, "holds a number that is too large, or none"),
+        ("temperature", math.nan, "holds a number that is too large or not finite"),
+        ("temperature", math.inf, "holds a number that is too large or not finite"),
+        ("temperature", 10**400, "holds a number that is too large or not finite"),
         ("top_p", 0, "must lie in (0, 1]"),
         ("top_k", 1.0, "must be an integer"),
         ("top_k", 2**31, "must be 0 (no limit) or positive"),
@@ -149,11 +149,11 @@ def test_a_value_that_cannot_be_is_refused_by_name(name: str, value: Any, proble
         ({"5": "1"}, "logit_bias.'5'", "must be a number"),
         ({"5": True}, "logit_bias.'5'", "must be a number"),
         ({"1000": 1}, "logit_bias", "token ids must lie in 0..999"),
-        ({"05": 1}, "logit_bias", "the key '05' is no token id"),
-        ({"-5": 1}, "logit_bias", "the key '-5' is no token id"),
-        ({"٥": 1}, "logit_bias", "the key '\\u0665' is no token id"),
-        ({"": 1}, "logit_bias", "the key '' is no token id"),
-        ({"9" * 5000: 1}, "logit_bias", f"the key '{'9' * 80}...' is no token id"),
+        ({"05": 1}, "logit_bias", "the key '05' is not a token id"),
+        ({"-5": 1}, "logit_bias", "the key '-5' is not a token id"),
+        ({"٥": 1}, "logit_bias", "the key '\\u0665' is not a token id"),
+        ({"": 1}, "logit_bias", "the key '' is not a token id"),
+        ({"9" * 5000: 1}, "logit_bias", f"the key '{'9' * 80}...' is not a token id"),
         ([5], "logit_bias", "must be an object"),
         ({str(n): 0 for n in range(1025)}, "logit_bias", "at most 1024 entries"),
     ],

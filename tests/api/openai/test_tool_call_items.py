@@ -1,4 +1,4 @@
-"""Calls of tools in answers: apart from the text, with ids that stay, in the shapes of OpenAI's API."""
+"""Tool calls in answers: separate from the text, with stable ids, in OpenAI's shapes."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_items_of_a_response(style: CallStyle) -> None:
 
 
 def test_an_answer_that_is_sent_back_is_understood(style: CallStyle) -> None:
-    """As the history of the next request, in both forms."""
+    """The answer is valid in the history of the next request, in both APIs."""
     reply = sampled(f"I look.{CALLS}")
     message = choice_of(style, reply)["message"]
     ids = [each["id"] for each in message["tool_calls"]]

@@ -1,4 +1,4 @@
-"""What bodies say of calls becomes a constraint; what no constraint can hold to is refused by its name."""
+"""Rules for tool calls become a constraint, or are refused by name."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_model_whose_calls_cannot_be_held(
     served = SERVED._replace(call_style=style)
     where, problem = refused(chat, served=served, **{"tools": [tool()], **members})
     assert where == param
-    assert "in no form" in problem
+    assert "not JSON" in problem
 
 
 def test_the_schemas_of_all_tools_have_one_bound() -> None:

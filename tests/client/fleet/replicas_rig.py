@@ -1,4 +1,4 @@
-"""Three daemons that name one history, an address where nobody listens, and one that never answers."""
+"""Three daemons that report one history, a dead address, and a daemon that never answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Replicas:
         return (*self.alive, self.dead, self.hanging)
 
     def written(self, replicas: Sequence[Replica]) -> str:
-        """As in --replicas."""
+        """The value for --replicas."""
         return ",".join(f"{each.name}={each.address}" for each in replicas)
 
 
@@ -44,7 +44,7 @@ def replica_at(name: str, data: Path) -> Replica:
 
 @contextmanager
 def replicas_in(folder: Path) -> Iterator[Replicas]:
-    """a served x and y, b served x after it and z, and c nothing."""
+    """Start the daemons: a has served x and y, b has served x after a, and z; c has served nothing."""
     with ExitStack() as stack:
         rigs, alive = {}, []
         for name in ("a", "b", "c"):
@@ -66,7 +66,7 @@ def replicas_in(folder: Path) -> Iterator[Replicas]:
 def with_fleet(
     replicas: Sequence[Replica], act: Callable[[Fleet], Awaitable[T]], seconds: float = 60.0
 ) -> T:
-    """What `act` makes of a fleet of these."""
+    """Return the result of `act` on a fleet of these replicas."""
 
     async def go() -> T:
         async with Fleet(FixedReplicas(replicas), seconds=seconds) as fleet:

@@ -1,4 +1,4 @@
-"""An operator names one daemon, and looks at all that share its history."""
+"""An operator names one daemon and sees all daemons that share its history."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_figures_are_of_all_of_them(cluster: Cluster, capsys: pytest.CaptureFixt
 def test_whose_a_conversation_is_says_the_table_of_owners(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its owner alone has KV of it, and both know it."""
+    """Only its owner has KV of it, and both daemons know the owner."""
     assert admin(cluster, "explain", "tea", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["owner"] == {"name": "b", "known_by": "history"}
@@ -83,9 +83,9 @@ def test_one_of_them_is_named_as_the_history_names_it(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert admin(cluster, "evict", "tea") == 2
-    assert "must say which, for evict is of one: a, b" in capsys.readouterr().err
+    assert "is missing: evict works on one of a, b" in capsys.readouterr().err
     assert admin(cluster, "evict", "tea", "--replica", "c") == 1
-    assert "there is no replica 'c': a, b" in capsys.readouterr().err
+    assert "there is no replica 'c'; there are a, b" in capsys.readouterr().err
     assert admin(cluster, "evict", "tea", "--replica", "b") == 0
     assert capsys.readouterr().out == "1 chunks dropped\n"
 

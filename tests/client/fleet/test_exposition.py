@@ -1,4 +1,4 @@
-"""Metrics texts of several replicas as one, also with what a label should not hold."""
+"""Merging the metrics of several replicas into one text, also with hostile labels."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_text_that_was_merged_can_be_merged_again() -> None:
     ],
 )
 def test_what_is_no_sample_is_refused_with_its_line(line: str) -> None:
-    with pytest.raises(InvalidExposition, match="line 2 is no sample"):
+    with pytest.raises(InvalidExposition, match="line 2 is not a sample"):
         read(f"y 1\n{line}\n")
 
 
@@ -177,17 +177,17 @@ def test_replicas_are_read_from_a_list() -> None:
     for text, problem in (
         ("", "names no replica"),
         ("a=", "a has no address"),
-        ("a b=h:1", "'a b' is no name"),
-        ("=h:1", "'' is no name"),
-        ("a=h:1,a=h:2", "a is there twice"),
-        ("h:1,h:1", "h:1 is there twice"),
+        ("a b=h:1", "invalid name 'a b'"),
+        ("=h:1", "invalid name ''"),
+        ("a=h:1,a=h:2", "names a twice"),
+        ("h:1,h:1", "names h:1 twice"),
     ):
         with pytest.raises(InvalidArgument, match=problem):
             replicas_of(text)
 
 
 def test_the_parser_is_quick_on_what_would_make_a_careless_one_slow() -> None:
-    """Each of these is linear: a pattern that tries all ways to read it would not end."""
+    """Each text is parsed in linear time; a backtracking pattern would not finish."""
     for line in (
         "x{" + 'a="' * 20_000,
         "x{" + 'a="\\' * 20_000 + "}",

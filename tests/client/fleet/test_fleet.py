@@ -1,4 +1,4 @@
-"""Three daemons as one: sums of what each says, and rows for those that say nothing."""
+"""Three daemons as one: sums of their figures, and rows for daemons that do not answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
 
 
 def single(world: Replicas) -> list[Any]:
-    """What each daemon says to somebody who asks it alone."""
+    """Return each daemon's answer to a direct call."""
     return [rig.admin.GetStats(pb.GetStatsRequest()).stats for rig in world.rigs.values()]
 
 
@@ -191,7 +191,7 @@ def test_a_text_that_cannot_be_read_costs_its_replica_alone(
 
 
 class Changing:
-    """A discovery whose replicas are set from outside; None: it is out of reach."""
+    """A discovery whose replicas the test sets; None: it is unreachable."""
 
     def __init__(self, *replicas: Replica) -> None:
         self.replicas: tuple[Replica, ...] | None = replicas

@@ -1,4 +1,4 @@
-"""Figures put together: quantiles of all times, shares as ratios of sums, the worst of what is worst."""
+"""Combined figures: quantiles over all samples, ratios of sums, maxima."""
 
 from __future__ import annotations
 

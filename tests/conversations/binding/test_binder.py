@@ -544,7 +544,7 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
             other = replace(keyed, messages=(*beginning, message))
             if other == keyed:
                 continue
-            with pytest.raises(InvalidArgument, match="used before with other content"):
+            with pytest.raises(InvalidArgument, match="already used with different content"):
                 slow.begin(other)
     assert slow.ids == ids
     (again,) = slow.begin(keyed)

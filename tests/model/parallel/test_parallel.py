@@ -464,7 +464,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_starts(
         check_divisible(folder_of("opt"), 2)
     check_divisible(folder_of("mistral"), 2)
     folder = write_model(tmp_path / "model", QWEN_2_5, "mistral")
-    with pytest.raises(ConfigError, match="--weights int8 is for one rank"):
+    with pytest.raises(ConfigError, match="--weights int8 needs a single rank"):
         started(folder, tmp_path / "data", tensor_parallel="2", weights="int8")
 
 

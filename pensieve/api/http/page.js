@@ -1,0 +1,652 @@
+// The chat: the list of conversations, their messages, and the settings.
+
+const PAGE_SIZE = 200;  // conversations
+const SEARCHED_MAX = 200_000;  // characters of a conversation that are searched
+const SEARCHES = 4;  // at the same time
+const EXCERPT = 20;  // characters before what was found
+const EXAMPLES = [
+  ["Tell it something", "My name is Ada, I live in Oslo, and my cat is called Pixel."],
+  ["Have it explained", "Explain in two sentences what a cache is."],
+  ["Write some code", "Write a Python function that reverses a string."],
+  ["Make a plan", "Suggest three things to do on a rainy Sunday."],
+];
+const ENDINGS = {
+  FINISH_REASON_LENGTH: "The reply reached its maximum length.",
+  FINISH_REASON_CANCELLED: "The reply was stopped.",
+  FINISH_REASON_REPETITION: "The reply was stopped because it only repeated itself.",
+};
+const conversations = new Map();  // as the daemon lists them, by id
+const costs = new Map();  // usage of the replies that this page has seen, by conversation and revision
+let current = null, opening = null, running = null, failed = null, messages = [], nextPage = "", server = {};
+
+// -- the list of conversations --
+
+async function load(more = false) {
+  const found = await call("ListConversations", { page_size: PAGE_SIZE, page_token: more ? nextPage : "" });
+  if (!more) conversations.clear();
+  nextPage = found.next_page_token || "";
+  $("more").hidden = !nextPage;
+  for (const each of found.conversations || []) conversations.set(each.conversation_id, each);
+  drawList();
+  search();
+}
+
+async function refresh(id) {
+  const { conversation } = await call("GetConversation", { conversation_id: id });
+  conversations.set(id, conversation);
+  drawList();
+  drawHeading();
+}
+
+const titleOf = id => conversations.get(id)?.title || (id.startsWith("page-") ? "New conversation" : id);
+
+async function rename(id, title) {
+  const metadata = { ...conversations.get(id)?.metadata, title }, headers = { "content-type": "application/json" };
+  await fetched(`/v1/conversations/${encodeURIComponent(id)}`, { method: "POST", headers, body: JSON.stringify({ metadata }) });
+  await refresh(id);
+}
+
+// The group of a conversation that last changed at `time`, by local days.
+function dayOf(time) {
+  const midnight = new Date().setHours(0, 0, 0, 0), days = Math.ceil((midnight - new Date(time)) / 86_400_000);
+  return days <= 0 ? "Today" : days === 1 ? "Yesterday" : days <= 7 ? "Previous 7 days" : "Older";
+}
+
+function drawList() {
+  const focused = document.activeElement.closest?.("#list li"), place = focused && [...focused.children].indexOf(document.activeElement);
+  const groups = new Map(), shown = [...conversations.values()].filter(each => !results || results.has(each.conversation_id));
+  shown.sort((a, b) => new Date(b.update_time) - new Date(a.update_time));
+  for (const each of shown) {
+    const day = dayOf(each.update_time);
+    if (!groups.has(day)) groups.set(day, make("ul"));
+    groups.get(day).append(rowDrawn(each.conversation_id));
+  }
+  $("list").replaceChildren(...[...groups].map(([day, rows]) => {
+    const group = make("section"), head = make("h2", "", day);
+    rows.setAttribute("aria-label", day);
+    group.append(head, rows);
+    return group;
+  }));
+  if (!conversations.size) $("list").append(make("p", "note empty", "Your conversations will be listed here."));
+  if (focused) focusRow(focused.dataset.id, place);
+}
+
+function rowDrawn(id) {
+  const li = make("li", id === current ? "current" : ""), title = titleOf(id), open = make("button", "open");
+  li.dataset.id = open.dataset.id = id;
+  open.title = title;
+  open.append(make("span", "", title));
+  if (results?.get(id)) open.append(excerptDrawn(results.get(id)));
+  open.setAttribute("aria-current", String(id === current));
+  open.onclick = () => show(id);
+  li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)));
+  return li;
+}
+
+async function askName(id) {
+  const given = (await ask({ title: "Rename conversation", label: "Name", value: titleOf(id), yes: "Rename" })).trim();
+  if (given) await rename(id, given);
+  focusRow(id);
+}
+
+async function askDelete(id) {
+  const note = `“${titleOf(id)}” and all of its messages will be deleted. You cannot undo this.`;
+  if (!await ask({ title: "Delete conversation?", note, yes: "Delete", isDanger: true })) { focusRow(id); return; }
+  const rows = [...document.querySelectorAll("#list li")], at = rows.findIndex(each => each.dataset.id === id);
+  const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
+  await call("DeleteConversation", { conversation_id: id });
+  conversations.delete(id);
+  if (current === id) begin(); else { drawList(); focusRow(near); }
+  announce("Conversation deleted");
+}
+
+function focusRow(id, place = 0) {
+  const row = [...document.querySelectorAll("#list li")].find(each => each.dataset.id === id);
+  (row?.children[place] || $("new")).focus();
+}
+
+// -- search --
+
+const texts = new Map();  // of conversations, with the revision that they are of
+let searching = new AbortController();
+let results = null;  // of the search, by id: an excerpt, or "" if the title matches
+
+// Find conversations by title at once, then by the texts of their messages, which are loaded for it.
+async function search() {
+  const wanted = $("search").value.trim().toLowerCase();
+  searching.abort();
+  searching = new AbortController();
+  const { signal } = searching;
+  results = wanted ? new Map() : null;
+  if (!wanted) { $("found").textContent = ""; drawList(); return; }
+  const ids = [...conversations.keys()], others = ids.filter(id => !titleOf(id).toLowerCase().includes(wanted));
+  for (const id of ids) if (!others.includes(id)) results.set(id, "");
+  $("found").textContent = "Searching messages …";
+  drawList();
+  await new Promise(done => setTimeout(done, 150));  // until the typing stops
+  let error = null;
+  const look = async () => {
+    while (others.length && !signal.aborted && !error) {
+      const id = others.shift();
+      try {
+        const text = await textOf(id, signal), at = text.toLowerCase().indexOf(wanted);
+        if (at < 0 || signal.aborted) continue;
+        results.set(id, excerptOf(text, at, wanted.length));
+        drawList();
+      } catch (caught) { if (caught.status !== 404) error = caught; }
+    }
+  };
+  await Promise.all(Array.from({ length: SEARCHES }, look));
+  if (signal.aborted) return;
+  const count = counted(results.size, "conversation"), older = nextPage ? ` Searched the newest ${ids.length}.` : "";
+  $("found").textContent = error ? `Not all messages were searched: ${wordsOf(error)}` : `${count} found.${older}`;
+}
+
+async function textOf(id, signal) {
+  const revision = conversations.get(id)?.revision, kept = texts.get(id);
+  if (kept && kept.revision === revision) return kept.text;
+  let text = "";
+  for await (const part of paged("ListMessages", { conversation_id: id, page_size: 500 }, signal)) {
+    for (const each of part.messages || []) if (each.role !== "ROLE_SYSTEM") text += `${each.content || ""}\n`;
+    if (text.length > SEARCHED_MAX) break;
+  }
+  text = text.slice(0, SEARCHED_MAX).replace(/\s+/g, " ");
+  texts.set(id, { revision, text });
+  return text;
+}
+
+function excerptOf(text, at, length) {
+  const from = Math.max(0, at - EXCERPT), before = text.slice(from, at);
+  return {
+    before: from ? `…${before.slice(before.indexOf(" ") + 1)}` : before,
+    found: text.slice(at, at + length),
+    after: text.slice(at + length, at + length + 4 * EXCERPT),
+  };
+}
+
+function excerptDrawn({ before, found, after }) {
+  const line = make("span", "note");
+  line.append(before, make("mark", "", found), after);
+  return line;
+}
+
+// -- the messages of a conversation --
+
+function begin() {
+  current = opening = null;
+  messages = [];
+  openSidebar(false);
+  drawAll();
+  if (isWide()) $("text").focus();
+}
+
+async function messagesOf(id) {
+  const found = [];
+  for await (const part of paged("ListMessages", { conversation_id: id, page_size: 500 })) found.push(...(part.messages || []));
+  return found;
+}
+
+async function show(id) {
+  try {
+    opening = id;
+    const found = await messagesOf(id);
+    if (opening !== id) return;  // another one was selected in the meantime
+    messages = found;
+    current = id;
+    openSidebar(false);
+    drawAll();
+    $("log").scrollTop = $("log").scrollHeight;
+  } catch (error) { problem(error); }
+}
+
+function drawAll() {
+  drawLog();
+  drawAround();
+}
+
+function drawAround() {  // all but the messages
+  drawHeading();
+  drawList();
+  drawSaved();
+  for (const each of $("strips").children) each.classList.toggle("current", each.dataset.id === current);
+  history.replaceState(null, "", current ? `#${encodeURIComponent(current)}` : location.pathname);
+}
+
+function drawHeading() {
+  const title = current ? titleOf(current) : "New conversation";
+  $("title").textContent = $("title").title = title;
+  document.title = current ? `${title} · Pensieve` : "Pensieve";
+  $("export").disabled = !messages.length;
+}
+
+function drawLog() {
+  const log = $("log");
+  log.replaceChildren(...messages.map(messageDrawn));
+  if (running && running.id === current) log.append(...running.boxes);
+  if (!log.children.length) log.append(welcomeDrawn());
+  noticeScroll();
+}
+
+function welcomeDrawn() {
+  const box = make("div", "welcome"), logo = make("span", "logo"), list = make("ul", "examples");
+  logo.setAttribute("aria-hidden", "true");
+  logo.append(make("i", "d"), make("i", "b"), make("i", "h"), make("i", "hole"));
+  box.append(logo, make("h2", "", "What would you like to talk about?"));
+  const note = server.model === "builtin"
+    ? "The built-in model is tiny. It can repeat what you tell it, but it knows no facts."
+    : "Pensieve keeps conversations in memory. Each reply shows how much of its prompt came from there.";
+  box.append(make("p", "", note), list);
+  for (const [name, text] of EXAMPLES) {
+    const button = make("button"), li = make("li");
+    button.append(make("b", "", name), make("span", "note", text));
+    button.onclick = () => { if (!running) send(text); };
+    li.append(button);
+    list.append(li);
+  }
+  return box;
+}
+
+const NAMES = { ROLE_USER: "You", ROLE_SYSTEM: "System prompt", ROLE_TOOL: "Tool result", ROLE_ASSISTANT: "Reply" };
+
+function messageDrawn(message) {
+  const isMine = message.role === "ROLE_USER", isReply = message.role === "ROLE_ASSISTANT";
+  const box = make("article", isMine ? "user" : isReply ? "reply" : "system");
+  if (!isMine && !isReply) { box.append(foldedDrawn(NAMES[message.role], message.content)); return box; }
+  const body = make("div", "body"), acts = make("div", "acts");
+  box.append(make("h2", "hidden", NAMES[message.role]), body);
+  fill(body, message);
+  if (message.isRunning) return box;
+  if (ENDINGS[message.finish_reason]) box.append(make("p", "ended", ENDINGS[message.finish_reason]));
+  const cost = costs.get(`${current}/${message.revision}`);
+  if (cost && isReply) box.append(costDrawn(cost));
+  const copy = iconButton("copy", isMine ? "Copy message" : "Copy reply", () => copied(copy, textIn(message)));
+  acts.append(copy);
+  if (message.revision) {  // a history that the conversation began with cannot be cut
+    const before = revisionBefore(message), after = Number(message.revision);
+    if (isMine) {
+      acts.append(iconButton("edit", "Edit message", () => edit(message, before, box)));
+      acts.append(iconButton("fork", "New conversation from before this message", () => fork(before)));
+    } else if (message.finish_reason) {
+      acts.append(iconButton("again", "Write another reply", () => replyAgain(message, before)));
+      acts.append(iconButton("fork", "New conversation from here", () => fork(after)));
+    }
+  }
+  box.append(acts);
+  return box;
+}
+
+function revisionBefore(message) {
+  const earlier = messages.slice(0, messages.indexOf(message)).findLast(each => each.revision !== message.revision);
+  return Number(earlier?.revision || 0);
+}
+
+function foldedDrawn(name, text) {
+  const fold = make("details", "system");
+  fold.append(make("summary", "", name), make("p", "", text || ""));
+  return fold;
+}
+
+// Return [thinking, text] of a reply. Some models write their thinking into the text.
+function partsOf(message) {
+  const content = message.content || "";
+  if (message.thinking !== undefined) return [message.thinking.trim(), content];
+  const cut = /^\s*(?:<think>|\[THINK\])?([\s\S]*?)(?:<\/think>|\[\/THINK\])\s*([\s\S]*)$/.exec(content);
+  return cut ? [cut[1].trim(), cut[2]] : ["", content];
+}
+
+const textIn = message => (message.role === "ROLE_ASSISTANT" ? partsOf(message)[1] : message.content || "");
+
+function fill(body, message) {
+  if (message.role === "ROLE_USER") { body.textContent = message.content || ""; return; }
+  const [thought, content] = partsOf(message), isWaiting = message.isRunning && !thought && !content;
+  let fold = body.querySelector(".thinking"), text = body.querySelector(".text");
+  if (!text) { text = make("div", "text"); body.replaceChildren(text); }
+  if (thought && !fold) { fold = make("details", "thinking"); fold.append(make("summary", "", "Thinking"), ""); body.prepend(fold); }
+  if (fold) fold.lastChild.textContent = thought;
+  if (isWaiting && !body.querySelector(".waiting")) body.append(waitingDrawn());
+  if (!isWaiting) body.querySelector(".waiting")?.remove();
+  markdown(text, content);
+}
+
+function waitingDrawn() {
+  const dots = make("span", "waiting");
+  dots.append(make("i"), make("i"), make("i"), make("span", "hidden", "Waiting for the reply"));
+  return dots;
+}
+
+// -- sending --
+
+function send(text, request = { id: crypto.randomUUID(), text, sampling: samplingSet() }) {
+  if (running) return;
+  failed = null;
+  $("text").value = "";
+  say(request).catch(problem);
+}
+
+// Send a message and draw the reply as it streams. The daemon runs a request id once.
+async function say(request) {
+  const isFresh = !current, id = current || `page-${crypto.randomUUID()}`;
+  const reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
+  const boxes = [messageDrawn({ role: "ROLE_USER", content: request.text, isRunning: true }), messageDrawn(reply)];
+  if (!messages.length) $("log").replaceChildren();
+  for (const each of $("log").querySelectorAll(".problem")) each.remove();
+  $("log").append(...boxes);
+  $("log").scrollTop = $("log").scrollHeight;
+  running = { id, request, boxes };
+  current = id;
+  busy(true);
+  announce("Waiting for the reply");
+  try {
+    if (isFresh) await create(id);
+    await stream(id, request, reply, boxes[1].querySelector(".body"));
+    running = null;
+    if (current === id) await finish(id, boxes);
+    else await refresh(id);
+  } catch (error) {
+    running = null;
+    if (!conversations.has(id)) current = null;
+    if (current === id || isFresh) fail(request, error);
+  } finally {
+    busy(false);
+    if (isWide()) $("text").focus();
+  }
+}
+
+async function create(id) {
+  const { conversation } = await call("CreateConversation", { conversation_id: id, system_prompt: settings.system || "" });
+  conversations.set(id, conversation);
+  drawList();
+  drawHeading();
+}
+
+async function stream(id, request, reply, body) {
+  const value = { conversation_id: id, request_id: request.id, messages: [{ content: request.text }], sampling: request.sampling };
+  let isDrawn = true, isComplete = false;
+  const drawn = () => { isDrawn = true; const isAtEnd = atEnd(); fill(body, reply); if (isAtEnd) $("log").scrollTop = $("log").scrollHeight; };
+  for await (const each of events(await posted("SendMessage", value))) {
+    if (each.error) throw new Failed(each, 200);
+    if (each.started) { reply.content = reply.thinking = ""; refresh(id).catch(problem); }
+    if (each.delta) {
+      const text = each.delta.text || "";
+      if (each.delta.kind === "PART_KIND_THINKING") reply.thinking += text.replace(/<\/?think>|\[\/?THINK\]/g, "");
+      else reply.content += text;
+      if (isDrawn) { isDrawn = false; requestAnimationFrame(drawn); }
+    }
+    if (each.completed) { isComplete = true; costs.set(`${id}/${each.completed.revision}`, each.completed.usage || {}); }
+  }
+  if (!isComplete) throw new Lost();  // the connection broke off
+  reply.isRunning = false;
+  drawn();
+}
+
+// Replace the boxes of the turn by its messages in the history. Earlier messages keep theirs.
+async function finish(id, boxes) {
+  const found = await messagesOf(id);
+  await refresh(id);
+  if (current !== id) return;
+  const isAtEnd = atEnd(), isLonger = messages.every((each, n) => each.revision === found[n]?.revision);
+  if (isLonger) {
+    const added = found.slice(messages.length);
+    messages.push(...added);
+    for (const each of boxes) each.remove();
+    $("log").append(...added.map(messageDrawn));
+  } else {
+    messages = found;
+    drawLog();
+  }
+  drawAround();
+  if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
+  noticeScroll();
+  const last = messages.at(-1);
+  if (last) announce(`Reply: ${textIn(last)}`);
+}
+
+function fail(request, error) {
+  failed = { ...request, conversation: current };
+  if (!$("text").value) $("text").value = request.text;
+  drawLog();
+  problem(error, () => sendComposed());
+  announce("");
+}
+
+// Send what is in the message field. If it failed before, the daemon sees a retry and not a second message.
+function sendComposed() {
+  const text = $("text").value.trim();
+  if (!text || running) return;
+  const isRetry = failed && failed.text === text && failed.conversation === current;
+  if (isRetry) send(text, failed); else send(text);
+}
+
+function busy(is) {
+  $("send").hidden = is;
+  $("stop").hidden = !is;
+  $("log").setAttribute("aria-busy", String(is));
+}
+
+function idle() {
+  if (running) throw new Error("A reply is being written. Stop it first.");
+}
+
+const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 80;
+const noticeScroll = () => { $("latest").hidden = atEnd(); };
+
+// -- edits, further replies, forks --
+
+async function rewound(to) {
+  await call("RewindConversation", { conversation_id: current, to_revision: to });
+  await show(current);
+}
+
+async function edit(message, before, box) {
+  idle();
+  document.querySelector(".edit")?.remove();
+  const form = make("form", "edit"), label = make("label", "", "Edit message (later messages will be removed)");
+  const field = make("textarea"), cancel = make("button", "", "Cancel"), opener = document.activeElement;
+  field.value = message.content || "";
+  field.onkeydown = event => {
+    if (event.key === "Escape") { event.stopPropagation(); cancel.click(); } else submitOnEnter(event);
+  };
+  cancel.type = "button";
+  cancel.onclick = () => { form.remove(); opener.focus(); };
+  form.onsubmit = async event => {
+    event.preventDefault();
+    const text = field.value.trim();
+    if (!text) return;
+    try { idle(); await rewound(before); send(text); } catch (error) { problem(error); }
+  };
+  label.append(field);
+  form.append(label, cancel, make("button", "primary", "Send"));
+  box.append(form);
+  field.focus();
+  form.scrollIntoView({ block: "nearest" });
+}
+
+async function replyAgain(message, before) {
+  idle();
+  const question = messages.slice(0, messages.indexOf(message)).findLast(each => each.role === "ROLE_USER");
+  if (!question) return;
+  await rewound(before);
+  send(question.content);
+}
+
+async function fork(at) {
+  const metadata = { ...conversations.get(current)?.metadata, title: `Fork of ${titleOf(current)}` };
+  const { conversation } = await call("ForkConversation", { conversation_id: current, at_revision: at, metadata });
+  await refresh(conversation.conversation_id);
+  await show(conversation.conversation_id);
+  $("text").focus();
+  announce(`New conversation: ${metadata.title}`);
+}
+
+function exportShown() {
+  const roles = { ROLE_USER: "user", ROLE_ASSISTANT: "assistant", ROLE_SYSTEM: "system", ROLE_TOOL: "tool" };
+  const plain = messages.map(each => ({ role: roles[each.role], content: each.content || "" }));
+  const blob = new Blob([`${JSON.stringify({ id: current, messages: plain })}\n`], { type: "application/jsonl" });
+  const link = make("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = `${current}.jsonl`;
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+// -- settings --
+
+const settings = JSON.parse(localStorage.getItem("settings") || "{}");  // temperature, length, system: each if it is set
+
+function samplingSet() {
+  const sampling = {};
+  if (settings.temperature !== undefined) sampling.temperature = settings.temperature;
+  if (settings.length !== undefined) sampling.max_tokens = settings.length;
+  return sampling;
+}
+
+function drawSettings() {
+  const used = [];
+  if (settings.temperature !== undefined) used.push(`temperature ${settings.temperature}`);
+  if (settings.length !== undefined) used.push(`at most ${counted(settings.length)}`);
+  if (settings.system) used.push("system prompt");
+  const text = used.join(" · ");
+  $("settings-used").textContent = text.charAt(0).toUpperCase() + text.slice(1);
+  $("settings-used").hidden = !text;
+  $("settings-used").setAttribute("aria-label", `Settings: ${text}`);
+}
+
+function openSettings() {
+  const range = $("set-temperature"), { temperature: usual, max_tokens: usualLength } = server.default_sampling || {};
+  const label = () => {
+    const isSet = range.dataset.set === "yes", value = Number(range.value).toFixed(1);
+    $("set-temperature-value").textContent = isSet ? value : usual === undefined ? "Default" : `Default: ${usual}`;
+    range.setAttribute("aria-valuetext", $("set-temperature-value").textContent);
+  };
+  const fillIn = ({ temperature, length, system }) => {
+    range.dataset.set = temperature === undefined ? "no" : "yes";
+    range.value = temperature ?? usual ?? 0.7;
+    $("set-length").value = length ?? "";
+    $("set-system").value = system ?? "";
+    label();
+  };
+  range.oninput = () => { range.dataset.set = "yes"; label(); };
+  $("set-reset").onclick = () => fillIn({});
+  $("set-cancel").onclick = () => $("settings").close("");
+  $("set-length").placeholder = usualLength ? `Default: ${usualLength.toLocaleString("en")}` : "Default";
+  fillIn(settings);
+  $("settings").returnValue = "";
+  $("settings").showModal();
+  $("settings").onclose = () => { if ($("settings").returnValue === "yes") saveSettings(); };
+}
+
+function saveSettings() {
+  const length = Number($("set-length").value), system = $("set-system").value.trim();
+  for (const name of Object.keys(settings)) delete settings[name];
+  if ($("set-temperature").dataset.set === "yes") settings.temperature = Number($("set-temperature").value);
+  if (length) settings.length = length;
+  if (system) settings.system = system;
+  localStorage.setItem("settings", JSON.stringify(settings));
+  drawSettings();
+  announce("Settings saved");
+}
+
+// -- sidebar and memory drawer --
+
+const isWide = () => matchMedia("(min-width: 62.01rem)").matches;
+
+function openSidebar(is) {
+  const isOver = is && !isWide(), wasOpen = $("sidebar").classList.contains("opened");
+  $("sidebar").classList.toggle("opened", isOver);
+  $("sidebar-open").setAttribute("aria-expanded", String(isOver));
+  if (isOver) openMemory(false);
+  drawShade();
+  if (isOver) $("sidebar-close").focus(); else if (wasOpen) $("sidebar-open").focus();
+}
+
+function openMemory(is) {
+  const wasOpen = !$("memory").hidden;
+  $("memory").hidden = !is;
+  $("memory-open").setAttribute("aria-expanded", String(is));
+  if (is && !isWide()) openSidebar(false);
+  drawShade();
+  if (is && !isWide()) $("memory-close").focus(); else if (!is && wasOpen && !isWide()) $("memory-open").focus();
+}
+
+// In a narrow window, only the part on top takes the focus.
+function drawShade() {
+  const isOver = !isWide() && ($("sidebar").classList.contains("opened") || !$("memory").hidden);
+  $("shade").hidden = !isOver;
+  $("chat").inert = isOver;
+}
+
+function toggleMemory(is) {
+  const isAtEnd = atEnd();
+  openMemory(is);
+  if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
+  localStorage.setItem("memory", is ? "open" : "closed");
+  if (!is) $("memory-open").focus();
+}
+
+const closeDrawers = () => { openSidebar(false); if (!isWide()) openMemory(false); };
+
+// -- the state of the connection --
+
+async function connected() {
+  const wasLost = !$("banner").hidden;
+  $("banner").hidden = true;
+  if (wasLost) { await describe(); await load(); announce("Connected again"); }
+}
+
+function disconnected(error) {
+  $("banner").textContent = error instanceof Lost ? "Connection to the daemon lost. Reconnecting …" : `Live view of the memory stopped: ${wordsOf(error)}`;
+  $("banner").hidden = false;
+}
+
+async function describe() {
+  ({ server } = await call("GetServerInfo", {}));
+  const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
+  $("server").textContent = `${server.model}${size}${server.device ? ` · ${server.device}` : ""}`;
+  $("text").placeholder = `Message ${server.model}`;
+  if (!current && !running) drawLog();
+}
+
+// -- events --
+
+const submitOnEnter = event => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing || matchMedia("(pointer: coarse)").matches) return;
+  event.preventDefault();
+  event.target.form.requestSubmit();
+};
+
+$("form").onsubmit = event => { event.preventDefault(); sendComposed(); };
+$("text").onkeydown = submitOnEnter;
+$("stop").onclick = () => running && call("CancelTurn", { conversation_id: running.id, request_id: running.request.id }).catch(problem);
+$("log").onscroll = noticeScroll;
+$("latest").onclick = () => { $("log").scrollTop = $("log").scrollHeight; $("log").focus(); };
+$("new").onclick = begin;
+$("search").oninput = search;
+$("more").onclick = () => load(true).catch(problem);
+$("export").onclick = exportShown;
+$("settings-open").onclick = $("settings-used").onclick = openSettings;
+$("sidebar-open").onclick = () => openSidebar(true);
+$("sidebar-close").onclick = () => openSidebar(false);
+$("memory-open").onclick = () => toggleMemory($("memory").hidden);
+$("memory-close").onclick = () => toggleMemory(false);
+$("shade").onclick = closeDrawers;
+matchMedia("(min-width: 62.01rem)").onchange = drawShade;
+document.addEventListener("keydown", event => {
+  if (event.key !== "Escape" || event.target === $("search") || document.querySelector("dialog[open]")) return;
+  if (!$("shade").hidden) closeDrawers();
+  else if (running) $("stop").click();
+});
+
+async function start() {
+  const linked = decodeURIComponent(location.hash.slice(1));
+  drawSettings();
+  openMemory(matchMedia("(min-width: 75rem)").matches && localStorage.getItem("memory") !== "closed");
+  begin();
+  try {
+    await describe();
+    await load();
+    if (conversations.has(linked)) await show(linked);
+  } catch (error) { problem(error); }
+  watch();
+}
+
+start();

@@ -1,0 +1,168 @@
+// Helpers for the other scripts: nodes, calls to the daemon, dialogs and announcements.
+"use strict";
+
+const $ = id => document.getElementById(id);
+
+function make(tag, cls, text) {
+  const node = document.createElement(tag);
+  if (cls) node.className = cls;
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+function icon(name) {
+  const { namespaceURI } = $("pulse"), svg = document.createElementNS(namespaceURI, "svg");
+  const use = document.createElementNS(namespaceURI, "use");
+  use.setAttribute("href", `#i-${name}`);
+  svg.setAttribute("aria-hidden", "true");
+  svg.append(use);
+  return svg;
+}
+
+// A button with an icon. Its label is its accessible name and its tooltip.
+function iconButton(name, label, act) {
+  const button = make("button", "icon small");
+  button.type = "button";
+  button.title = label;
+  button.setAttribute("aria-label", label);
+  button.append(icon(name));
+  button.onclick = () => Promise.resolve().then(act).catch(problem);
+  return button;
+}
+
+function setIcon(button, name) { button.querySelector("use").setAttribute("href", `#i-${name}`); }
+
+// For screen readers. The text is cleared first, so that the same text is read again.
+function announce(text) {
+  $("said").textContent = "";
+  setTimeout(() => { $("said").textContent = text; }, 50);
+}
+
+async function copied(button, text) {
+  if (navigator.clipboard) await navigator.clipboard.writeText(text);
+  else copyBySelection(text);
+  setIcon(button, "check");
+  announce("Copied");
+  setTimeout(() => setIcon(button, "copy"), 1500);
+}
+
+function copyBySelection(text) {  // over plain HTTP from another machine, browsers have no clipboard API
+  const field = make("textarea", "hidden");
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
+
+// -- calls --
+
+let token = sessionStorage.getItem("token") || "", asking = null;
+
+class Failed extends Error {
+  constructor(body, status) {
+    super(body?.error?.message || `The daemon answered with HTTP status ${status}.`);
+    this.code = body?.error?.code;
+    this.status = status;
+  }
+}
+
+class Lost extends Error {
+  constructor() { super("The daemon does not answer. Check that pensieve serve is running."); }
+}
+
+function lost(error) { throw error.name === "AbortError" ? error : new Lost(); }
+
+function wordsOf(error) {
+  if (error.code === "context_length_exceeded") return `${error.message}. Start a new conversation, or edit an earlier message.`;
+  return error.message;
+}
+
+async function fetched(path, options = {}) {
+  const headers = { ...options.headers, ...(token ? { authorization: `Bearer ${token}` } : {}) };
+  const answer = await fetch(path, { ...options, headers }).catch(lost);
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => null);
+  if (answer.status === 401) {
+    asking = asking || askToken().finally(() => { asking = null; });  // one dialog for all calls that wait
+    if (await asking) return fetched(path, options);
+  }
+  throw new Failed(body, answer.status);
+}
+
+async function askToken() {
+  const note = "This daemon accepts only callers with a token. The token is kept until you close this tab.";
+  const given = await ask({ title: "Enter your token", note, label: "Token", isSecret: true, yes: "Continue" });
+  if (given) { token = given.trim(); sessionStorage.setItem("token", token); }
+  return given;
+}
+
+function posted(method, value, signal) {
+  const headers = { "content-type": "application/json" };
+  return fetched(`/pensieve.v1.ConversationService/${method}`, { method: "POST", signal, headers, body: JSON.stringify(value) });
+}
+
+const call = async (method, value, signal) => (await posted(method, value, signal)).json();
+
+// All pages of a listing, at most `pages`.
+async function* paged(method, value, signal, pages = Infinity) {
+  let at = "";
+  do {
+    const part = await call(method, { ...value, page_token: at }, signal);
+    yield part;
+    at = part.next_page_token;
+  } while (at && --pages > 0);
+}
+
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read().catch(lost);
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const line = part.split("\n").find(each => each.startsWith("data: "));
+      if (line) yield JSON.parse(line.slice(6));
+    }
+  }
+}
+
+// -- dialogs --
+
+// Ask in a dialog. Return the text that was entered ("yes" without a field), or "" if it was cancelled.
+function ask({ title, note = "", label = "", value = "", yes, isSecret = false, isDanger = false }) {
+  const box = $("ask"), field = $("ask-text");
+  $("ask-title").textContent = title;
+  $("ask-note").textContent = note;
+  $("ask-note").hidden = !note;
+  $("ask-field").hidden = !label;
+  box.querySelector("label").textContent = label;
+  field.value = value;
+  field.type = isSecret ? "password" : "text";
+  $("ask-yes").textContent = yes;
+  $("ask-yes").className = isDanger ? "danger" : "primary";
+  box.returnValue = "";
+  box.showModal();
+  if (label) field.select(); else $("ask-no").focus();
+  return new Promise(done => box.addEventListener("close", () => {
+    done(box.returnValue !== "yes" ? "" : label ? field.value : "yes");
+  }, { once: true }));
+}
+
+$("ask-no").onclick = () => $("ask").close("");
+
+// Show an error in the log, with a button if a retry may help.
+function problem(error, retry) {
+  const box = make("div", "problem");
+  box.setAttribute("role", "alert");
+  box.append(make("p", "", wordsOf(error)));
+  if (typeof retry === "function") {
+    const button = make("button", "", "Try again");
+    button.onclick = () => { box.remove(); retry(); };
+    box.append(button);
+  }
+  $("log").append(box);
+  box.scrollIntoView({ block: "nearest" });
+}

@@ -1,0 +1,255 @@
+// The memory drawer: how much of the latest prompt came from memory, and where the chunks of all conversations are.
+
+const PLACES = { d: "on the device", b: "on device and host", h: "in host memory", "-": "dropped", c: "being copied" };
+const CELLS_MAX = 512;  // chunks of a conversation that are drawn one by one
+const PULSES = 60;  // pictures, two a second
+const RECONNECT_SECONDS = 2;
+const pulses = [], explained = $("explained");
+const strips = new Map();  // where the chunks of conversations are, by id
+let figuresBefore = null, opened = null;
+
+// -- what a reply cost --
+
+const number = value => Number(value || 0);
+const counted = (count, noun = "token") => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+const seconds = value => `${number(value).toFixed(2)} s`;
+
+// A reply's usage as a headline, a sentence, and counts of [class, name, tokens].
+function savings(usage) {
+  const prompt = number(usage.prompt_tokens), device = number(usage.device_tokens), host = number(usage.host_tokens);
+  const again = number(usage.recomputed_tokens), fresh = number(usage.new_tokens), saved = device + host;
+  const why = (usage.recompute_reason || "").replace("RECOMPUTE_REASON_", "").toLowerCase().replaceAll("_", " ");
+  const counts = [
+    ["d", "read on the device", device], ["h", "copied back from the host", host],
+    ["again", why ? `recomputed (${why})` : "recomputed", again], ["n", "new in this turn", fresh],
+  ];
+  const percent = Math.floor(100 * saved / (prompt || 1));
+  let sentence = `${counted(saved)} of the prompt came from memory. ${counted(prompt - saved)} had to be computed.`;
+  if (!saved && again) sentence = `Memory held none of the ${counted(prompt)} of this prompt, so they were recomputed.`;
+  else if (!saved) sentence = `All ${counted(prompt)} of the first prompt were new. The next turn starts from memory.`;
+  return { percent, saved, prompt, counts, sentence, isFirst: !saved && !again };
+}
+
+function headlineOf(into, { percent, isFirst }) {
+  if (isFirst) into.append("First turn: nothing to save yet");
+  else into.append("Saved ", make("b", "", `${percent}\u00a0%`), " of the prompt");
+  return into;
+}
+
+function sourcesBar({ counts }) {
+  const bar = make("span", "sources");
+  for (const [cls, , tokens] of counts) {
+    if (!tokens) continue;
+    const part = make("i", cls);
+    part.style.flexGrow = tokens;
+    bar.append(part);
+  }
+  return bar;
+}
+
+// The line under a reply. It opens to the counts.
+function costDrawn(usage) {
+  const box = make("details", "cost"), summary = make("summary"), list = make("ul"), found = savings(usage);
+  const line = headlineOf(make("span"), found);
+  line.append(make("span", "time", ` · first token after ${seconds(usage.first_token_seconds)}`));
+  summary.append(sourcesBar(found), line);
+  for (const [, name, tokens] of found.counts) if (tokens) list.append(make("li", "", `${counted(tokens)} ${name}`));
+  list.append(make("li", "", `first token after ${seconds(usage.first_token_seconds)}`));
+  list.append(make("li", "", `${counted(number(usage.output_tokens))} written in ${seconds(usage.total_seconds)}`));
+  box.append(summary, list);
+  return box;
+}
+
+// The card at the top of the drawer, for the latest reply of the conversation that is shown.
+function drawSaved() {
+  const usage = messages.map(each => costs.get(`${current}/${each.revision}`)).findLast(Boolean), card = $("saved");
+  const size = conversations.get(current), most = number(size?.context_max_tokens), times = make("dl");
+  const line = (into, name, value, cls) => {
+    const term = make("dt");
+    if (cls) term.append(make("i", cls));
+    term.append(name);
+    into.append(term, make("dd", "", value));
+  };
+  card.replaceChildren();
+  if (!usage && strips.has(current) && number(size?.num_tokens)) {
+    const share = shareInMemory(strips.get(current)), headline = make("p", "headline");
+    headline.append(make("b", "", `${share}\u00a0%`), " is in memory");
+    card.append(headline, make("p", "note", share ? "The next turn of this conversation starts from there." : "The next turn recomputes this conversation."));
+  } else if (!usage) {
+    card.append(make("p", "headline", "Nothing measured yet"));
+    card.append(make("p", "note", "After the next reply, this card shows how much of the prompt came from memory."));
+  } else {
+    const found = savings(usage), list = make("dl");
+    for (const [cls, name, tokens] of found.counts) if (tokens || cls === "d") line(list, name, tokens.toLocaleString("en"), cls);
+    line(times, "first token after", seconds(usage.first_token_seconds));
+    line(times, "tokens written", number(usage.output_tokens).toLocaleString("en"));
+    card.append(headlineOf(make("p", "headline"), found), sourcesBar(found), make("p", "note", found.sentence), list);
+  }
+  if (most) line(times, "context", `${number(size.num_tokens).toLocaleString("en")} of ${counted(most)}`);
+  if (times.children.length) card.append(times);
+}
+
+// -- pictures of the engine's cache --
+
+function drawChunks(box, strip, share) {  // cells stay, so that a colour changes in its place
+  const runs = runsOf(strip).map(([place, count]) => [place === "-" ? "hole" : place, count]);
+  const isLong = runs.reduce((sum, run) => sum + run[1], 0) > CELLS_MAX;
+  const cells = isLong ? runs : runs.flatMap(([cls, count]) => Array(count).fill([cls, 0]));
+  box.className = isLong ? "chunks long" : "chunks";
+  box.style.width = isLong ? `${Math.max(2, 100 * share)}%` : "";
+  while (box.children.length > cells.length) box.lastChild.remove();
+  cells.forEach(([cls, count], n) => {
+    const cell = box.children[n] || box.appendChild(make("i"));
+    if (cell.className !== cls) cell.className = cls;
+    cell.style.flexGrow = count;
+  });
+}
+
+const runsOf = strip => [...strip.matchAll(/([dbhc-])(\d+)/g)].map(m => [m[1], Number(m[2])]);
+const inWords = strip => runsOf(strip).map(([place, count]) => `${count} ${PLACES[place]}`).join(", ") || "none";
+
+function shareInMemory(strip) {
+  const runs = runsOf(strip), sum = found => found.reduce((all, [, count]) => all + count, 0);
+  return Math.floor(100 * sum(runs.filter(([place]) => place !== "-")) / (sum(runs) || 1));
+}
+
+function drawTier(name, cls, used, all) {
+  const id = `tier-${cls}`;
+  if (!$(id)) {
+    const box = make("div", "tier"), level = make("div", "level");
+    box.id = id;
+    level.setAttribute("role", "meter");
+    level.setAttribute("aria-label", name);
+    level.append(make("i", cls));
+    box.append(make("b", "", name), make("span"), level);
+    $("tiers").append(box);
+  }
+  const [, words, level] = $(id).children;
+  words.textContent = `${used.toLocaleString("en")} of ${counted(all, "page")}`;
+  for (const [key, value] of [["valuemin", 0], ["valuemax", all], ["valuenow", used]]) level.setAttribute(`aria-${key}`, value);
+  level.firstChild.style.width = `${100 * used / (all || 1)}%`;
+}
+
+function drawEngine(figures) {
+  const isKnown = "device_pages" in figures;
+  $("engine").hidden = !isKnown;
+  if (!isKnown) return;
+  drawTier("Device", "d", figures.device_pages - figures.device_pages_free, figures.device_pages);
+  drawTier("Host", "h", figures.host_pages - figures.host_pages_free, figures.host_pages);
+  if (figuresBefore) {
+    const since = name => Math.max(0, figures[name] - figuresBefore[name]);
+    pulses.push([since("tokens_swapped_out"), since("tokens_swapped_in")]);
+  }
+  figuresBefore = figures;
+  if (pulses.length > PULSES) pulses.shift();
+  drawPulses();
+  const [out, back] = pulses.reduce((sum, each) => [sum[0] + each[0], sum[1] + each[1]], [0, 0]);
+  $("flow").textContent = `${counted(out)} to the host, ${back.toLocaleString("en")} back to the device. `
+    + `${counted(figures.turns_running, "turn")} running, ${figures.turns_queued} queued.`;
+}
+
+function drawPulses() {
+  const svg = $("pulse"), most = Math.max(1, ...pulses.map(([out, back]) => out + back)), bars = [];
+  pulses.forEach(([out, back], n) => {
+    let y = 20;
+    for (const [cls, tokens] of [["in", back], ["out", out]]) {
+      if (!tokens) continue;
+      const height = 18 * tokens / most, bar = document.createElementNS(svg.namespaceURI, "rect");
+      y -= height;
+      const shape = { class: cls, x: PULSES - pulses.length + n + 0.1, y, width: 0.8, height };
+      for (const [key, value] of Object.entries(shape)) bar.setAttribute(key, value);
+      bars.push(bar);
+    }
+  });
+  svg.replaceChildren(...bars);
+}
+
+function drawPicture(picture) {
+  const list = $("strips"), old = new Map([...list.children].map(each => [each.dataset.id, each]));
+  $("memory-problem").textContent = picture.problem ? `The engine does not answer (${picture.problem.toLowerCase()}).` : "";
+  if (picture.problem) return;
+  drawEngine(picture.figures || {});
+  const before = strips.get(current);
+  strips.clear();
+  for (const { id, strip } of picture.conversations) strips.set(id, strip);
+  if (strips.get(current) !== before) drawSaved();
+  const longest = Math.max(1, ...picture.conversations.map(each => each.tokens));
+  const rows = picture.conversations.flatMap(each => {
+    const box = old.get(each.id) || stripMade(each.id);
+    drawStrip(box, each, longest);
+    return opened === each.id ? [box, explained] : [box];
+  });
+  if (!rows.length) rows.push(make("p", "note", "No conversation is in memory yet."));
+  if (rows.length === list.children.length && rows.every((each, n) => list.children[n] === each)) return;
+  const focused = document.activeElement;
+  list.replaceChildren(...rows);
+  if (list.contains(focused)) focused.focus();
+}
+
+function stripMade(id) {
+  const box = make("button", "strip"), name = make("div", "name");
+  name.append(make("span"), make("span"));
+  box.dataset.id = id;
+  box.append(name, make("div", "chunks"));
+  box.onclick = () => toggleExplained(id);
+  return box;
+}
+
+function drawStrip(box, { id, tokens, running, strip }, longest) {
+  const title = titleOf(id), now = [strip, title, tokens, running, longest].join();
+  if (box.dataset.now !== now) {
+    const [name, chunks] = box.children;
+    name.children[0].textContent = title;
+    name.children[1].textContent = tokens ? counted(tokens) : "first turn";
+    drawChunks(chunks, strip, tokens / longest);
+    box.classList.toggle("runs", Boolean(running));
+    box.dataset.now = now;
+    box.setAttribute("aria-label", `${title}, ${counted(tokens)}${running ? ", running" : ""}. Chunks: ${inWords(strip)}. Show their history`);
+    if (opened === id) explain(id);
+  }
+  box.classList.toggle("current", id === current);
+  box.setAttribute("aria-expanded", String(opened === id));
+}
+
+function toggleExplained(id) {
+  opened = opened === id ? null : id;
+  explained.hidden = opened === null;
+  explained.textContent = "";
+  for (const each of $("strips").querySelectorAll(".strip")) {
+    each.setAttribute("aria-expanded", String(each.dataset.id === opened));
+    if (each.dataset.id === opened) { each.after(explained); explain(id); }
+  }
+}
+
+async function explain(id) {
+  let text;
+  try {
+    const found = await (await fetched(`/pensieve/explain/${encodeURIComponent(id)}`)).json();
+    const places = found.runs.map(({ first, count, place, holders }) => {
+      const which = count === 1 ? `chunk ${first}` : `chunks ${first} to ${first + count - 1}`;
+      return `${which}: ${place.replace("+", " and ")}${holders > 1 ? `, shared by ${counted(holders, "conversation")}` : ""}`;
+    });
+    text = [...places, ...found.events.map(e => `${e.seconds_ago.toFixed(0)} s ago: ${e.text}`)].join("\n");
+  } catch (error) { text = wordsOf(error); }
+  if (opened === id) explained.textContent = text;
+}
+
+// Draw the cache while the page is visible. Hidden pages close their stream: browsers allow few connections to a host.
+async function watch() {
+  for (;;) {
+    const leaving = new AbortController(), leave = () => document.hidden && leaving.abort();
+    document.addEventListener("visibilitychange", leave);
+    try {
+      const answer = await fetched("/pensieve/memory", { signal: leaving.signal });
+      await connected();
+      for await (const each of events(answer)) { if (each.error) throw new Failed(each, 200); drawPicture(each); }
+      throw new Lost();  // the daemon has ended the stream
+    } catch (error) {
+      if (!leaving.signal.aborted) disconnected(error);
+      if (error.status === 401) return;  // nobody wants to be asked for a token every two seconds
+    }
+    document.removeEventListener("visibilitychange", leave);
+    if (document.hidden) await new Promise(done => document.addEventListener("visibilitychange", done, { once: true }));
+    else await new Promise(done => setTimeout(done, 1000 * RECONNECT_SECONDS));
+  }
+}
