@@ -145,7 +145,7 @@ function ask({ title, note = "", label = "", value = "", yes, isSecret = false, 
   $("ask-yes").className = isDanger ? "danger" : "primary";
   box.returnValue = "";
   box.showModal();
-  if (label) field.select(); else $("ask-no").focus();
+  if (label) { field.setSelectionRange(0, field.value.length, "backward"); field.scrollLeft = 0; } else $("ask-no").focus();
   return new Promise(done => box.addEventListener("close", () => {
     done(box.returnValue !== "yes" ? "" : label ? field.value : "yes");
   }, { once: true }));
