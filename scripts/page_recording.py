@@ -32,6 +32,7 @@ PALETTE = (
     "#0b8f80",
     "#c07a00",
     "#c02f99",
+    "#c4452f",
     "#1257a8",
     "#a06600",
 )  # colours of the page that are rare in a frame

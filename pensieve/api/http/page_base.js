@@ -74,8 +74,8 @@ class Lost extends Error {
 function lost(error) { throw error.name === "AbortError" ? error : new Lost(); }
 
 function wordsOf(error) {
-  if (error.code === "context_length_exceeded") return `${error.message}. Start a new conversation, or edit an earlier message.`;
-  return error.message;
+  if (error.code !== "context_length_exceeded") return error.message;
+  return `${error.message}. ${messages.length ? "Start a new conversation, or edit an earlier message." : "Shorten the message."}`;
 }
 
 async function fetched(path, options = {}) {
