@@ -119,15 +119,20 @@ def named(page: Any) -> Any:
     return page.locator("#list [aria-current=true]")
 
 
-def endless(page: Any) -> None:
-    """Let replies run until they are stopped."""
+def sample(page: Any, **sampling: Any) -> None:
+    """Send the next messages with this sampling."""
 
-    def more(route: Any) -> None:
+    def change(route: Any) -> None:
         value = json.loads(route.request.post_data)
-        value["sampling"] = {"ignore_eos": True, "max_tokens": 5000}
+        value["sampling"] = sampling
         route.continue_(post_data=json.dumps(value))
 
-    page.route(SEND, more)
+    page.route(SEND, change)
+
+
+def endless(page: Any) -> None:
+    """Let replies run until they are stopped."""
+    sample(page, ignore_eos=True, max_tokens=5000)
 
 
 def history(rig: HttpRig, page: Any) -> list[Any]:
@@ -230,6 +235,7 @@ def test_rename_export_and_delete(browser: Any, tiny: HttpRig, tmp_path: Path) -
 
 def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
     with opened(browser, tiny) as page:
+        sample(page, max_tokens=35)  # longer replies drop chunks soon after they move
         say(page, f"First. {LONG}")
         conversation_id = named(page).get_attribute("data-id")
         strip = page.locator(f'.strip[data-id="{conversation_id}"]')
