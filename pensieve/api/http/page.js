@@ -258,7 +258,7 @@ function messageDrawn(message) {
   box.append(make("h2", "hidden", NAMES[message.role]), body);
   fill(body, message);
   if (message.isRunning) {
-    if (isMine) box.append(acts); else box.classList.add("running");  // the space of the buttons stays free for them
+    if (isMine) box.append(acts); else box.classList.add("running");  // keep space for the buttons
     return box;
   }
   if (ENDINGS[message.finish_reason]) box.append(make("p", "ended", ENDINGS[message.finish_reason]));

@@ -72,7 +72,7 @@ function drawSaved() {
     into.append(term, make("dd", "", value));
   };
   card.replaceChildren();
-  const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // else it may be cached unseen
+  const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // a full picture may leave out a cached conversation
   if (!usage && isKnown && number(size?.num_tokens)) {
     const strip = strips.get(current), share = shareInMemory(strip || ""), headline = make("p", "headline");
     headline.append(make("b", "", `${share}\u00a0%`), " is in memory");
