@@ -32,6 +32,7 @@ PALETTE = (
     "#0b8f80",
     "#c07a00",
     "#c02f99",
+    "#c4452f",
     "#1257a8",
     "#a06600",
 )  # colours of the page that are rare in a frame
@@ -123,8 +124,7 @@ def record(url: str, chromium: str, out: Path) -> None:
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport=WIDE, color_scheme="light")
-        page.goto(url)
+        page = opened(browser, url, WIDE)
         page.locator(".strip").nth(3).wait_for()
         frames = filmed(page, out)
         write_gif(frames, out / "page.gif")
@@ -133,8 +133,7 @@ def record(url: str, chromium: str, out: Path) -> None:
         page.locator("#memory").evaluate("each => { each.scrollTop = 0; }")
         page.wait_for_timeout(800)
         page.screenshot(path=out / "page-dark.png")
-        phone = browser.new_page(viewport=PHONE, color_scheme="light")
-        phone.goto(url)
+        phone = opened(browser, url, PHONE)
         phone.click("#sidebar-open")
         phone.locator("#list .open").first.click()
         phone.locator("article.reply").first.wait_for()
@@ -149,6 +148,14 @@ def record(url: str, chromium: str, out: Path) -> None:
         shots.append(phone.screenshot())
         beside(shots, out / "page-phone.png")
         browser.close()
+
+
+def opened(browser: Any, url: str, viewport: Any) -> Any:
+    """Open the page with the temperature 0, so that each recording has the same replies."""
+    page = browser.new_page(viewport=viewport, color_scheme="light")
+    page.add_init_script("localStorage.setItem('settings', '{\"temperature\": 0}')")
+    page.goto(url)
+    return page
 
 
 def filmed(page: Any, out: Path) -> list[tuple[float, bytes]]:

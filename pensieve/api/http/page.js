@@ -3,6 +3,7 @@
 const PAGE_SIZE = 200;  // conversations
 const SEARCHED_MAX = 200_000;  // characters of a conversation that are searched
 const SEARCHES = 4;  // at the same time
+const TITLE_MAX = 80;  // characters
 const EXCERPT = 20;  // characters before what was found
 const EXAMPLES = [
   ["Tell it something", "My name is Ada, I live in Oslo, and my cat is called Pixel."],
@@ -38,7 +39,7 @@ async function refresh(id) {
   drawHeading();
 }
 
-const titleOf = id => conversations.get(id)?.title || (id.startsWith("page-") ? "New conversation" : id);
+const titleOf = id => conversations.get(id)?.title || (id === running?.id && running.title) || (id.startsWith("page-") ? "New conversation" : id);
 
 async function rename(id, title) {
   const metadata = { ...conversations.get(id)?.metadata, title }, headers = { "content-type": "application/json" };
@@ -208,6 +209,7 @@ function drawAround() {  // all but the messages
   drawHeading();
   drawList();
   drawSaved();
+  drawSettings();
   for (const each of $("strips").children) each.classList.toggle("current", each.dataset.id === current);
   history.replaceState(null, "", current ? `#${encodeURIComponent(current)}` : location.pathname);
 }
@@ -255,7 +257,10 @@ function messageDrawn(message) {
   const body = make("div", "body"), acts = make("div", "acts");
   box.append(make("h2", "hidden", NAMES[message.role]), body);
   fill(body, message);
-  if (message.isRunning) return box;
+  if (message.isRunning) {
+    if (isMine) box.append(acts); else box.classList.add("running");  // keep space for the buttons
+    return box;
+  }
   if (ENDINGS[message.finish_reason]) box.append(make("p", "ended", ENDINGS[message.finish_reason]));
   const cost = costs.get(`${current}/${message.revision}`);
   if (cost && isReply) box.append(costDrawn(cost));
@@ -332,8 +337,10 @@ async function say(request) {
   for (const each of $("log").querySelectorAll(".problem")) each.remove();
   $("log").append(...boxes);
   $("log").scrollTop = $("log").scrollHeight;
-  running = { id, request, boxes };
+  const title = isFresh ? request.text.replace(/\s+/g, " ").slice(0, TITLE_MAX) : "";  // until the daemon knows it
+  running = { id, request, boxes, isFresh, title };
   current = id;
+  drawHeading();
   busy(true);
   announce("Waiting for the reply");
   try {
@@ -343,9 +350,13 @@ async function say(request) {
     if (current === id) await finish(id, boxes);
     else await refresh(id);
   } catch (error) {
+    const title = titleOf(id);
+    if (isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
     running = null;
-    if (!conversations.has(id)) current = null;
-    if (current === id || isFresh) fail(request, error);
+    if (current === id) {
+      if (!conversations.has(id)) current = null;
+      fail(request, error);
+    } else problem(new Error(`“${title}”: ${wordsOf(error)}`));
   } finally {
     busy(false);
     if (isWide()) $("text").focus();
@@ -357,6 +368,13 @@ async function create(id) {
   conversations.set(id, conversation);
   drawList();
   drawHeading();
+}
+
+// Delete a conversation whose first message was refused.
+async function removeEmpty(id) {
+  if (!conversations.has(id) || (await messagesOf(id)).some(each => each.role === "ROLE_USER")) return;
+  await call("DeleteConversation", { conversation_id: id });
+  conversations.delete(id);
 }
 
 async function stream(id, request, reply, body) {
@@ -404,7 +422,7 @@ async function finish(id, boxes) {
 function fail(request, error) {
   failed = { ...request, conversation: current };
   if (!$("text").value) $("text").value = request.text;
-  drawLog();
+  drawAll();
   problem(error, () => sendComposed());
   announce("");
 }
@@ -421,6 +439,7 @@ function busy(is) {
   $("send").hidden = is;
   $("stop").hidden = !is;
   $("log").setAttribute("aria-busy", String(is));
+  $("keys").textContent = is ? "Escape stops the reply." : "Enter sends. Shift+Enter starts a new line.";
 }
 
 function idle() {
@@ -504,7 +523,8 @@ function drawSettings() {
   const used = [];
   if (settings.temperature !== undefined) used.push(`temperature ${settings.temperature}`);
   if (settings.length !== undefined) used.push(`at most ${counted(settings.length)}`);
-  if (settings.system) used.push("system prompt");
+  const isNew = !current || (running?.id === current && running.isFresh);
+  if (isNew ? settings.system : messages.some(each => each.role === "ROLE_SYSTEM")) used.push("system prompt");
   const text = used.join(" · ");
   $("settings-used").textContent = text.charAt(0).toUpperCase() + text.slice(1);
   $("settings-used").hidden = !text;
@@ -601,7 +621,7 @@ function disconnected(error) {
 async function describe() {
   ({ server } = await call("GetServerInfo", {}));
   const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
-  $("server").textContent = `${server.model}${size}${server.device ? ` · ${server.device}` : ""}`;
+  $("server").replaceChildren(server.model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
   $("text").placeholder = `Message ${server.model}`;
   if (!current && !running) drawLog();
 }
@@ -619,7 +639,7 @@ $("text").onkeydown = submitOnEnter;
 $("stop").onclick = () => running && call("CancelTurn", { conversation_id: running.id, request_id: running.request.id }).catch(problem);
 $("log").onscroll = noticeScroll;
 $("latest").onclick = () => { $("log").scrollTop = $("log").scrollHeight; $("log").focus(); };
-$("new").onclick = begin;
+$("new").onclick = $("new-narrow").onclick = begin;
 $("search").oninput = search;
 $("more").onclick = () => load(true).catch(problem);
 $("export").onclick = exportShown;

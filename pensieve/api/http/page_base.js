@@ -74,8 +74,8 @@ class Lost extends Error {
 function lost(error) { throw error.name === "AbortError" ? error : new Lost(); }
 
 function wordsOf(error) {
-  if (error.code === "context_length_exceeded") return `${error.message}. Start a new conversation, or edit an earlier message.`;
-  return error.message;
+  if (error.code !== "context_length_exceeded") return error.message;
+  return `${error.message}. ${messages.length ? "Start a new conversation, or edit an earlier message." : "Shorten the message."}`;
 }
 
 async function fetched(path, options = {}) {
@@ -145,7 +145,7 @@ function ask({ title, note = "", label = "", value = "", yes, isSecret = false, 
   $("ask-yes").className = isDanger ? "danger" : "primary";
   box.returnValue = "";
   box.showModal();
-  if (label) field.select(); else $("ask-no").focus();
+  if (label) { field.setSelectionRange(0, field.value.length, "backward"); field.scrollLeft = 0; } else $("ask-no").focus();
   return new Promise(done => box.addEventListener("close", () => {
     done(box.returnValue !== "yes" ? "" : label ? field.value : "yes");
   }, { once: true }));

@@ -2,11 +2,12 @@
 
 const PLACES = { d: "on the device", b: "on device and host", h: "in host memory", "-": "dropped", c: "being copied" };
 const CELLS_MAX = 512;  // chunks of a conversation that are drawn one by one
+const STRIPS_MAX = 64;  // conversations in a picture: SHOWN_MAX in page.py
 const PULSES = 60;  // pictures, two a second
 const RECONNECT_SECONDS = 2;
 const pulses = [], explained = $("explained");
 const strips = new Map();  // where the chunks of conversations are, by id
-let figuresBefore = null, opened = null;
+let figuresBefore = null, opened = null, isPictured = false;
 
 // -- what a reply cost --
 
@@ -71,10 +72,11 @@ function drawSaved() {
     into.append(term, make("dd", "", value));
   };
   card.replaceChildren();
-  if (!usage && strips.has(current) && number(size?.num_tokens)) {
-    const share = shareInMemory(strips.get(current)), headline = make("p", "headline");
+  const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // a full picture may leave out a cached conversation
+  if (!usage && isKnown && number(size?.num_tokens)) {
+    const strip = strips.get(current), share = shareInMemory(strip || ""), headline = make("p", "headline");
     headline.append(make("b", "", `${share}\u00a0%`), " is in memory");
-    card.append(headline, make("p", "note", share ? "The next turn of this conversation starts from there." : "The next turn recomputes this conversation."));
+    card.append(headline, make("p", "note", share ? "The next turn of this conversation starts from there." : `The next turn ${strip ? "recomputes" : "computes"} this conversation.`));
   } else if (!usage) {
     card.append(make("p", "headline", "Nothing measured yet"));
     card.append(make("p", "note", "After the next reply, this card shows how much of the prompt came from memory."));
@@ -169,10 +171,11 @@ function drawPicture(picture) {
   $("memory-problem").textContent = picture.problem ? `The engine does not answer (${picture.problem.toLowerCase()}).` : "";
   if (picture.problem) return;
   drawEngine(picture.figures || {});
-  const before = strips.get(current);
+  const before = strips.get(current), isFirst = !isPictured;
+  isPictured = true;
   strips.clear();
   for (const { id, strip } of picture.conversations) strips.set(id, strip);
-  if (strips.get(current) !== before) drawSaved();
+  if (isFirst || strips.get(current) !== before) drawSaved();
   const longest = Math.max(1, ...picture.conversations.map(each => each.tokens));
   const rows = picture.conversations.flatMap(each => {
     const box = old.get(each.id) || stripMade(each.id);
@@ -200,7 +203,8 @@ function drawStrip(box, { id, tokens, running, strip }, longest) {
   if (box.dataset.now !== now) {
     const [name, chunks] = box.children;
     name.children[0].textContent = title;
-    name.children[1].textContent = tokens ? counted(tokens) : "first turn";
+    const share = shareInMemory(strip);
+    name.children[1].textContent = !tokens ? "first turn" : share < 100 ? `${share}\u00a0% of ${counted(tokens)}` : `${counted(tokens)} cached`;
     drawChunks(chunks, strip, tokens / longest);
     box.classList.toggle("runs", Boolean(running));
     box.dataset.now = now;

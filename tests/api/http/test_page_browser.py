@@ -119,15 +119,20 @@ def named(page: Any) -> Any:
     return page.locator("#list [aria-current=true]")
 
 
-def endless(page: Any) -> None:
-    """Let replies run until they are stopped."""
+def sample(page: Any, **sampling: Any) -> None:
+    """Send the next messages with this sampling."""
 
-    def more(route: Any) -> None:
+    def change(route: Any) -> None:
         value = json.loads(route.request.post_data)
-        value["sampling"] = {"ignore_eos": True, "max_tokens": 5000}
+        value["sampling"] = sampling
         route.continue_(post_data=json.dumps(value))
 
-    page.route(SEND, more)
+    page.route(SEND, change)
+
+
+def endless(page: Any) -> None:
+    """Let replies run until they are stopped."""
+    sample(page, ignore_eos=True, max_tokens=5000)
 
 
 def history(rig: HttpRig, page: Any) -> list[Any]:
@@ -230,6 +235,7 @@ def test_rename_export_and_delete(browser: Any, tiny: HttpRig, tmp_path: Path) -
 
 def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
     with opened(browser, tiny) as page:
+        sample(page, max_tokens=35)  # longer replies drop chunks soon after they move
         say(page, f"First. {LONG}")
         conversation_id = named(page).get_attribute("data-id")
         strip = page.locator(f'.strip[data-id="{conversation_id}"]')
@@ -277,9 +283,11 @@ def test_a_reply_streams_and_is_stopped(browser: Any, slow: HttpRig) -> None:
             assert body.inner_text().strip().startswith(early[:20])
             expect(page.locator(".strip.runs")).to_have_count(1)
             expect(page.locator("#log")).to_have_attribute("aria-busy", "true")
+            expect(page.locator("#keys")).to_contain_text("Escape")
             page.locator("#stop").click() if stop == "click" else page.keyboard.press("Escape")
             expect(page.locator("#send")).to_be_visible()
             expect(page.locator(".strip.runs")).to_have_count(0)
+            expect(page.locator("#keys")).not_to_contain_text("Escape")
             kept = history(slow, page)
             assert kept[-1].finish_reason == pb.FINISH_REASON_CANCELLED
             assert kept[-1].content.strip().startswith(early[:20])
@@ -425,6 +433,7 @@ def test_copies(browser: Any, slow: HttpRig) -> None:
 
 
 def test_settings_reach_the_daemon(browser: Any, slow: HttpRig) -> None:
+    given(slow, "no such prompt", ("Hm?", "", "Yes."))
     with opened(browser, slow) as page:
         page.get_by_role("button", name="Settings").click()
         expect(page.locator("#set-temperature-value")).to_have_text(re.compile("^Default"))
@@ -443,6 +452,12 @@ def test_settings_reach_the_daemon(browser: Any, slow: HttpRig) -> None:
         assert told[-1].finish_reason == pb.FINISH_REASON_LENGTH
         expect(page.locator("article.reply")).to_contain_text("reached its maximum length")
         expect(page.locator("article.system")).to_contain_text("Be brief.")
+        expect(page.locator("#settings-used")).to_contain_text("system prompt")
+        page.get_by_role("button", name="no such prompt", exact=True).click()
+        expect(page.locator("article.user")).to_have_count(1)
+        expect(page.locator("#settings-used")).not_to_contain_text("system prompt")
+        page.click("#new")
+        expect(page.locator("#settings-used")).to_contain_text("system prompt")
 
         page.locator("#settings-used").click()
         page.get_by_role("button", name="Restore defaults").click()
@@ -555,6 +570,54 @@ def test_the_drawer_says_how_much_was_saved(browser: Any, tiny: HttpRig) -> None
         expect(page.locator("#memory")).to_be_hidden()
         toggle.click()
         expect(page.locator("#memory")).to_be_visible()
+
+
+def test_the_drawer_says_that_nothing_is_cached(browser: Any, slow: HttpRig) -> None:
+    given(slow, "not cached", ("Hm?", "", "Yes."))
+    with opened(browser, slow) as page:
+        headline = page.locator("#saved .headline")
+        page.get_by_role("button", name="not cached", exact=True).click()
+        expect(headline).to_have_text(re.compile(r"^0\s% is in memory"))
+        page.reload()
+        expect(headline).to_have_text(re.compile(r"^0\s% is in memory"))
+        expect(page.locator("#saved")).to_contain_text("The next turn computes")
+
+
+def test_a_new_conversation_is_named_before_the_daemon_answers(browser: Any, slow: HttpRig) -> None:
+    seen = []
+
+    def look(route: Any) -> None:
+        seen.append(page.locator("#title").inner_text())
+        route.continue_()
+
+    with opened(browser, slow) as page:
+        page.route("**/CreateConversation", look)
+        say(page, "The name of\nthis one.")
+        assert seen == ["The name of this one."]
+        expect(page.locator("#title")).to_have_text(seen[0])
+
+
+def test_a_refused_first_message_leaves_no_conversation(browser: Any, tiny: HttpRig) -> None:
+    def stored() -> set[str]:
+        found = tiny.rig.stub.ListConversations(pb.ListConversationsRequest(page_size=500))
+        return {each.conversation_id for each in found.conversations}
+
+    before, text = stored(), "word " * 600
+    with opened(browser, tiny, is_quiet=False) as page:
+        page.fill("#text", text)
+        page.press("#text", "Enter")
+        for _ in range(2):
+            expect(page.get_by_role("alert")).to_contain_text("Shorten the message")
+            expect(page.locator("#send")).to_be_visible()
+            expect(page.locator("#text")).to_have_value(text.strip())
+            expect(named(page)).to_have_count(0)
+            assert stored() == before
+            with page.expect_response(SEND):
+                page.get_by_role("button", name="Try again").click()
+        expect(page.get_by_role("alert")).to_be_visible()
+        say(page, "Short.")
+        expect(named(page)).to_have_text("Short.")
+        assert len(stored() - before) == 1
 
 
 def test_the_page_asks_for_a_token(browser: Any, tmp_path: Path) -> None:
@@ -741,3 +804,6 @@ def test_a_phone_scrolls_in_one_direction(browser: Any, slow: HttpRig) -> None:
         expect(page.locator("#memory")).to_be_hidden()
         expect(memory).to_be_focused()
         say(page, "Small.")
+        page.get_by_role("button", name="New conversation", exact=True).click()
+        expect(page.locator(".examples")).to_be_visible()
+        assert told(page) == []
