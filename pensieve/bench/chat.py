@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, machine, percentile
 from pensieve.bench.workload import Script, WorkloadShape, scripts_of
 from pensieve.client.admin import Admin
-from pensieve.client.aio import AsyncClient
+from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.values import Delta, TokenLogprob
 from pensieve.errors import PensieveError
 
@@ -156,44 +156,54 @@ async def about(options: ChatOptions, address: str) -> list[str]:
 
 
 async def check(address: str, admin_address: str, seed: int) -> None:
-    """The same replies with and without cached KV; of a daemon started elsewhere, the same twice."""
+    """Check that each reply of a conversation is the same when its turn runs again.
+
+    With an `admin_address` the KV of the conversation is evicted before a turn runs again.
+    """
     shape = WorkloadShape(1, 2, 40, 12)
     (script,) = scripts_of(shape, seed + 1)
-    replies: list[list[CheckedReply]] = []
     async with AsyncClient(address) as client:
         on_gpu = (await client.server_info()).device.startswith("cuda")
-        for kept in (True, False):
-            conversation = client.conversation(f"bench-check-{seed}-{kept}")
-            replies.append([])
-            for message in script.turns:
-                turn = conversation.send(
-                    message.text,
-                    max_tokens=shape.output_tokens,
-                    ignore_eos=True,
-                    temperature=0.0,
-                    logprobs=NUM_LIKELY,
-                )
-                deltas: list[Delta] = []
-                async for delta in turn:
-                    if isinstance(delta, Delta):
-                        deltas.append(delta)
-                    else:  # the server begins the reply again
-                        deltas.clear()
-                replies[-1].append(
-                    CheckedReply(
-                        [each for delta in deltas for each in delta.token_ids],
-                        [each for delta in deltas for each in delta.logprobs],
-                    )
-                )
-                if admin_address and not kept:
-                    with Admin(admin_address) as admin:
-                        admin.evict(conversation.conversation_id)
-            await conversation.delete()
-    for one, other in zip(*replies, strict=True):
-        if one.token_ids != other.token_ids:
-            if on_gpu and part_where_as_likely(one, other):
-                return  # what follows answers another conversation
-            raise PensieveError("a conversation gets another reply once its KV was evicted")
+        conversation = client.conversation(f"bench-check-{seed}")
+
+        def evict() -> None:
+            if admin_address:
+                with Admin(admin_address) as admin:
+                    admin.evict(conversation.conversation_id)
+
+        texts = [message.text for message in script.turns]
+        await check_turns(conversation, texts, shape.output_tokens, evict, near_ties=on_gpu)
+        await conversation.delete()
+
+
+async def check_turns(
+    conversation: AsyncConversation,
+    texts: Sequence[str],
+    output_tokens: int,
+    evict: Callable[[], None],
+    *,
+    near_ties: bool,
+) -> None:
+    """Run a conversation, then each turn again in its first context; PensieveError if a reply changes.
+
+    The last turn runs again first: a rewind before it leaves the replies of the first run in the context. So
+    every turn is compared, even after an earlier reply has changed. With `near_ties` a reply may change at a
+    token that was about as likely as its alternative. Its later tokens have another context, and are not
+    compared.
+    """
+    revisions, replies = [0], list[CheckedReply]()
+    for text in texts:
+        reply, revision = await checked_reply(conversation, text, output_tokens)
+        replies.append(reply)
+        revisions.append(revision)
+    for number in reversed(range(len(texts))):
+        await conversation.rewind(revisions[number])
+        evict()
+        again, _ = await checked_reply(conversation, texts[number], output_tokens)
+        if replies[number].token_ids == again.token_ids:
+            continue
+        if not (near_ties and differ_at_near_tie(replies[number], again)):
+            raise PensieveError(f"turn {number + 1} got another reply when it ran again")
 
 
 class CheckedReply(NamedTuple):
@@ -201,8 +211,28 @@ class CheckedReply(NamedTuple):
     logprobs: Sequence[TokenLogprob]
 
 
-def part_where_as_likely(one: CheckedReply, other: CheckedReply) -> bool:
-    """Whether, where two replies part, both tokens were about as likely for each of them."""
+async def checked_reply(
+    conversation: AsyncConversation, text: str, output_tokens: int
+) -> tuple[CheckedReply, int]:
+    """Send a message; return its greedy reply and the conversation's revision after the turn."""
+    turn = conversation.send(
+        text, max_tokens=output_tokens, ignore_eos=True, temperature=0.0, logprobs=NUM_LIKELY
+    )
+    deltas: list[Delta] = []
+    async for delta in turn:
+        if isinstance(delta, Delta):
+            deltas.append(delta)
+        else:  # the server restarted the reply
+            deltas.clear()
+    reply = CheckedReply(
+        [each for delta in deltas for each in delta.token_ids],
+        [each for delta in deltas for each in delta.logprobs],
+    )
+    return reply, (await turn.reply()).revision
+
+
+def differ_at_near_tie(one: CheckedReply, other: CheckedReply) -> bool:
+    """Return whether both tokens at the first difference were about as likely in each of the replies."""
     pairs = zip(one.token_ids, other.token_ids, strict=True)
     at = next(index for index, (mine, theirs) in enumerate(pairs) if mine != theirs)
     for reply, wanted in ((one, other.token_ids[at]), (other, one.token_ids[at])):
