@@ -1,17 +1,17 @@
-"""`pensieve bench chat` measures conversations with a daemon where its clients are.
+"""`pensieve bench chat`: measure conversations with a daemon from the client's side.
 
-Conversations arrive (all at once, or at a Poisson rate); each sends a message, waits for the whole
-reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:
+Conversations arrive all at once or at a Poisson rate. Each client sends a message through gRPC, waits for the
+whole reply, thinks, and continues. The client measures
 
-    first, later      time to the first token of a conversation's first turn, and of later ones
-    gap               between the messages of a stream
-    normalized        time of a turn over its tokens
-    tokens by source  what later turns found on the device, in the host tier, or had to recompute
+    first, later      time to the first token of a conversation's first turn, and of later turns
+    gap               time between the messages of a stream
+    normalized        time of a turn over its number of tokens
+    tokens by source  context of later turns: on the device, in the host tier, or recomputed
 
-Before anything is timed, a conversation runs twice, the second time (if the daemon was started here)
-with its KV dropped between the turns: both must get the same replies, token for token. On a GPU the order of
-a sum depends on how many rows are computed together, so there replies may part where two tokens are about
-equally likely. Replies do not end by themselves and are greedy, so two runs with one seed do the same work.
+Before anything is timed, each turn of a conversation runs twice, the second time with its KV evicted (if the
+daemon was started here). Both runs must get the same tokens. On a GPU the order of a sum depends on how many
+rows are computed together, so there the replies may differ where two tokens are about equally likely.
+Replies are greedy and have a fixed length, so two runs with one seed do the same work.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.values import Delta, TokenLogprob
 from pensieve.errors import PensieveError
 
-DEFAULT_MODEL = "0.37B"  # random weights of that shape
-NUM_LIKELY = 5  # tokens whose probabilities come with each token of the check
-NEAR = 0.2  # between logarithms of probabilities: rounding in 16 bits moves them by less
+DEFAULT_MODEL = "0.37B"  # random weights of this shape
+NUM_LIKELY = 5  # alternatives with their probabilities, for each token of the check
+NEAR = 0.2  # difference of log probabilities; rounding in 16 bits changes them by less
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,20 @@ class ChatOptions:
     shape: WorkloadShape
     seed: int
     model: str  # "" for random weights
-    address: str  # of a daemon; "" starts one
-    device_cache: str | None = None  # of the daemon that is started, and so are the others
+    address: str  # of a running daemon; "" starts one
+    device_cache: str | None = (
+        None  # this option and the others are for a daemon that is started here
+    )
     host_cache: str | None = None
     weights: str | None = None
     kv_dtype: str | None = None
     stream: str | None = None
 
     def flags(self) -> list[str]:
-        """Of the daemon.  A share of the device tier counts what all turns hold in the end."""
+        """Return the daemon's flags; `device_share` is relative to the KV of all conversations."""
         shape, device, host = self.shape, self.device_cache, self.host_cache
         if shape.device_share:
-            alone = shape.turns * shape.tokens_per_turn + 64  # a conversation has to fit
+            alone = shape.turns * shape.tokens_per_turn + 64  # at least one conversation must fit
             device = device or f"{max(int(shape.tokens * shape.device_share), alone)}t"
             host = host or f"{2 * shape.tokens}t"
         named = {"--device-cache": device, "--host-cache": host, "--weights": self.weights}
@@ -68,9 +70,9 @@ class ChatOptions:
 
 @dataclass
 class MeasuredTurn:
-    """What a client saw of one turn."""
+    """One turn as its client saw it."""
 
-    number: int  # in its conversation
+    number: int  # in its conversation, from 0
     first_token_seconds: float
     total_seconds: float
     gaps: list[float]
@@ -83,7 +85,7 @@ class MeasuredTurn:
 
 @dataclass(frozen=True)
 class TokenSources:
-    """Where the tokens of all turns' contexts came from."""
+    """The number of context tokens of all turns, by where their KV came from."""
 
     new: int
     device: int
@@ -104,7 +106,7 @@ class ChatFigures:
     normalized_p50: float
     normalized_p90: float
     tokens: TokenSources
-    reused_share: float | None  # of what earlier turns left
+    reused_share: float | None  # of the context that earlier turns left
 
 
 def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
@@ -129,7 +131,7 @@ def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
 
 
 async def about(options: ChatOptions, address: str) -> list[str]:
-    """Model, machine, load and seed, in words."""
+    """Return the model, machine, load and seed in words."""
     async with AsyncClient(address) as client:
         info = await client.server_info()
     if options.address:
@@ -260,7 +262,7 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
                 last_turn=False,
             )
             arrived = [time.perf_counter() async for delta in turn if delta.text]
-            ended = time.perf_counter()  # a reply may consist of what is no text
+            ended = time.perf_counter()  # a reply may consist of tokens without text
             usage = (await turn.reply()).usage
             turns.append(
                 MeasuredTurn(
@@ -328,12 +330,12 @@ def lines_of(figures: ChatFigures) -> list[str]:
         f"p90 {milliseconds(figures.normalized_p90)}",
         f"tokens: {sources.new:,} new, {sources.device:,} on the device, "
         f"{sources.host:,} from the host, {sources.recomputed:,} recomputed"
-        + ("" if reused is None else f"; {reused:.1%} of what was there before was reused"),
+        + ("" if reused is None else f"; {reused:.1%} of earlier context was reused"),
     ]
 
 
 def plot(turns: Sequence[MeasuredTurn], path: Path, facts: Sequence[str]) -> None:
-    """Distributions of the time to first token and of the gaps, one below the other."""
+    """Draw the distributions of the time to the first token and of the gaps."""
     kinds = {
         "First token, first turns": [t.first_token_seconds for t in turns if t.number == 0],
         "First token, later turns": [t.first_token_seconds for t in turns if t.number > 0],
