@@ -1,15 +1,15 @@
-"""Was anything lost, doubled, or written by two?  From what talkers know, what the history has, and its log.
+"""Check what talkers know, the history and its owner log for lost or doubled turns, and for two writers.
 
-`wrong_turns` compares a talker with its conversation.  `wrong_owners` walks through the owner log
+`wrong_turns` compares a talker with its conversation. `wrong_owners` walks through the owner log
 (owner_log.py), which has the commits in their order:
 
-    opened, closed       a session; one that is closed claims nothing any more
-    claimed              a conversation is a session's from here on, in an epoch that no other claim has; no
-                         turn of it runs
-    begun, ended (turn)  for the session that has the conversation, in the epoch that it has it in.  A turn
+    opened, closed       a session. A closed session claims nothing any more
+    claimed              a session owns the conversation from here on, in an epoch that no other claim has. No
+                         turn of the conversation runs
+    begun, ended (turn)  by the session that owns the conversation, in the epoch in which it owns it. A turn
                          gets its reply in the epoch in which it was begun, and none after that
 
-Both return what is wrong, as sentences.
+Both return problems as sentences.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 from pensieve.launch.echo_engine import digest, next_token
 from tests.cluster.talkers import Spoken
 
-VISIBLE_MAX = 1  # errors of a turn that its talker may see
+VISIBLE_MAX = 1  # errors per turn that its talker may see
 END_ID = 2
 WITH_REPLY = ("completed", "cancelled")
 
 
 class Stored(NamedTuple):
-    """A message as the history has it."""
+    """A message in the history."""
 
     role: str
     text: str
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -> list[str]:
-    """Lost, doubled or changed turns of a conversation."""
+    """Return the lost, doubled or changed turns of a conversation."""
     problems = []
     if len(stored) % 2 or any(
         each.role != ("user", "assistant")[at % 2] for at, each in enumerate(stored)
@@ -73,7 +73,7 @@ def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -
 
 
 def wrong_tokens(name: str, replies: Iterable[tuple[bool, Sequence[int]]], size: int) -> list[str]:
-    """Tokens of the echo engine that are not what arithmetic says; messages in order, whether sampled."""
+    """Return tokens of the echo engine that break its arithmetic; `replies` says which are sampled."""
     log = array("I")
     for number, (is_reply, token_ids) in enumerate(replies):
         for token_id in token_ids:
@@ -85,11 +85,11 @@ def wrong_tokens(name: str, replies: Iterable[tuple[bool, Sequence[int]]], size:
 
 @dataclass
 class _Conversation:
-    """What the log has said of it so far."""
+    """The state of a conversation, by the log so far."""
 
     session: int = 0
     epoch: int = 0
-    turn_id: int = 0  # that runs
+    turn_id: int = 0  # of the running turn
 
 
 class _Log:
@@ -124,7 +124,7 @@ class _Log:
             self._wrong(event, "the epoch is another claim's")
         if event["epoch"] <= found.epoch:
             self._wrong(event, f"an epoch {found.epoch} came before")
-        if event["previous"] not in (0, found.session):  # 0: it was deleted and made again
+        if event["previous"] not in (0, found.session):  # 0: it was deleted and created again
             self._wrong(event, f"session {found.session} had it")
         if found.turn_id and event["previous"]:
             self._wrong(event, f"turn {found.turn_id} runs")
@@ -149,7 +149,7 @@ class _Log:
         if found.turn_id != turn_id:
             self._wrong(event, f"it does not run; turn {found.turn_id or 'none'} does")
         found.turn_id = 0
-        if event["how"] == "interrupted":  # also by who claims the conversation next
+        if event["how"] == "interrupted":  # also by the session that claims the conversation next
             return
         whose = event["key"], event["session"], event["epoch"]
         if self._began.get(turn_id) != whose:
@@ -162,7 +162,7 @@ class _Log:
 
 
 def wrong_owners(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What the log says that must not be."""
+    """Return what must not be in the log."""
     log = _Log()
     for event in events:
         log.take(event)

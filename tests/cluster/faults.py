@@ -1,8 +1,8 @@
-"""What can befall a cluster, and a schedule of it that is drawn from a seed.
+"""The faults that can befall a cluster, and a schedule of faults drawn from a seed.
 
-A fault has a target (a replica, or the database) and lasts for some seconds.  Two never befall one target at
-once, and of those that outlast the lease there is one at a time: two replicas of three that are gone for good
-are no case to be served.
+A fault has a target (a replica or the database) and a duration. A target never has two faults at once. At
+most one fault at a time outlasts the lease, because a cluster need not serve with two of three replicas gone
+for good.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pensieve.store.shared_file import WriteTurn
 from tests.cluster.links import Link, Way
 from tests.cluster.world import CannotStart, Part, Replica, World
 
-DATABASE = -1  # as a target
+DATABASE = -1  # a target
 SHORT_SECONDS = (0.3, 4.0)
 LONG_LEASES = (1.2, 1.5)
 SLOW_SECONDS = 0.08
-EXIT_SECONDS = 1.0  # until a killed process has ended
+EXIT_SECONDS = 1.0  # for a killed process to end
 STARTS_MAX = 5
 
 
@@ -42,7 +42,7 @@ class Fault:
 
 
 async def start(part: Part) -> None:
-    """As a supervisor does: again, if it could not open the history just then."""
+    """Start a process like a supervisor: again if it could not open the history."""
     for _ in range(STARTS_MAX - 1):
         with contextlib.suppress(CannotStart):
             await part.start()
@@ -58,7 +58,7 @@ async def kill(part: Part, seconds: float) -> None:
 
 
 async def pause(part: Part, seconds: float) -> None:
-    """The others kill it if it was writing to the history."""
+    """Pause a process. The other replicas kill it if it was writing to the history."""
     part.pause()
     try:
         await asyncio.sleep(seconds)
@@ -85,7 +85,7 @@ def mended(*links: Link) -> Iterator[None]:
 
 
 def cut(*names: str, ways: tuple[Way, ...] = ()) -> Callable[[Part, float], Awaitable[None]]:
-    """A partition: nothing passes, and nobody is told."""
+    """Return a partition: nothing passes, and no side is told."""
 
     async def act(part: Part, seconds: float) -> None:
         links = [getattr(part, f"{name}_link") for name in names]
@@ -109,7 +109,7 @@ def refused(*names: str) -> Callable[[Part, float], Awaitable[None]]:
 
 
 async def reset(part: Part, seconds: float) -> None:
-    """Now and then all connections of a replica end at once."""
+    """End all connections of a replica at once, several times."""
     assert isinstance(part, Replica)
     for _ in range(3):
         for link in (part.peer_link, part.client_link):
@@ -142,8 +142,8 @@ TO_SERVERS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "cut back from the server": cut("store", ways=(Way.BACK,)),
     "refused by the server": refused("store"),
 }
-WRITE = "write"  # another program keeps everybody from writing for so long
-END_SESSIONS = "end sessions"  # of a server, all of them
+WRITE = "write"  # another program blocks all writers for a while
+END_SESSIONS = "end sessions"  # all sessions of a database server
 MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill", *list(TO_SERVERS)[:2])
 
 
@@ -155,7 +155,7 @@ def schedule(
     lease: float,
     has_server: bool = False,
 ) -> list[Fault]:
-    """A fault every so many seconds, with the targets that are free by then.
+    """Draw a fault every `every` seconds, among the targets that are free by then.
 
     `has_server`: the database is a server, to which each replica has a link.
     """
@@ -184,7 +184,7 @@ def schedule(
 
 
 def _write(database: Path, seconds: float) -> None:
-    """Keep everybody else from writing."""
+    """Block all other writers."""
     with WriteTurn(database, 60.0, 60.0).taken():
         time.sleep(seconds)
 

@@ -1,15 +1,14 @@
 """TCP connections that can be held, slowed, reset and refused: the network between the parts of a cluster.
 
-A `Link` listens at an address of its own and passes bytes on to its target, which may be a Unix socket.  What
-can be done to it:
+A `Link` listens at its own address and passes bytes on to its target, which may be a Unix socket. Its faults:
 
-    hold      nothing arrives any more, in one direction or in both, and nobody is told: a partition.  What
-              was sent meanwhile arrives afterwards, as TCP would send it again
-    slow      everything arrives so much later
-    reset     the connections that there are end with RST
-    refuse    the same, and whoever connects gets RST
+    hold      nothing arrives any more, in one direction or in both, and no side is told: a partition. Held
+              bytes arrive afterwards, like TCP retransmissions
+    slow      everything arrives with a delay
+    reset     existing connections end with RST
+    refuse    existing and new connections get RST
 
-All of it belongs to one event loop.
+Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PIECE_BYTES = 65_536
 
 
 class Way(Enum):
-    """Seen from who has connected."""
+    """A direction, seen from the side that has connected."""
 
     THERE = "there"
     BACK = "back"
@@ -57,7 +56,7 @@ class Link:
         self.reset()
         self.heal()
 
-    # -- what is done to it --
+    # -- faults --
 
     def hold(self, *ways: Way) -> None:
         for way in ways or tuple(Way):
@@ -76,7 +75,7 @@ class Link:
         self.reset()
 
     def heal(self) -> None:
-        """As at the beginning."""
+        """Return to the initial state."""
         self._is_refusing, self._seconds = False, 0.0
         for flows in self._flows.values():
             flows.set()
@@ -123,7 +122,7 @@ class Link:
 
 
 async def _connected_to(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """`target` is HOST:PORT, or the path of a Unix socket."""
+    """Connect to `target`, HOST:PORT or the path of a Unix socket."""
     if target.startswith("/"):
         return await asyncio.open_unix_connection(target)
     host, _, port = target.rpartition(":")

@@ -1,14 +1,14 @@
-"""A cluster is talked to while its parts are killed, paused and cut off, and then everything is looked at.
+"""Talk to a cluster while its parts are killed, paused and cut off, and then check everything.
 
     python -m tests.cluster.nemesis FOLDER --seed 7                   # 3 minutes, 50 conversations
     python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2
     python -m tests.cluster.nemesis FOLDER --seed 7 --engine model    # the built-in model
-    python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql    # a server of its own
+    python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql    # its own server
     python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2   # on Ray Serve
 
-The faults and what the talkers say are drawn from the seed; which call meets which fault is not.  FOLDER
-keeps, by seed, the history with its owner log, and the logs of the processes.  Its results.jsonl has a line
-for each run.
+The seed determines the faults and the talkers' messages, but not which call meets which fault. FOLDER keeps,
+by seed, the history with its owner log, and the logs of the processes. Its results.jsonl has a line for each
+run.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
 from tests.store.postgres_server import serving
 
-RECOVERY_SECONDS = 30.0  # after the last fault everybody can talk
-OWN_SERVER = "postgresql"  # as an address
-HANG_SECONDS = 150.0  # after which nothing will come any more
+RECOVERY_SECONDS = 30.0  # after the last fault, until all talkers get answers
+OWN_SERVER = "postgresql"  # in place of an address
+HANG_SECONDS = 150.0  # after which no more answers can come
 
 
 @dataclass(frozen=True)
 class Storm:
-    """How much of it."""
+    """The extent of a run."""
 
     seed: int
     seconds: float = 180.0
     every: float = 5.0
     num_talkers: int = 50
-    pause_seconds: float = 0.4  # of a talker between its turns, on average
+    pause_seconds: float = 0.4  # mean pause of a talker between its turns
     kind: Kind = field(default_factory=Kind)
 
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """The results of a run."""
 
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
     num_turns: int = 0
     num_retries: int = 0  # of all turns
     num_visible: int = 0  # errors that a user of the SDK sees
-    visible: dict[str, int] = field(default_factory=dict)  # by what they say
-    num_claims: int = 0  # that took a conversation from another session
-    recovery_seconds: float = 0.0  # after the last fault, of the slowest talker
-    whole_seconds: float = 0.0  # the same, until every part runs again, too
+    visible: dict[str, int] = field(default_factory=dict)  # by message
+    num_claims: int = 0  # claims that took a conversation from another session
+    recovery_seconds: float = 0.0  # after the last fault, for the slowest talker
+    whole_seconds: float = 0.0  # after the last fault, until every part runs again
     longest_turn_seconds: float = 0.0
-    longest_turn: list[str] = field(default_factory=list)  # its request, and what it met
+    longest_turn: list[str] = field(default_factory=list)  # its request, and the errors it met
     problems: list[str] = field(default_factory=list)
 
 
 async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
-    """One storm, in a folder of its own."""
+    """Run one storm in its own folder."""
     folder.mkdir(parents=True)
     outcome = Outcome(storm.seed)
     async with _world(folder, storm.kind) as world:
@@ -103,7 +103,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 outcome.problems.append(f"{talker.conversation_id} failed: {error!r}")
         outcome.problems += [f"{len(hung)} talkers never ended"] if hung else []
-        # Patient ones: those of the talkers may still keep away from what has just come back.
+        # New clients, because those of the talkers may still avoid replicas that have just returned.
         readers = [AsyncClient(address) for address in world.addresses]
         await _read_back(talkers, readers, storm, outcome)
         for client in (*clients, *readers):
@@ -142,7 +142,7 @@ async def _befall_all(
     async def strike(fault: Fault) -> None:
         async with targets.setdefault(
             fault.target, asyncio.Lock()
-        ):  # a slow start may be under way
+        ):  # a slow start may still be under way
             say(f"{fault} (at {time.monotonic() - began:.1f})")
             await (world.befall(fault) if isinstance(world, RayWorld) else befall(world, fault))
         outcome.faults[fault.kind] = outcome.faults.get(fault.kind, 0) + 1
@@ -159,7 +159,7 @@ async def _until_all_talk(
     healed_at: float,
     outcome: Outcome,
 ) -> None:
-    """Until each has had another answer."""
+    """Wait until each talker has had another answer."""
     while waiting := [t for t in talkers if not any(s.ended_at > healed_at for s in t.spoken)]:
         if time.monotonic() - healed_at > HANG_SECONDS or any(task.done() for task in talking):
             outcome.problems.append(
@@ -191,7 +191,7 @@ async def _read_back(
 
 
 def _verified(world: World | RayWorld) -> list[str]:
-    """What the cluster says of itself, once the engine there runs: its daemon may have started it again."""
+    """Return the problems that the cluster reports, once its engine runs (it may be restarting)."""
     until = time.monotonic() + HANG_SECONDS
     with Admin(world.admin_addresses[0]) as admin:
         while True:
@@ -228,7 +228,7 @@ def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> Non
 
 @contextmanager
 def _store_of(given: str) -> Iterator[str]:
-    """The address of a database that has no history yet, or none for a SQLite file."""
+    """Yield the address of a database without a history, or nothing for a SQLite file."""
     if given != OWN_SERVER:
         yield given
         return
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("echo", "model"), default="echo")
     parser.add_argument("--store", default="", help=f"{OWN_SERVER}, or postgresql://…")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started ends with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end, too
     first, _, last = given.seeds.partition("..")
     seeds = [given.seed or int(time.time())]
     if first:

@@ -1,11 +1,11 @@
-"""Nodes of a Ray cluster, each in a network namespace of its own: a machine as Ray sees it, with an address.
+"""Nodes of a Ray cluster in network namespaces of their own, so that Ray sees machines with addresses.
 
     this process ── bridge ─┬─ node 0: the head, which has Ray's own tables
                             ├─ node 1
                             └─ …
 
-A node can lose its link.  Its processes are those of its namespace,
-so nothing else is ever looked at or killed.  All of it is gone when the block of `Nodes` ends.
+A node can lose its link. Its processes are those of its namespace, so no other process is ever looked at or
+killed. Everything is gone when the block of `Nodes` ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 OBJECT_STORE_BYTES = 80 << 20
-MARKS = {  # how the processes of a node are recognised in the table of processes
+MARKS = {  # parts of command lines that identify the processes of a node
     "daemon": (b"pensieve\0serve\0",),
     "replica": (b"ray::ServeReplica:pensieve:Replica",),
     "proxy": (b"ray::ProxyActor",),
@@ -35,7 +35,7 @@ MARKS = {  # how the processes of a node are recognised in the table of processe
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here; "" when there can."""
+    """Return why namespaces are impossible here; "" if they are possible."""
     if shutil.which("ip") is None:
         return "`ip` is not installed"
     if os.geteuid():
@@ -55,18 +55,18 @@ def why_not() -> str:
 
 
 class Node:
-    """`ray start` in a namespace, and what runs there."""
+    """`ray start` in a namespace, and the processes that run there."""
 
     def __init__(self, number: int, names: str, address: str, folder: Path) -> None:
         self.number = number
         self.address = address
         self.namespace = f"{names}n{number}"
         self.log = folder / f"ray-{number}.log"
-        self.link = f"{names}v{number}"  # the end of it on the bridge
+        self.link = f"{names}v{number}"  # the end on the bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self, *words: str) -> list[str]:
-        """A command line that runs on this node."""
+        """Return a command line that runs on this node."""
         return ["ip", "netns", "exec", self.namespace, *words]
 
     async def start(self, head: str, environment: dict[str, str]) -> None:
@@ -91,7 +91,7 @@ class Node:
                 await asyncio.sleep(LOOK_SECONDS)
 
     def processes(self, part: str) -> list[int]:
-        """Those of the namespace that are this part of a cluster; none while it is being replaced."""
+        """Return the processes of this part of a cluster; none while the part is replaced."""
         found = []
         for pid in self._pids():
             with contextlib.suppress(OSError):
@@ -108,10 +108,10 @@ class Node:
                 found.append(Path(words[words.index("--data") + 1]))
         return found
 
-    # -- what is done to it --
+    # -- faults --
 
     def signal(self, part: str, number: int) -> list[int]:
-        """The processes that got it."""
+        """Send a signal to the processes of a part; return them."""
         pids = self.processes(part)
         self.signal_all(pids, number)
         return pids
@@ -130,17 +130,17 @@ class Node:
         finally:
             _ip("link", "set", self.link, "up")
 
-    # -- its end --
+    # -- end --
 
     async def stop(self) -> None:
-        """As its operator does."""
+        """Stop the node like its operator does."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, STOP_SECONDS)
 
     def kill(self) -> None:
-        for _ in range(20):  # what is forked meanwhile is killed by the next round
+        for _ in range(20):  # the next round kills processes that are forked meanwhile
             pids = self._pids()
             if not pids:
                 break
@@ -157,7 +157,7 @@ class Node:
 
 
 class Nodes:
-    """A bridge with an address for this process, and nodes on it; the first one is the head."""
+    """A bridge with an address for this process, and its nodes; the first one is the head."""
 
     def __init__(self, folder: Path, num_nodes: int, variables: Mapping[str, str]) -> None:
         self._variables = variables
@@ -175,11 +175,11 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Of Ray."""
+        """Return Ray's address."""
         return f"{self.head.address}:{GCS_PORT}"
 
     def environment(self) -> dict[str, str]:
-        """Of Ray's processes, and of whoever talks to it."""
+        """Return the environment of Ray's processes and of its clients."""
         return {
             **os.environ,
             **self._variables,

@@ -1,7 +1,7 @@
-"""The part of KubeRay's RayService (ray.io/v1) and of a pod that docs/cluster uses, as a schema, and a check.
+"""Check manifests against the part of KubeRay's RayService (ray.io/v1) and pods that docs/cluster uses.
 
-A leaf is a type, a list has its items' schema, `Rest` allows any name.  A name that is not in the schema is a
-problem: KubeRay would prune it in silence.
+In the schema a leaf is a type, a list has its items' schema, and `Rest` allows any name. A name that is not
+in the schema is a problem: KubeRay would drop it silently.
 """
 
 from __future__ import annotations

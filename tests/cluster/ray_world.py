@@ -1,11 +1,11 @@
-"""A cluster on a real Ray of several nodes, and what can befall it: what nemesis.py wants of a world.
+"""A cluster on a real Ray of several nodes, with its faults: a world for nemesis.py.
 
     talker ──> Ray's proxy on any node ──> replica (an actor, and the daemon that is its child) ──> PostgreSQL
 
-Every node has one replica and one proxy. Nothing is started again here: what is killed, Ray replaces. A fault
-befalls a role of a node (its replica or its proxy). Of each role one node at least is whole at any time, and
-there is one fault at a time that outlasts the lease. Ray's own tables, on the head, are left alone: a Ray
-that is to outlive them needs them in a Redis. So is the database: all nodes reach its Unix socket.
+Every node has one replica and one proxy. This world restarts nothing: Ray replaces killed processes. A fault
+befalls a role of a node (its replica or its proxy). At any time at least one node of each role has no fault,
+and at most one fault outlasts the lease. Ray's own tables, on the head, have no faults, since Ray needs a
+Redis to survive their loss. Neither has the database: all nodes reach its Unix socket.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOWN_SECONDS = 180.0
 WHOLE_SECONDS = 120.0
 LOOK_SECONDS = 0.2
 REST_SECONDS = 3.0  # of a target after a fault
-REPLACED_SECONDS = 12.0  # the same after a kill: Ray notices, and starts a new one
+REPLACED_SECONDS = 12.0  # of a target after a kill, until Ray has noticed and started a new process
 PROXIES = 100  # the target of node N's proxy is PROXIES + N
 NEVER_CUT = 0  # the head
 
@@ -46,9 +46,9 @@ class RayFault(Fault):
 
 @dataclass(frozen=True)
 class Deed:
-    """Something that can befall a target."""
+    """A fault that can befall a target."""
 
-    part: str = ""  # whose processes get a signal
+    part: str = ""  # whose processes get the signal
     number: signal.Signals = signal.SIGSTOP
     may_be_long: bool = False
 
@@ -65,7 +65,7 @@ OF_REPLICAS = {
     "kill actor": Deed("replica", KILL),
     "pause actor": Deed("replica", STOP, may_be_long=True),
 }
-OF_NODES = {CUT: Deed()}  # not of the head
+OF_NODES = {CUT: Deed()}  # except the head
 OF_PROXIES = {"kill proxy": Deed("proxy", KILL), "pause proxy": Deed("proxy", STOP)}
 ALL = {**OF_REPLICAS, **OF_NODES, **OF_PROXIES}
 
@@ -75,7 +75,7 @@ def _role(target: int) -> str:
 
 
 def deeds(target: int) -> dict[str, Deed]:
-    """What can befall it."""
+    """Return the faults that can befall a target."""
     if target >= PROXIES:
         return OF_PROXIES
     return OF_REPLICAS if target == NEVER_CUT else {**OF_REPLICAS, **OF_NODES}
@@ -84,7 +84,7 @@ def deeds(target: int) -> dict[str, Deed]:
 def schedule(
     seed: int, seconds: float, every: float, num_nodes: int, lease: float
 ) -> list[RayFault]:
-    """A fault every so many seconds; a second later where nothing may be hurt by then."""
+    """Draw a fault every `every` seconds, or a second later if no target may have one by then."""
     choose = random.Random(seed)
     targets = (*range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
     free_at = dict.fromkeys(targets, 0.0)
@@ -92,7 +92,7 @@ def schedule(
     faults: list[RayFault] = []
 
     def may_be_hurt(target: int, at: float) -> bool:
-        """It is whole, and so is another one of its role."""
+        """Return whether the target and another one of its role have no fault."""
         fellows = [each for each in targets if _role(each) == _role(target) and each != target]
         return free_at[target] <= at and any(free_at[each] <= at for each in fellows)
 
@@ -127,20 +127,20 @@ class RayWorld:
         self.store = kind.store
         self.kind = kind
         self.event_log = folder / "events.jsonl"
-        self.event_log.touch()  # nobody writes to it
+        self.event_log.touch()  # stays empty
         self.data = folder / "d"
         self._folder = folder
         self._nodes = Nodes(folder, kind.num_replicas, kind.engine_variables)
-        self._config = folder / "serve.yaml"  # JSON is YAML, too
+        self._config = folder / "serve.yaml"  # JSON, which is valid YAML
 
     @property
     def addresses(self) -> list[str]:
-        """Where clients go."""
+        """Return the addresses for clients."""
         return [f"{node.address}:{GRPC_PORT}" for node in self._nodes.all]
 
     @property
     def admin_addresses(self) -> list[str]:
-        """Of the daemons that run."""
+        """Return the admin addresses of the running daemons."""
         folders = [folder for node in self._nodes.all for folder in node.data_of_daemons()]
         return [f"unix:{folder / 'admin.sock'}" for folder in folders]
 
@@ -159,14 +159,14 @@ class RayWorld:
         await self._nodes.__aexit__(*exc)
 
     async def stop(self) -> list[int]:
-        """As its operator does; the exit statuses."""
+        """Stop the cluster like its operator does; return the exit statuses."""
         await self._cluster(DOWN_SECONDS, "down")
         for node in reversed(self._nodes.all):
             await node.stop()
         return [0]
 
     async def whole(self) -> None:
-        """Returns when every node has a replica and a proxy that serve."""
+        """Wait until every node has a replica and a proxy that serve."""
         async with asyncio.timeout(WHOLE_SECONDS):
             while not await self._is_whole():
                 await asyncio.sleep(LOOK_SECONDS)
@@ -175,7 +175,7 @@ class RayWorld:
         return schedule(seed, seconds, every, self.kind.num_replicas, self.kind.lease_seconds)
 
     async def befall(self, fault: Fault) -> None:
-        """Returns when it is over; what was killed, Ray may still be replacing."""
+        """Cause a fault and wait until it is over; Ray may still be replacing killed processes."""
         deed, node = ALL[fault.kind], self._nodes.all[fault.target % PROXIES]
         if fault.kind == CUT:
             with node.unplugged():
@@ -190,7 +190,7 @@ class RayWorld:
         return all(await asyncio.gather(*(_serves(address) for address in self.addresses)))
 
     async def _cluster(self, seconds: float, *words: str) -> None:
-        """`pensieve cluster` on the head."""
+        """Run `pensieve cluster` on the head."""
         ray = ("--ray", self._nodes.address, "--data", str(self._folder / "cluster"))
         command = self._nodes.head.command(sys.executable, "-m", "pensieve", "cluster")
         done = await asyncio.to_thread(
@@ -230,7 +230,7 @@ class RayWorld:
 
 async def _signalled(node: Node, deed: Deed, seconds: float) -> None:
     pids = node.processes(deed.part)
-    while not pids:  # it is being replaced
+    while not pids:  # Ray is replacing the part
         await asyncio.sleep(LOOK_SECONDS)
         pids = node.processes(deed.part)
     node.signal_all(pids, deed.number)
@@ -242,7 +242,7 @@ async def _signalled(node: Node, deed: Deed, seconds: float) -> None:
 
 
 async def _serves(address: str) -> bool:
-    """Whether a proxy answers, and the replica that it has chosen."""
+    """Return whether a proxy answers, with the replica that it has chosen."""
     async with grpc.aio.insecure_channel(address) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

@@ -1,12 +1,12 @@
-"""A cluster of plain processes: several `pensieve serve` on one database, and what connects them.
+"""A cluster of plain processes: several `pensieve serve` on one database, and their connections.
 
     talker ──client link──> replica ──peer link──> another replica
                                ├──────> a SQLite file
                                └─store link──> or a PostgreSQL server; both with an owner log (owner_log.py)
 
-Every link can be cut by itself; every process can be killed, started again with the same folder and
-addresses, stopped (SIGSTOP) and continued.  Where the processes come from and how they end is all that a
-cluster of another kind (Ray's) would have to do otherwise.
+Every link can be cut separately. Every process can be killed, restarted with the same folder and addresses,
+stopped (SIGSTOP) and continued. A cluster of another kind (Ray's) differs only in how its processes start and
+end.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Kind:
-    """What a world is made of."""
+    """The components of a world."""
 
-    num_replicas: int = 3  # with Ray: nodes, each of which has one
+    num_replicas: int = 3  # with Ray: nodes with one replica each
     lease_seconds: float = 2.0
     engine: str = "echo"
     echo_seconds: float = 0.003
@@ -45,13 +45,13 @@ class Kind:
 
     @property
     def engine_variables(self) -> dict[str, str]:
-        """Of the environment of its daemons."""
+        """Return the environment variables that choose the daemons' engine."""
         is_echo = self.engine == "echo"
         return {"PENSIEVE_ENGINE": f"echo:{self.echo_seconds}" if is_echo else self.engine}
 
     @property
     def variables(self) -> dict[str, str]:
-        """The same, and the lease."""
+        """Return the environment variables of the daemons, including the lease."""
         return {**self.engine_variables, "PENSIEVE_LEASE": str(self.lease_seconds)}
 
 
@@ -110,7 +110,7 @@ class Part:
         await asyncio.to_thread(self._process.wait)
 
     async def terminate(self) -> int:
-        """As its operator ends it; it drains."""
+        """Terminate the process like its operator does; it drains."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return await asyncio.to_thread(self._process.wait, STOP_SECONDS)
@@ -158,7 +158,7 @@ class Replica(Part):
 
 
 def behind_a_link(store: str) -> tuple[Link, str]:
-    """A link to the server of a database, and the address of the database behind it."""
+    """Return a link to the server of a database, and the database's address through the link."""
     parts = urlsplit(store)
     (folder,), port = parse_qs(parts.query).get("host", [""]), parts.port or 5432
     link = Link(f"{folder}/.s.PGSQL.{port}" if folder else f"{parts.hostname}:{port}", free_port())
@@ -170,7 +170,7 @@ class World:
     def __init__(self, folder: Path, kind: Kind) -> None:
         self.kind = kind
         self._folder = folder
-        self.database = folder / "history.db"  # unless it is in PostgreSQL
+        self.database = folder / "history.db"  # unused with PostgreSQL
         self.store = kind.store or f"sqlite://{self.database}"
         self.replicas = [
             Replica(number, folder, kind, self.store) for number in range(kind.num_replicas)
@@ -178,7 +178,7 @@ class World:
 
     @property
     def addresses(self) -> list[str]:
-        """Where clients go."""
+        """Return the addresses for clients."""
         return [replica.client_link.address for replica in self.replicas]
 
     @property
@@ -202,14 +202,14 @@ class World:
         await self._end()
 
     async def stop(self) -> list[int]:
-        """All of it, as operators do; the exit statuses."""
+        """Stop all processes like an operator does; return the exit statuses."""
         return await asyncio.gather(*(replica.terminate() for replica in self.replicas))
 
     async def whole(self) -> None:
-        """What befalls it starts again what it kills, so it is."""
+        """Return at once: this world's faults restart what they kill."""
 
     def events(self, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
-        """Of the owner log."""
+        """Return events of the owner log."""
         return owner_log.events(self.store, event, **wanted)
 
     async def _end(self) -> None:
