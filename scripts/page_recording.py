@@ -1,9 +1,9 @@
-"""The command behind scripts/record_page: docs/images from a real daemon, a real model and a real browser.
+"""Record docs/images from a real daemon, a real model and a real browser (scripts/record_page).
 
-`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations push each other out.  Some
-are had before the camera runs; then a scene of twenty seconds is played in Debian's chromium.  Nothing is
-cut, sped up or made up: a frame of the GIF is shown for as long as the browser showed it, and replies are
-what the model says.
+`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations evict each other. A few
+conversations take place first. Then a scene of twenty seconds plays in Debian's chromium. Nothing is cut,
+sped up or invented: each frame of the GIF is shown as long as the browser showed it, and the replies are the
+model's.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ PALETTE = (
     "#c02f99",
     "#1257a8",
     "#a06600",
-)  # of the page, rare in a frame
+)  # colours of the page that are rare in a frame
 SCENE_SECONDS = 20.0
 NOTES = (
     "Ada lives in Oslo with her sister Ines and a grey cat called Pixel. On Friday they take the night "
     "train to Paris, and on Sunday evening they come back. Ada likes museums, good bread and long walks "
     "by the river. Ines likes old bookshops and strong coffee."
 )
-HAD = {  # titles, and what is said in each before the camera runs
+HAD = {  # titles, and the messages that are sent before the recording
     "The moon": (
         "Why does the moon have phases? Answer in one sentence.",
         "Is there water on the moon? Answer in one sentence.",
@@ -101,7 +101,7 @@ def served(model: str) -> Iterator[str]:
 
 
 def have(url: str, title: str, texts: Sequence[str]) -> None:
-    """A conversation, as the page has it."""
+    """Create a conversation with this title and send these messages, like the page does."""
 
     def call(method: str, value: Any) -> None:
         path = f"{url}/pensieve.v1.ConversationService/{method}"
@@ -149,7 +149,7 @@ def record(url: str, chromium: str, out: Path) -> None:
 
 
 def filmed(page: Any, out: Path) -> list[tuple[float, bytes]]:
-    """The frames of the scene, each with its moment."""
+    """Return the frames of the scene with their times."""
     frames: list[tuple[float, bytes]] = []
     camera = page.context.new_cdp_session(page)
 
@@ -169,7 +169,7 @@ def filmed(page: Any, out: Path) -> list[tuple[float, bytes]]:
 
 
 def scene(page: Any, out: Path) -> None:
-    """What came back from the host, what was pushed out for it, a fork, and a strip that is explained."""
+    """Play the scene: a swap-in from the host, an eviction, a fork, and the memory strip's explanation."""
 
     def say(text: str) -> None:
         num_replies = page.locator("article.reply").count()
@@ -197,7 +197,7 @@ def open_named(page: Any, name: str) -> None:
 
 
 def write_gif(frames: Sequence[tuple[float, bytes]], path: Path) -> None:
-    """One palette for all frames, so that what does not change costs nothing."""
+    """Write a GIF with one palette for all frames, so that unchanged parts take no space."""
     from PIL import Image
 
     kept: list[tuple[float, Any]] = []

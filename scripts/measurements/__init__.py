@@ -1,15 +1,15 @@
-"""Measurements and simulations that `scripts/measure NAME` runs, a module each.
+"""Measurements and simulations that `scripts/measure NAME` runs, one per module.
 
-planning    what a decision of the scheduler costs
-service     tokens that the service delivers, and what a turn costs it, without a model
-isolation   what one tenant notices of another one that does its worst (noisy_tenant)
-swap        the first token of a turn whose history is not on the device
-shared_pages  attention over pages that several slices begin with
-batch       what a batch takes, by how it shares prefixes
+planning    cost of a scheduling decision
+service     tokens per second of the service, and its CPU time per turn, without a model
+isolation   effect of a tenant that does its worst on another tenant (noisy_tenant)
+swap        time to the first token of a turn whose history is not on the device
+shared_pages  attention over pages that several slices share
+batch       time of a batch, by how its requests share prefixes
 
-By simulation, of a machine that machine_options names:
+Simulations of a machine from machine_options:
 
-machines    how many machines a load needs, with how much host memory (replica: one of them)
-servers     single requests, beside the schedules of vLLM, Orca and FastServe (schedules)
+machines    number of machines for a load, and their host memory (replica: one of them)
+servers     single requests, compared with the schedules of vLLM, Orca and FastServe (schedules)
 batch_simulation    a batch that shares prefixes
 """

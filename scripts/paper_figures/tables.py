@@ -1,4 +1,4 @@
-"""Figures as a table of Markdown for people, and as JSON with the curves."""
+"""Write figures as a Markdown table for people, and as JSON with the curves."""
 
 from __future__ import annotations
 
