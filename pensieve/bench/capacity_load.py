@@ -161,18 +161,18 @@ class Figures:
         first = [turn.first_token_seconds for turn in turns]
         queued = [turn.queue_seconds for turn in turns if turn.queue_seconds is not None]
 
-        def share(values: list[float], of: float) -> float | None:
-            return percentile(values, of) if values else None
+        def quantile(values: list[float], share: float) -> float | None:
+            return percentile(values, share) if values else None
 
         return cls(
             turns=len(turns),
             unfinished=sum(not turn.is_complete for turn in turns),
             seconds=played.seconds,
             tokens_per_second=sum(turn.output_tokens for turn in played.turns) / played.seconds,
-            gap_p50=share(gaps, 0.5),
-            gap_p99=share(gaps, 0.99),
-            first_token_p50=share(first, 0.5),
-            first_token_p99=share(first, 0.99),
-            queue_p50=share(queued, 0.5),
+            gap_p50=quantile(gaps, 0.5),
+            gap_p99=quantile(gaps, 0.99),
+            first_token_p50=quantile(first, 0.5),
+            first_token_p99=quantile(first, 0.99),
+            queue_p50=quantile(queued, 0.5),
             attained=sum(gap <= objective for gap in gaps) / len(gaps) if gaps else None,
         )

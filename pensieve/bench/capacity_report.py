@@ -26,8 +26,8 @@ class CapacityRow:
     figures: Figures
 
     def values(self) -> dict[str, Any]:
-        of = {name: getattr(self, name) for name in ("scheduling", "objective", "rate", "seed")}
-        return {**of, **asdict(self.figures)}
+        load = {name: getattr(self, name) for name in ("scheduling", "objective", "rate", "seed")}
+        return {**load, **asdict(self.figures)}
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,9 @@ class Panel:
         if ends and name:
             self.names.append(_Name(name, colour, *ends[-1]))
 
-    def traces(self, of: str, lines: Iterable[tuple[Numbers, Numbers]]) -> None:
+    def traces(self, name: str, lines: Iterable[tuple[Numbers, Numbers]]) -> None:
         """Draw thin lines in the colour of the named line, for repeats without common points."""
-        colour = next((each.colour for each in self.names if each.text == of), FAINT)
+        colour = next((each.colour for each in self.names if each.text == name), FAINT)
         for xs, ys in lines:
             self.axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.55, zorder=2.5)
             self._saw(xs, ys)

@@ -35,13 +35,13 @@ class _Measure:
     """One figure of a row; None if the row has no such figure."""
 
     def __init__(
-        self, title: str, of: Callable[[Row], float | None], most: float | None = None
+        self, title: str, value_of: Callable[[Row], float | None], most: float | None = None
     ) -> None:
-        self.title, self.of, self.most = title, of, most
+        self.title, self.value_of, self.most = title, value_of, most
 
     def spread(self, repeats: Sequence[Row]) -> tuple[float, float, float]:
         """Return the median, least and most over the seeds."""
-        values = [value for row in repeats if (value := self.of(row)) is not None]
+        values = [value for row in repeats if (value := self.value_of(row)) is not None]
         if not values:
             return (float("nan"),) * 3
         return statistics.median(values), min(values), max(values)

@@ -35,7 +35,7 @@ from typing import TextIO
 
 from pensieve.kernels import choices
 from scripts.gpu_bench.harness import FIGURES, PRELOADED, figures_of, run_section
-from scripts.gpu_bench.stages import STAGES, After, Stage, Step, after, decisions, small
+from scripts.gpu_bench.stages import STAGES, Consequences, Stage, Step, after, decisions, small
 
 LEAST_SECONDS = 5  # with less time left, no section starts; an ended section is gone by then
 
@@ -133,7 +133,7 @@ class Run:
             self.failed.append("all")
             self.say("nothing was examined")
 
-    def _decide(self, number: int, steps: Sequence[Step]) -> After:
+    def _decide(self, number: int, steps: Sequence[Step]) -> Consequences:
         """Run these steps of a stage, and print what their figures decide."""
         first = len(figures_of(self._folder))
         for step in steps:

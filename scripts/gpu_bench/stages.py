@@ -94,7 +94,7 @@ def small(stages: Iterable[Stage]) -> list[Stage]:
     ]
 
 
-class After(NamedTuple):
+class Consequences(NamedTuple):
     """The consequences of a stage for later stages."""
 
     stop: bool = False
@@ -115,20 +115,22 @@ OPTIONAL = ("fp8",)  # used only on request
 SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
 
 
-def after(number: int, found: Sequence[Figures]) -> After:
+def after(number: int, found: Sequence[Figures]) -> Consequences:
     """Return the consequences. Only stage 1 has any: wrong kernels are switched off or end the run."""
     if number != 1:
-        return After()
+        return Consequences()
     if any(each["section"] == "versions" and each.get("failed") for each in found):
-        return After(stop=True)
+        return Consequences(stop=True)
     needed = [kind for kind in found_wrong(found) if kind not in OPTIONAL]
     if needed and needed[-1] in SWITCHED_OFF:
-        return After(choices=SWITCHED_OFF[needed[-1]])
-    return After(stop=bool(needed) or "narrow" not in _right_kernels(found))
+        return Consequences(choices=SWITCHED_OFF[needed[-1]])
+    return Consequences(stop=bool(needed) or "narrow" not in _right_kernels(found))
 
 
 def _right_kernels(found: Sequence[Figures]) -> set[str | None]:
-    return {each.get("kind") for each in of(found, "kernels") if not each.get("failed")}
+    return {
+        each.get("kind") for each in section_figures(found, "kernels") if not each.get("failed")
+    }
 
 
 def found_wrong(found: Sequence[Figures]) -> list[str]:
@@ -136,7 +138,7 @@ def found_wrong(found: Sequence[Figures]) -> list[str]:
 
     If the process was killed without a report, this is the first kernel that it had not finished.
     """
-    wrong = [each for each in of(found, "kernels") if each.get("failed")]
+    wrong = [each for each in section_figures(found, "kernels") if each.get("failed")]
     kinds = [each["kind"] for each in wrong if each.get("kind") in KERNELS]
     if any(each.get("kind") not in KERNELS for each in wrong):
         known = _right_kernels(found) | set(kinds)
@@ -149,7 +151,7 @@ def wrong_kernels(found: Sequence[Figures]) -> frozenset[str]:
 
     The section ends at the first wrong kernel that is not optional, so all later ones count as wrong.
     """
-    examined = of(found, "kernels")
+    examined = section_figures(found, "kernels")
     wrong = set(KERNELS) if examined else set()
     for each in examined:
         if each.get("failed"):
@@ -159,7 +161,7 @@ def wrong_kernels(found: Sequence[Figures]) -> frozenset[str]:
     return frozenset(wrong) - {""}
 
 
-def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
+def section_figures(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
     """Return the figures of a section that have all of these fields."""
     return [
         each
@@ -172,7 +174,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
     """Return in sentences what to do after a stage; `wanted` are its sections."""
     failed = [each for each in found if each.get("failed")]
     wrong = sorted({each["section"] for each in failed})
-    missing = [name for name in wanted if not of(found, name)]
+    missing = [name for name in wanted if not section_figures(found, name)]
     sentences = [
         _of_failures(name, [each for each in failed if each["section"] == name]) for name in wrong
     ]
@@ -193,20 +195,27 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
                 else "figures are meaningless until everything was examined and is right"
             )
         case 3:
-            shares = [of(found, name, "share") for name in ("decode", "prefill") if name in wanted]
+            shares = [
+                section_figures(found, name, "share")
+                for name in ("decode", "prefill")
+                if name in wanted
+            ]
             fine = "every share is above its limit" if all(shares) else "some shares are unknown"
             sentences += _of_kernels(found) or [fine] * (whole and bool(shares))
         case 4:
             sentences += _of_iterations(found) or ["nothing is above its limit"] * whole
         case 5:
-            for each in of(found, "attention", "mean"):
+            for each in section_figures(found, "attention", "mean"):
                 mean = each["mean"]
                 what = "tune the path for at most 32 rows" if mean > 1 else "nothing to do"
                 sentences.append(
                     f"attention {each['heads']}: {mean:.2f} x torch (should be at most 1.0): {what}"
                 )
         case 6:
-            best = {each["kind"]: each["ratio"] for each in of(found, "load", "kind", "ratio")}
+            best = {
+                each["kind"]: each["ratio"]
+                for each in section_figures(found, "load", "kind", "ratio")
+            }
             sentences += [
                 f"throughput at equal latency, {kind}: {ratio:.2f} x stateless"
                 for kind, ratio in best.items()
@@ -224,19 +233,19 @@ def _of_failures(section: str, failed: Sequence[Figures]) -> str:
 
 def _of_kernels(found: Sequence[Figures]) -> list[str]:
     sentences = []
-    for each in of(found, "decode", "share"):
+    for each in section_figures(found, "decode", "share"):
         if each["share"] < 0.8:
             sentences.append(
                 f"decode reaches {each['share']:.0%} of the bandwidth, below 80 %: look at the merge "
                 f"inside the kernel ({each['line']})"
             )
-    for each in of(found, "prefill", "share"):
+    for each in section_figures(found, "prefill", "share"):
         if each["share"] < 0.6:
             sentences.append(
                 f"prefill reaches {each['share']:.0%} of the product's rate, below 60 %: look at the "
                 f"ping-pong of the warpgroups ({each['line']})"
             )
-    for each in of(found, "decode", "fp8_speed"):
+    for each in section_figures(found, "decode", "fp8_speed"):
         if each["fp8_speed"] < 1.5:
             sentences.append(
                 f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 x that its bytes allow: check "
@@ -247,12 +256,12 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
 
 def _of_iterations(found: Sequence[Figures]) -> list[str]:
     sentences = []
-    for each in of(found, "sampler", "seconds"):
+    for each in section_figures(found, "sampler", "seconds"):
         if each["seconds"] > 0.5e-3:
             sentences.append(
                 f"the sampler takes {each['seconds'] * 1e3:.2f} ms ({each['kind']}): improve it first"
             )
-    for each in of(found, "iteration", "host_seconds", "seconds"):
+    for each in section_figures(found, "iteration", "host_seconds", "seconds"):
         if each["kind"].startswith("eager"):  # replaced by graphs
             continue
         if each["host_seconds"] > each["seconds"] - each["host_seconds"]:
@@ -260,7 +269,7 @@ def _of_iterations(found: Sequence[Figures]) -> list[str]:
                 f"{each['kind']} at {each['rows']} rows: the host takes most of an iteration: reduce "
                 "launches between the pieces"
             )
-    for each in of(found, "hidden", "ratio"):
+    for each in section_figures(found, "hidden", "ratio"):
         if each["ratio"] > 1.05:
             sentences.append(
                 f"a history from the host costs {each['ratio']:.2f} x: find out what waits for the copy"

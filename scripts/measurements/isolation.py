@@ -49,7 +49,7 @@ class Times:
     refused: int = 0
 
 
-class Found(NamedTuple):
+class IsolationTimes(NamedTuple):
     alone: Times  # the quiet tenant without noise
     beside: Times
     noise: Counter[str]  # the answers that the noisy tenant got
@@ -73,13 +73,13 @@ def main(given: Sequence[str] | None = None) -> None:
     )
 
 
-def compared(num_rounds: int, seconds: float) -> Found:
+def compared(num_rounds: int, seconds: float) -> IsolationTimes:
     quiet, quiet_entry = new_token("quiet", False)
     noisy = [
         new_token(f"noisy-{number}", False, turns_max=1, tokens_per_second=10.0)
         for number in range(num_rounds)
     ]
-    found = Found(Times(), Times(), Counter())
+    found = IsolationTimes(Times(), Times(), Counter())
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         token_file = Path(folder) / "tokens.toml"
         token_file.write_text(quiet_entry + "".join(entry for _, entry in noisy))

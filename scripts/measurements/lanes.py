@@ -107,7 +107,7 @@ class Talker:
                 )
 
 
-class Found(NamedTuple):
+class LaneTimes(NamedTuple):
     turns: list[float]  # seconds per turn
     commits: list[float]  # seconds of the latest commits
     num_commits: int
@@ -191,7 +191,7 @@ def sync_seconds(disk: Path) -> list[float]:
 
 def measured(
     url: str, num_daemons: int, num_lanes: int, seconds: float, num_talkers: int = 0
-) -> Found:
+) -> LaneTimes:
     """Run the daemons and return their figures; `num_talkers` 0: as many as lanes."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(num_daemons, context) as processes:
@@ -209,7 +209,7 @@ def measured(
             for _ in range(num_daemons)
         ]
         found = [each.result() for each in running]
-    return Found(
+    return LaneTimes(
         [turn for each in found for turn in each.turns],
         [commit for each in found for commit in each.commits],
         sum(each.num_commits for each in found),
@@ -220,7 +220,7 @@ def measured(
 
 def _daemon(
     url: str, name: str, num_lanes: int, num_talkers: int, from_: float, until: float
-) -> Found:
+) -> LaneTimes:
     with (
         tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder,
         ConversationStore.open(
@@ -244,7 +244,7 @@ def _daemon(
         turns = [turn for each in running for turn in each.result()]
         figures, used = store.figures, time.process_time() - cpu
         committed = (list(figures.commit_seconds), figures.num_commits - num_commits)
-        return Found(turns, *committed, list(figures.wait_seconds), used)
+        return LaneTimes(turns, *committed, list(figures.wait_seconds), used)
 
 
 if __name__ == "__main__":

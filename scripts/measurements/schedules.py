@@ -282,8 +282,8 @@ STARVING_SECONDS = 10.0
 SPARE_SHARE = 0.1  # of the places
 
 
-class Where(Enum):
-    """Where a job's KV is."""
+class KvPlace(Enum):
+    """KvPlace a job's KV is."""
 
     NEW = auto()  # no KV yet
     DEVICE = auto()
@@ -292,8 +292,8 @@ class Where(Enum):
     IN = auto()
 
 
-ON_DEVICE = (Where.DEVICE, Where.OUT, Where.IN)
-ON_HOST = (Where.HOST, Where.OUT, Where.IN)
+ON_DEVICE = (KvPlace.DEVICE, KvPlace.OUT, KvPlace.IN)
+ON_HOST = (KvPlace.HOST, KvPlace.OUT, KvPlace.IN)
 
 
 @dataclass(eq=False, slots=True)
@@ -303,7 +303,7 @@ class Job:
     entered: int  # sequence number of its entry into the level
     last_ran: float
     used_seconds: float = 0.0  # in its level
-    where: Where = Where.NEW
+    where: KvPlace = KvPlace.NEW
 
     @property
     def order(self) -> tuple[int, int]:
@@ -353,7 +353,7 @@ class FastServeSchedule:
         self._cost, self._copy_seconds = cost, copy_seconds
         self.quanta = _quanta(cost, context_max)
         self._jobs: dict[Request, Job] = {}
-        self._counts = dict.fromkeys(Where, 0)
+        self._counts = dict.fromkeys(KvPlace, 0)
         self._copies: list[tuple[float, Job]] = []  # end of the copy, job
         self._out_free = self._in_free = 0.0
         self._num_entered = 0
@@ -365,14 +365,14 @@ class FastServeSchedule:
         level = next((n for n in range(last) if self.quanta[n] >= prompt_seconds), last)
         job = Job(request, level, self._next_entry(), request.arrived)
         self._jobs[request] = job
-        self._counts[Where.NEW] += 1
+        self._counts[KvPlace.NEW] += 1
 
     def plan(self, now: float) -> Sequence[Request]:
         self._end_copies(now)
         self._promote(now)
         ordered = sorted(self._jobs.values(), key=lambda job: job.order)
         wanted = ordered[: self.num_places - self._num_spare]
-        lacking = [job for job in wanted if job.where in (Where.NEW, Where.HOST)]
+        lacking = [job for job in wanted if job.where in (KvPlace.NEW, KvPlace.HOST)]
         num_placed = 0
         for job in lacking:
             if not self._num_free:
@@ -381,45 +381,45 @@ class FastServeSchedule:
             num_placed += 1
         if len(ordered) > self.num_places - self._num_spare:
             self._make_room(ordered, set(wanted), len(lacking) - num_placed, now)
-        return [job.request for job in ordered if job.where is Where.DEVICE]
+        return [job.request for job in ordered if job.where is KvPlace.DEVICE]
 
     @property
     def _num_free(self) -> int:
         return self.num_places - sum(self._counts[where] for where in ON_DEVICE)
 
     def _give_place(self, job: Job, now: float) -> None:
-        if job.where is Where.NEW:
-            self._move(job, Where.DEVICE)
+        if job.where is KvPlace.NEW:
+            self._move(job, KvPlace.DEVICE)
             return
         self._in_free = max(now, self._in_free) + self._copy_seconds(job.request.computed)
         self._copies.append((self._in_free, job))
-        self._move(job, Where.IN)
+        self._move(job, KvPlace.IN)
 
     def _make_room(
         self, ordered: Sequence[Job], wanted: set[Job], num_lacking: int, now: float
     ) -> None:
         """Copy out the jobs that run last, until there is room for waiting jobs and new arrivals."""
-        room = self._num_free + self._counts[Where.OUT]
+        room = self._num_free + self._counts[KvPlace.OUT]
         needed = max(num_lacking, self._num_spare)
         for job in reversed(ordered):
             if room >= needed or job in wanted:
                 break  # wanted jobs come first, so only wanted ones are left
             tokens = job.request.computed
-            if job.where is Where.DEVICE and tokens <= self._host_free:
+            if job.where is KvPlace.DEVICE and tokens <= self._host_free:
                 self._host_free -= tokens
                 self._out_free = max(now, self._out_free) + self._copy_seconds(tokens)
                 self._copies.append((self._out_free, job))
-                self._move(job, Where.OUT)
+                self._move(job, KvPlace.OUT)
                 self.num_preemptions += 1
                 room += 1
 
     def _end_copies(self, now: float) -> None:
         for ended, job in self._copies:
-            if ended <= now and job.where is Where.IN:
+            if ended <= now and job.where is KvPlace.IN:
                 self._host_free += job.request.computed
-                self._move(job, Where.DEVICE)
+                self._move(job, KvPlace.DEVICE)
             elif ended <= now:
-                self._move(job, Where.HOST)
+                self._move(job, KvPlace.HOST)
         self._copies = [copy for copy in self._copies if copy[0] > now]
 
     def _promote(self, now: float) -> None:
@@ -447,7 +447,7 @@ class FastServeSchedule:
         self._num_entered += 1
         return self._num_entered
 
-    def _move(self, job: Job, where: Where) -> None:
+    def _move(self, job: Job, where: KvPlace) -> None:
         self._counts[job.where] -= 1
         self._counts[where] += 1
         job.where = where
@@ -460,16 +460,17 @@ class FastServeSchedule:
 
     def check(self) -> None:
         places = [job.where for job in self._jobs.values()]
-        assert all(self._counts[where] == places.count(where) for where in Where)
+        assert all(self._counts[where] == places.count(where) for where in KvPlace)
         assert sum(self._counts[where] for where in ON_DEVICE) <= self.num_places
         on_host = sum(job.request.computed for job in self._jobs.values() if job.where in ON_HOST)
         assert self._host_free == self.host_tokens - on_host >= 0
         copied = {job for _, job in self._copies}
         assert all(
-            (job.where in (Where.OUT, Where.IN)) == (job in copied) for job in self._jobs.values()
+            (job.where in (KvPlace.OUT, KvPlace.IN)) == (job in copied)
+            for job in self._jobs.values()
         )
         for request, job in self._jobs.items():
-            assert job.where is not Where.NEW or not request.computed
+            assert job.where is not KvPlace.NEW or not request.computed
 
 
 def _quanta(cost: IterationCost, context_max: int) -> list[float]:

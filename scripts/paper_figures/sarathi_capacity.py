@@ -138,7 +138,7 @@ class Capacities:
     study: Study
     _rows: dict[tuple[Pipeline, str, int, int], Row] = field(default_factory=dict)
 
-    def of(self, replica: Pipeline, workload: str, slo: Slo, guess: float) -> list[float]:
+    def rates(self, replica: Pipeline, workload: str, slo: Slo, guess: float) -> list[float]:
         """Return the highest rate by seed; 0 if no rate is low enough."""
         found: list[float] = []
         extent = self.study.extent
@@ -193,7 +193,7 @@ def _of_one(
     found: dict[str, dict[str, list[float]]] = {}  # by system and objective
     for objective, limit in seconds.items():
         for system, pipeline in machine.systems(workload, objective).items():
-            rates = known.of(pipeline, workload, Slo(limit, math.inf), machine.guess)
+            rates = known.rates(pipeline, workload, Slo(limit, math.inf), machine.guess)
             found.setdefault(system, {})[objective] = rates
             study.progress(
                 f"figure {figure}, {model}, {workload}, {objective} ({limit:.3g} s), {system}: "

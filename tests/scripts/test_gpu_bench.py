@@ -29,7 +29,7 @@ from scripts.gpu_bench.pages import Paged, baselines, usable
 from scripts.gpu_bench.stages import (
     KERNELS,
     STAGES,
-    After,
+    Consequences,
     Stage,
     Step,
     after,
@@ -250,40 +250,43 @@ def test_a_stage_that_has_no_time_left_is_left_out(
 @pytest.mark.parametrize(
     ("found", "means"),
     [
-        ([figure("kernels", kind="narrow"), figure("kernels", kind="wide")], After()),
-        ([figure("kernels", failed=True, kind="narrow")], After(stop=True)),
+        ([figure("kernels", kind="narrow"), figure("kernels", kind="wide")], Consequences()),
+        ([figure("kernels", failed=True, kind="narrow")], Consequences(stop=True)),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="wide")],
-            After(choices="hopper=0"),
+            Consequences(choices="hopper=0"),
         ),
         # Its process was ended, so it could not say which: the narrow one had been found right, or not.
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True)],
-            After(choices="hopper=0"),
+            Consequences(choices="hopper=0"),
         ),
-        ([figure("kernels", failed=True)], After(stop=True)),
-        ([figure("versions", failed=True)], After(stop=True)),
-        ([figure("sanitizer", failed=True), figure("kernels", kind="narrow")], After()),
+        ([figure("kernels", failed=True)], Consequences(stop=True)),
+        ([figure("versions", failed=True)], Consequences(stop=True)),
+        ([figure("sanitizer", failed=True), figure("kernels", kind="narrow")], Consequences()),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fused")],
-            After(stop=True),
+            Consequences(stop=True),
         ),
-        ([figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fp8")], After()),
-        ([figure("kernels", kind="narrow"), WRONG_COPY], After(stop=True)),
+        (
+            [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fp8")],
+            Consequences(),
+        ),
+        ([figure("kernels", kind="narrow"), WRONG_COPY], Consequences(stop=True)),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="draw")],
-            After(choices="radix=0"),
+            Consequences(choices="radix=0"),
         ),
         # Nobody has examined them.
-        ([figure("sanitizer", failed=True)], After(stop=True)),
-        ([], After(stop=True)),
+        ([figure("sanitizer", failed=True)], Consequences(stop=True)),
+        ([], Consequences(stop=True)),
     ],
 )
 def test_wrong_kernels_are_switched_off_or_end_the_run(
-    found: list[dict[str, Any]], means: After
+    found: list[dict[str, Any]], means: Consequences
 ) -> None:
     assert after(1, found) == means
-    assert after(3, found) == After()
+    assert after(3, found) == Consequences()
 
 
 def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
