@@ -19,7 +19,7 @@ By default there are the two objectives of the Sarathi-Serve paper: 5 and 25 tim
 with 32 generating turns and contexts of 4,096 tokens. That time is measured on the executor before a daemon
 starts (bench/step.py). The schedulers that ignore the objective run once for both.
 
-Before a daemon is timed, a conversation checks that evicted KV does not change its replies (bench/chat.py).
+Before a daemon is timed, a conversation must get the same replies after its KV was evicted (bench/chat.py).
 """
 
 from __future__ import annotations

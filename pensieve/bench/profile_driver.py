@@ -187,9 +187,9 @@ def measured(
 
     1. Run each point once, the cheapest first, to warm up and to learn its cost. When half of the time is
        over, leave out the remaining, most expensive points.
-    2. Repeat all points in a new random order each round, so that a disturbance on the machine is spread
-       over them. Run cheap points several times in a row, the first time untimed: in a server, similar
-       iterations follow each other.
+    2. Repeat all points in a new random order each round, so that a disturbance on the machine is spread over
+       them. Run cheap points several times in a row, the first time untimed: in a server, similar iterations
+       follow each other.
 
     The result of a point is the lower quartile of its times, and the minimum of up to four times. Other work
     on the machine only adds to the times, and can affect more than half of them. The spread shows such work.

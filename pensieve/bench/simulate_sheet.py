@@ -87,7 +87,7 @@ def _measures(rows: Sequence[Row]) -> list[_Measure]:
     if any(row.get("saved") is not None for row in rows) and len({r["policy"] for r in rows}) > 1:
         found.append(
             _Measure(
-                "Cost of recomputing / that of lru",
+                "Recompute cost / cost with lru",
                 lambda row: None if row.get("saved") is None else 1 + row["saved"],
             )
         )

@@ -363,7 +363,7 @@ def plot(rows: Sequence[StepRow], path: Path, facts: Sequence[str]) -> None:
     batches = sorted({row.batch for row in rows})
     panel = sheet.panel("", "turns generating", "time / time to read the weights", swept=batches)
     panel.level("reading the weights", 1.0)
-    for kind, name in (("decode", "generating"), ("mixed", "beside a piece of a prompt")):
+    for kind, name in (("decode", "generating"), ("mixed", "with a piece of a prompt")):
         some = [row for row in rows if row.kind == kind]
         if some:
             ratios = [row.ratio for row in some]

@@ -13,18 +13,14 @@ The shapes are those of BatchLLM's evaluation (section 6), as far as it describe
 The rest is assumed:
 
 * A share degree is the mean over requests, and group sizes are geometric: a mean of 7 over requests is a mean
-of
-  4 over groups. So 55 % of the tokens of `snippets` need not be computed, as reported. With groups of exactly
-  7 it would be 63 %. The groups of the microbenchmarks have one size.
+  of 4 over groups. So 55 % of the tokens of `snippets` need not be computed, as reported. With groups of
+  exactly 7 it would be 63 %. The groups of the microbenchmarks have one size.
 * All `snippets` begin with 60 common tokens of instructions. This is the one per cent that one prefix per
-request
-  cannot save.
+  request cannot save.
 * Lengths are uniform between 0.5 and 1.5 times their mean. Replies have 100 tokens, which reproduces the
-reported
-  rate of `snippets` without sharing; a request allows 256.
+  reported rate of `snippets` without sharing; a request allows 256.
 * The file has no order, but requests of one prefix lie near each other: their distances from a place of the
-group
-  have a normal distribution of `apart` requests. The value reproduces that an LRU cache of the reported
+  group have a normal distribution of `apart` requests. The value reproduces that an LRU cache of the reported
   machine's size saves 44 % of `snippets`.
 
 Attention over a shared page is charged to each request that reads it, although kernels may read the page once

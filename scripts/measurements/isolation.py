@@ -61,7 +61,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="per half round (default: 15)")
     arguments = parser.parse_args(given)
     alone, beside, noise = compared(arguments.rounds, arguments.seconds)
-    print(f"{'the quiet tenant, ms':22}{'alone':>8}{'beside the noisy one':>22}{'ratio':>8}")
+    print(f"{'the quiet tenant, ms':22}{'alone':>8}{'with the noisy one':>22}{'ratio':>8}")
     for name in ("first", "gaps"):
         for share in (0.5, 0.99):
             before, after = (percentile(getattr(each, name), share) for each in (alone, beside))

@@ -165,9 +165,9 @@ def measure(arguments: argparse.Namespace) -> None:
                     f"{num_daemons} daemons of {num_lanes} lanes, {num_talkers} turns at once: "
                     f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 {_quantile(turns, 0.5)}, p99 "
                     f"{_quantile(turns, 0.99)}; a commit p50 {_quantile(commits, 0.5)}, p99 "
-                    f"{_quantile(commits, 0.99)}, {2 * len(turns) / num_commits:.1f} calls in each; waiting "
+                    f"{_quantile(commits, 0.99)}, {2 * len(turns) / num_commits:.1f} calls each; waiting "
                     f"for the write lock {wait}; a sync p50 {_quantile(syncs, 0.5)}; "
-                    f"{cpu / len(turns) * 1e3:.2f} ms of CPU a turn beside the server's",
+                    f"{cpu / len(turns) * 1e3:.2f} ms of CPU per turn, without the server",
                     flush=True,
                 )
 

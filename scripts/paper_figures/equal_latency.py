@@ -5,12 +5,12 @@ P90 of its normalized latency (a turn's seconds over its output tokens) reaches 
 P90 may cross it several times as the rate rises, and the result of a usual search depends on where it starts.
 This search does not:
 
-1. Rates lie on one grid, the powers of `GRID_RATIO`, the same for all systems and seeds. 2. The grid is
-scanned from `CONFIRMING` consecutive rates within the limit to `CONFIRMING` consecutive rates beyond
-   it.
-3. The result is the first upward crossing, halved a few times and then interpolated. 4. `num_upward` counts
-the upward crossings among the scanned rates, and `last_bracket` is the highest one, so that a
-   report can mention several crossings.
+1. Rates lie on one grid, the powers of `GRID_RATIO`, the same for all systems and seeds.
+2. The grid is scanned from `CONFIRMING` consecutive rates within the limit to `CONFIRMING` consecutive rates
+   beyond it.
+3. The result is the first upward crossing, halved a few times and then interpolated.
+4. `num_upward` counts the upward crossings among the scanned rates, and `last_bracket` is the highest one, so
+   that a report can mention several crossings.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ def figure_11(study: Study) -> Iterator[Line]:
             "near 1" if piece == max(PIECES) else "the more the smaller",
             Spread((max(overheads),) * study.extent.seeds),
             "{:.3f} x",
-            "no load is drawn: seeds are alike",
+            "no random load: all seeds are equal",
         )
     study.panels.append(
         Panel(
@@ -287,7 +287,7 @@ def figure_11(study: Study) -> Iterator[Line]:
     study.notes.append(
         (
             "11",
-            "what remains here of the overhead is that of each iteration; that matrices of few rows are "
-            "multiplied less efficiently, and that ranks exchange sums more often, is not simulated",
+            "the remaining overhead is that of each iteration. Not simulated: matrices of few rows are "
+            "multiplied less efficiently, and ranks exchange sums more often",
         )
     )

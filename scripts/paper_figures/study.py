@@ -32,9 +32,9 @@ ASSUMED = (
     f"time: data sheets x 0.6 (pensieve/sim/cost.py), {GPU}; several GPUs are one larger one, and "
     "communication between them, sampling and tokenization take no time; an iteration has 0.5 ms of overhead",
     f"memory: {KV_BYTES / 1e9:.0f} GB of KV and {HOST_BYTES / 1e9:.0f} GB of host memory per GPU (table 4: "
-    "what is left of 0.9 of the device's memory)",
+    "the rest of 0.9 of the device's memory)",
     "load: conversations like ShareGPT's (5.56 turns, log-normal; 37.8 tokens in, 204.6 out, to 16,384), "
-    "reaction times exponential around 60 s, in a load that has gone on for long",
+    "reaction times exponential around 60 s, in a load that has lasted for long",
     f"throughput: output tokens per second at the lowest load where the P90 of normalized latency crosses "
     f"{LIMIT_MS:g} ms per token",
     "each figure: the median over seeds (least to most); a ratio compares two systems seed by seed",

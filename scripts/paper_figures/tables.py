@@ -27,7 +27,7 @@ def markdown(lines: Sequence[Line], study: Study, quick: bool) -> Iterator[str]:
         yield f"| {line.figure} | {line.what} | {line.paper or '-'} | {ours} | {line.aim or '-'} |"
     if study.notes:
         yield ""
-        yield "Of the same runs:"
+        yield "Notes on the same runs:"
         yield ""
     for figure, text in study.notes:
         yield f"* {figure}: {text}"
