@@ -7,8 +7,8 @@ the device. `exactness` compares replies under memory pressure with replies with
 
 `load` compares throughput with and without memory at equal P90 normalized latency (the time of a turn over
 its output tokens), as the paper does. Conversations like those of ShareGPT arrive at random. Reaction times
-and tier sizes are divided by the same factor (`SHRINK`), so the tiers hold the idle KV of the same share of
-conversations. Each engine's latency is measured at a few rates and interpolated:
+and tier sizes are divided by the same factor (`SHRINK`), so the tiers can hold idle KV for as many
+reaction times as tiers of full size. Each engine's latency is measured at a few rates and interpolated:
 
     stateless     a conversation is forgotten at the end of each turn, and computed again
     device only   KV that the device tier has no room for is dropped
