@@ -1,9 +1,8 @@
-"""Record docs/images from a real daemon, a real model and a real browser (scripts/record_page).
+"""Make the pictures in docs/images from a real daemon, a real model and a real browser.
 
-`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations evict each other. A few
-conversations take place first. Then a scene of twenty seconds plays in Debian's chromium. Nothing is cut,
-sped up or invented: each frame of the GIF is shown as long as the browser showed it, and the replies are the
-model's.
+`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations push each other out. The
+script first holds some conversations. Then it records a scene of twenty seconds in Debian's chromium. The GIF
+shows each frame for as long as the browser did, and the replies are the model's own.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ NOTES = (
     "train to Paris, and on Sunday evening they come back. Ada likes museums, good bread and long walks "
     "by the river. Ines likes old bookshops and strong coffee."
 )
-HAD = {  # titles, and the messages that are sent before the recording
+HAD = {  # titles and messages of the conversations before the recording
     "The moon": (
         "Why does the moon have phases? Answer in one sentence.",
         "Is there water on the moon? Answer in one sentence.",
@@ -63,7 +62,7 @@ HAD = {  # titles, and the messages that are sent before the recording
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/record_page", description=__doc__)
-    parser.add_argument("--out", type=Path, default=IMAGES, help="where the files go")
+    parser.add_argument("--out", type=Path, default=IMAGES, help="folder for the pictures")
     parser.add_argument("--model", default="smollm2")
     options = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -101,7 +100,7 @@ def served(model: str) -> Iterator[str]:
 
 
 def have(url: str, title: str, texts: Sequence[str]) -> None:
-    """Create a conversation with this title and send these messages, like the page does."""
+    """Hold a conversation."""
 
     def call(method: str, value: Any) -> None:
         path = f"{url}/pensieve.v1.ConversationService/{method}"
@@ -131,16 +130,20 @@ def record(url: str, chromium: str, out: Path) -> None:
         write_gif(frames, out / "page.gif")
         open_named(page, "Fork of Ada and Ines")
         page.emulate_media(color_scheme="dark")
+        page.locator("#memory").evaluate("each => { each.scrollTop = 0; }")
         page.wait_for_timeout(800)
         page.screenshot(path=out / "page-dark.png")
         phone = browser.new_page(viewport=PHONE, color_scheme="light")
         phone.goto(url)
-        phone.click("[data-show=list]")
+        phone.click("#sidebar-open")
         phone.locator("#list .open").first.click()
         phone.locator("article.reply").first.wait_for()
+        phone.fill("#text", "And who was with him?")
+        phone.click("#send")
+        phone.locator(".cost").wait_for()
         phone.wait_for_timeout(800)
         shots = [phone.screenshot()]
-        phone.click("[data-show=memory]")
+        phone.click("#memory-open")
         phone.locator(".strip").first.wait_for()
         phone.wait_for_timeout(1500)
         shots.append(phone.screenshot())
@@ -149,7 +152,7 @@ def record(url: str, chromium: str, out: Path) -> None:
 
 
 def filmed(page: Any, out: Path) -> list[tuple[float, bytes]]:
-    """Return the frames of the scene with their times."""
+    """Play the scene and return its frames, each with its time."""
     frames: list[tuple[float, bytes]] = []
     camera = page.context.new_cdp_session(page)
 
@@ -169,7 +172,7 @@ def filmed(page: Any, out: Path) -> list[tuple[float, bytes]]:
 
 
 def scene(page: Any, out: Path) -> None:
-    """Play the scene: a swap-in from the host, an eviction, a fork, and the memory strip's explanation."""
+    """Show chunks that return from the host, chunks that make room, a fork, and a strip's history."""
 
     def say(text: str) -> None:
         num_replies = page.locator("article.reply").count()
@@ -181,7 +184,8 @@ def scene(page: Any, out: Path) -> None:
     page.wait_for_timeout(1000)
     open_named(page, "Ada and Ines")
     say("When do they take the train?")
-    page.locator("article.reply").last.get_by_role("button", name="Fork after").click()
+    reply = page.locator("article.reply").last
+    reply.get_by_role("button", name="New conversation from here").click()
     page.locator('#list .open[aria-current=true][title="Fork of Ada and Ines"]').wait_for()
     say("What does Ada like?")
     open_named(page, "The moon")
@@ -197,7 +201,7 @@ def open_named(page: Any, name: str) -> None:
 
 
 def write_gif(frames: Sequence[tuple[float, bytes]], path: Path) -> None:
-    """Write a GIF with one palette for all frames, so that unchanged parts take no space."""
+    """Write all frames with one palette, so that unchanged parts of the picture take no space."""
     from PIL import Image
 
     kept: list[tuple[float, Any]] = []
@@ -229,6 +233,7 @@ def write_gif(frames: Sequence[tuple[float, bytes]], path: Path) -> None:
 
 
 def beside(shots: Sequence[bytes], path: Path) -> None:
+    """Write screenshots side by side."""
     from PIL import Image
 
     pictures = [Image.open(io.BytesIO(each)).convert("RGB") for each in shots]

@@ -87,7 +87,7 @@ def parsed(text: str) -> CostFile:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(given, dict) or not isinstance(given.get("cost"), dict):
-        raise ValueError("not a file that `pensieve profile` or `pensieve simulate --fit` wrote")
+        raise ValueError("is not a file that `pensieve profile` or `pensieve simulate --fit` wrote")
     if given.get("version") not in READ:
         known = " and ".join(map(str, READ))
         raise ValueError(f"version {given.get('version')} is unknown; this release reads {known}")

@@ -70,7 +70,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         (["--journal", short, "--workload", "agents"], "name no trace"),
         (["--journal", short, "--fit", str(tmp_path / "x")], "at least 40 are needed"),
         (["--workload", "agents", "--fit", "x"], "what is fitted is a --journal"),
-        (["--workload", "agents", "--cost", str(other)], "not a file that"),
+        (["--workload", "agents", "--cost", str(other)], "is not a file that"),
         (["--workload", "agents", "--cost", str(tmp_path / "none")], "cannot read"),
         (["--workload", "agents", "--record", str(tmp_path)], "cannot write"),
     ):

@@ -1,13 +1,14 @@
-"""Check what talkers know, the history and its owner log for lost or doubled turns, and for two writers.
+"""Check that nothing was lost, doubled, or written by two owners.
 
-`wrong_turns` compares a talker with its conversation. `wrong_owners` walks through the owner log
-(owner_log.py), which has the commits in their order:
+`wrong_turns` compares a talker with its conversation. `wrong_owners` checks the owner log (owner_log.py),
+which has the commits in order:
 
-    opened, closed       a session. A closed session claims nothing any more
-    claimed              a session owns the conversation from here on, in an epoch that no other claim has. No
-                         turn of the conversation runs
-    begun, ended (turn)  by the session that owns the conversation, in the epoch in which it owns it. A turn
-                         gets its reply in the epoch in which it was begun, and none after that
+    opened, closed       a session; a closed session claims nothing any more
+    claimed              a session owns a conversation from here on, in an epoch that no other claim has; no
+                         turn of the conversation is running
+    begun, ended (turn)  by the session that owns the conversation, in its epoch. A turn gets its reply in
+        the
+                         epoch in which it was begun, and never later
 
 Both return problems as sentences.
 """
@@ -29,7 +30,7 @@ WITH_REPLY = ("completed", "cancelled")
 
 
 class Stored(NamedTuple):
-    """A message in the history."""
+    """A message of the history."""
 
     role: str
     text: str
@@ -37,7 +38,7 @@ class Stored(NamedTuple):
 
 
 def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -> list[str]:
-    """Return the lost, doubled or changed turns of a conversation."""
+    """Return lost, doubled or changed turns of a conversation."""
     problems = []
     if len(stored) % 2 or any(
         each.role != ("user", "assistant")[at % 2] for at, each in enumerate(stored)
@@ -73,7 +74,7 @@ def wrong_turns(name: str, spoken: Sequence[Spoken], stored: Sequence[Stored]) -
 
 
 def wrong_tokens(name: str, replies: Iterable[tuple[bool, Sequence[int]]], size: int) -> list[str]:
-    """Return tokens of the echo engine that break its arithmetic; `replies` says which are sampled."""
+    """Return tokens of the echo engine that contradict its arithmetic."""
     log = array("I")
     for number, (is_reply, token_ids) in enumerate(replies):
         for token_id in token_ids:
@@ -85,7 +86,7 @@ def wrong_tokens(name: str, replies: Iterable[tuple[bool, Sequence[int]]], size:
 
 @dataclass
 class _Conversation:
-    """The state of a conversation, by the log so far."""
+    """The state of a conversation according to the log so far."""
 
     session: int = 0
     epoch: int = 0
@@ -162,7 +163,7 @@ class _Log:
 
 
 def wrong_owners(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what must not be in the log."""
+    """Return forbidden events of the log."""
     log = _Log()
     for event in events:
         log.take(event)

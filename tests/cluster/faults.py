@@ -1,8 +1,8 @@
-"""The faults that can befall a cluster, and a schedule of faults drawn from a seed.
+"""Faults of a cluster, and a schedule of them drawn from a seed.
 
-A fault has a target (a replica or the database) and a duration. A target never has two faults at once. At
-most one fault at a time outlasts the lease, because a cluster need not serve with two of three replicas gone
-for good.
+A fault has a target (a replica, or the database) and lasts some seconds. A target has at most one fault at
+a time. Only one fault at a time may outlast the lease: a cluster with two of three replicas gone for good
+cannot serve.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fault:
 
 
 async def start(part: Part) -> None:
-    """Start a process like a supervisor: again if it could not open the history."""
+    """Restart until the history can be opened, like a supervisor."""
     for _ in range(STARTS_MAX - 1):
         with contextlib.suppress(CannotStart):
             await part.start()
@@ -58,7 +58,7 @@ async def kill(part: Part, seconds: float) -> None:
 
 
 async def pause(part: Part, seconds: float) -> None:
-    """Pause a process. The other replicas kill it if it was writing to the history."""
+    """Stop a replica. If it was writing to the history, the others kill it."""
     part.pause()
     try:
         await asyncio.sleep(seconds)
@@ -109,7 +109,7 @@ def refused(*names: str) -> Callable[[Part, float], Awaitable[None]]:
 
 
 async def reset(part: Part, seconds: float) -> None:
-    """End all connections of a replica at once, several times."""
+    """Now and then, reset all connections of a replica at once."""
     assert isinstance(part, Replica)
     for _ in range(3):
         for link in (part.peer_link, part.client_link):
@@ -155,7 +155,7 @@ def schedule(
     lease: float,
     has_server: bool = False,
 ) -> list[Fault]:
-    """Draw a fault every `every` seconds, among the targets that are free by then.
+    """Yield a fault at intervals, on a target that is free by then.
 
     `has_server`: the database is a server, to which each replica has a link.
     """
@@ -184,7 +184,7 @@ def schedule(
 
 
 def _write(database: Path, seconds: float) -> None:
-    """Block all other writers."""
+    """Prevent everybody else from writing."""
     with WriteTurn(database, 60.0, 60.0).taken():
         time.sleep(seconds)
 

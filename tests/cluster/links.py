@@ -1,14 +1,15 @@
 """TCP connections that can be held, slowed, reset and refused: the network between the parts of a cluster.
 
-A `Link` listens at its own address and passes bytes on to its target, which may be a Unix socket. Its faults:
+A `Link` listens at its own address and forwards bytes to its target, which may be a Unix socket. Its
+faults:
 
-    hold      nothing arrives any more, in one direction or in both, and no side is told: a partition. Held
-              bytes arrive afterwards, like TCP retransmissions
-    slow      everything arrives with a delay
+    hold      nothing arrives, in one or both directions, and nobody is told: a partition. Data sent
+              meanwhile arrives afterwards, as if TCP had sent it again
+    slow      everything arrives later
     reset     existing connections end with RST
     refuse    existing and new connections get RST
 
-Everything runs on one event loop.
+Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PIECE_BYTES = 65_536
 
 
 class Way(Enum):
-    """A direction, seen from the side that has connected."""
+    """A direction, as seen by the connecting side."""
 
     THERE = "there"
     BACK = "back"
@@ -75,7 +76,7 @@ class Link:
         self.reset()
 
     def heal(self) -> None:
-        """Return to the initial state."""
+        """Remove all faults."""
         self._is_refusing, self._seconds = False, 0.0
         for flows in self._flows.values():
             flows.set()
@@ -122,7 +123,7 @@ class Link:
 
 
 async def _connected_to(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to `target`, HOST:PORT or the path of a Unix socket."""
+    """Connect to `target`: HOST:PORT, or the path of a Unix socket."""
     if target.startswith("/"):
         return await asyncio.open_unix_connection(target)
     host, _, port = target.rpartition(":")

@@ -3,12 +3,11 @@
     python -m tests.cluster.nemesis FOLDER --seed 7                   # 3 minutes, 50 conversations
     python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2
     python -m tests.cluster.nemesis FOLDER --seed 7 --engine model    # the built-in model
-    python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql    # its own server
+    python -m tests.cluster.nemesis FOLDER --seed 7 --store postgresql    # a private server
     python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2   # on Ray Serve
 
-The seed determines the faults and the talkers' messages, but not which call meets which fault. FOLDER keeps,
-by seed, the history with its owner log, and the logs of the processes. Its results.jsonl has a line for each
-run.
+The seed determines the faults and the messages, but not which call meets which fault. For each seed, FOLDER
+keeps the history with its owner log, and the logs of the processes. results.jsonl has a line for each run.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ HANG_SECONDS = 150.0  # after which no more answers can come
 
 @dataclass(frozen=True)
 class Storm:
-    """The extent of a run."""
+    """The size of a run."""
 
     seed: int
     seconds: float = 180.0
@@ -59,7 +58,7 @@ class Storm:
 
 @dataclass
 class Outcome:
-    """The results of a run."""
+    """The result of a run."""
 
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
@@ -191,7 +190,7 @@ async def _read_back(
 
 
 def _verified(world: World | RayWorld) -> list[str]:
-    """Return the problems that the cluster reports, once its engine runs (it may be restarting)."""
+    """Return the cluster's own checks, once its engines run again."""
     until = time.monotonic() + HANG_SECONDS
     with Admin(world.admin_addresses[0]) as admin:
         while True:
@@ -228,7 +227,7 @@ def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> Non
 
 @contextmanager
 def _store_of(given: str) -> Iterator[str]:
-    """Yield the address of a database without a history, or nothing for a SQLite file."""
+    """Return the URL of a new database, or none for a SQLite file."""
     if given != OWN_SERVER:
         yield given
         return

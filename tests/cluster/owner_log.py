@@ -1,11 +1,11 @@
-"""Record who owns which conversation: rows written by triggers that a test adds to a history.
+"""A log of owners: triggers, which a test adds to a history, write the rows.
 
     opened, closed    a session: a daemon has the history open
-    claimed           a session owns the conversation from here on, in an epoch; `previous` owned it before
+    claimed           a session owns a conversation from here on, in an epoch; `previous` owned it before
     begun, ended      a turn, with the session and the epoch of its conversation; `how` is its new state
 
 The rows of a conversation are in the order of the commits: in PostgreSQL, two transactions that change one
-conversation never overlap. In SQLite all rows are in that order.
+conversation never overlap. In SQLite, no two writes overlap.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TRIGGERS = {
 
 
 def keep(store: str, maker: Path) -> None:
-    """Create a history with an owner log at the address; `maker` is a new folder."""
+    """Create a history at the URL that keeps the log; `maker` is a new folder."""
     ConversationStore.open(maker, "a test", url=store, replica="maker").close()
     is_sqlite = store.startswith(SQLITE)
     number = (
@@ -84,7 +84,7 @@ def keep(store: str, maker: Path) -> None:
 
 
 def events(store: str, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
-    """Return the events so far of a kind and with these values; `conversation_id` stands for its key."""
+    """Return the events so far of a kind with these values; `conversation_id` stands for its key."""
     if (name := wanted.pop("conversation_id", None)) is not None:
         wanted["key"] = conversation_key(name, "")
     if event:
@@ -102,7 +102,7 @@ def _all(store: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _connected(store: str) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that executes a statement."""
+    """Return a function that executes a statement."""
     if store.startswith(SQLITE):
         path = store.removeprefix(SQLITE)
         with closing(preferred_driver.connect(path, timeout=60, isolation_level=None)) as conn:

@@ -1,11 +1,11 @@
-"""Nodes of a Ray cluster in network namespaces of their own, so that Ray sees machines with addresses.
+"""Nodes of a Ray cluster, each in its own network namespace: to Ray, a machine with an address.
 
     this process ── bridge ─┬─ node 0: the head, which has Ray's own tables
                             ├─ node 1
                             └─ …
 
-A node can lose its link. Its processes are those of its namespace, so no other process is ever looked at or
-killed. Everything is gone when the block of `Nodes` ends.
+A node can lose its link. Its processes are those of its namespace, so nothing else is ever signalled.
+Everything is removed at the end of the block of `Nodes`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MARKS = {  # parts of command lines that identify the processes of a node
 
 
 def why_not() -> str:
-    """Return why namespaces are impossible here; "" if they are possible."""
+    """Return why namespaces are unavailable here; "" if they work."""
     if shutil.which("ip") is None:
         return "`ip` is not installed"
     if os.geteuid():
@@ -55,7 +55,7 @@ def why_not() -> str:
 
 
 class Node:
-    """`ray start` in a namespace, and the processes that run there."""
+    """`ray start` in a namespace, and its processes."""
 
     def __init__(self, number: int, names: str, address: str, folder: Path) -> None:
         self.number = number
@@ -91,7 +91,7 @@ class Node:
                 await asyncio.sleep(LOOK_SECONDS)
 
     def processes(self, part: str) -> list[int]:
-        """Return the processes of this part of a cluster; none while the part is replaced."""
+        """Return the namespace's processes of this part of a cluster; empty while it is being replaced."""
         found = []
         for pid in self._pids():
             with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ class Node:
     # -- faults --
 
     def signal(self, part: str, number: int) -> list[int]:
-        """Send a signal to the processes of a part; return them."""
+        """Send a signal and return the processes that got it."""
         pids = self.processes(part)
         self.signal_all(pids, number)
         return pids
@@ -133,7 +133,7 @@ class Node:
     # -- end --
 
     async def stop(self) -> None:
-        """Stop the node like its operator does."""
+        """Stop the node as an operator would."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -157,7 +157,7 @@ class Node:
 
 
 class Nodes:
-    """A bridge with an address for this process, and its nodes; the first one is the head."""
+    """A bridge with an address for this process, and nodes on it. The first node is the head."""
 
     def __init__(self, folder: Path, num_nodes: int, variables: Mapping[str, str]) -> None:
         self._variables = variables
@@ -175,11 +175,11 @@ class Nodes:
 
     @property
     def address(self) -> str:
-        """Return Ray's address."""
+        """Ray's address."""
         return f"{self.head.address}:{GCS_PORT}"
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of Ray's processes and of its clients."""
+        """The environment of Ray's processes and their clients."""
         return {
             **os.environ,
             **self._variables,

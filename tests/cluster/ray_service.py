@@ -1,7 +1,7 @@
-"""Check manifests against the part of KubeRay's RayService (ray.io/v1) and pods that docs/cluster uses.
+"""A schema for the part of KubeRay's RayService (ray.io/v1) and of a pod that docs/cluster uses.
 
-In the schema a leaf is a type, a list has its items' schema, and `Rest` allows any name. A name that is not
-in the schema is a problem: KubeRay would drop it silently.
+A leaf is a type, a list has its items' schema, and `Rest` allows any names. A name that is not in the
+schema is a problem, because KubeRay would drop it silently.
 """
 
 from __future__ import annotations

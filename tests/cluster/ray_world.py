@@ -1,11 +1,12 @@
-"""A cluster on a real Ray of several nodes, with its faults: a world for nemesis.py.
+"""A cluster on a real Ray with several nodes, and its faults, in the form that nemesis.py needs.
 
-    talker ──> Ray's proxy on any node ──> replica (an actor, and the daemon that is its child) ──> PostgreSQL
+    talker ──> Ray's proxy on any node ──> replica (an actor, and the daemon that is its child) ──>
+        PostgreSQL
 
-Every node has one replica and one proxy. This world restarts nothing: Ray replaces killed processes. A fault
-befalls a role of a node (its replica or its proxy). At any time at least one node of each role has no fault,
-and at most one fault outlasts the lease. Ray's own tables, on the head, have no faults, since Ray needs a
-Redis to survive their loss. Neither has the database: all nodes reach its Unix socket.
+Every node has one replica and one proxy. Ray replaces killed parts; nothing is restarted here. A fault
+affects a role of a node (its replica or its proxy). At least one node of each role is healthy at any time,
+and only one fault at a time outlasts the lease. Ray's own tables, on the head, are left alone: they would
+need a Redis to survive. The database is left alone, too: all nodes reach its Unix socket.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RayFault(Fault):
 
 @dataclass(frozen=True)
 class Deed:
-    """A fault that can befall a target."""
+    """A fault of a target."""
 
     part: str = ""  # whose processes get the signal
     number: signal.Signals = signal.SIGSTOP
@@ -75,7 +76,7 @@ def _role(target: int) -> str:
 
 
 def deeds(target: int) -> dict[str, Deed]:
-    """Return the faults that can befall a target."""
+    """Return the possible faults."""
     if target >= PROXIES:
         return OF_PROXIES
     return OF_REPLICAS if target == NEVER_CUT else {**OF_REPLICAS, **OF_NODES}
@@ -84,7 +85,7 @@ def deeds(target: int) -> dict[str, Deed]:
 def schedule(
     seed: int, seconds: float, every: float, num_nodes: int, lease: float
 ) -> list[RayFault]:
-    """Draw a fault every `every` seconds, or a second later if no target may have one by then."""
+    """Yield a fault at intervals, a second later if no target is allowed by then."""
     choose = random.Random(seed)
     targets = (*range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
     free_at = dict.fromkeys(targets, 0.0)
@@ -135,12 +136,12 @@ class RayWorld:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the addresses for clients."""
+        """Addresses for clients."""
         return [f"{node.address}:{GRPC_PORT}" for node in self._nodes.all]
 
     @property
     def admin_addresses(self) -> list[str]:
-        """Return the admin addresses of the running daemons."""
+        """Addresses of the running daemons."""
         folders = [folder for node in self._nodes.all for folder in node.data_of_daemons()]
         return [f"unix:{folder / 'admin.sock'}" for folder in folders]
 
@@ -159,14 +160,14 @@ class RayWorld:
         await self._nodes.__aexit__(*exc)
 
     async def stop(self) -> list[int]:
-        """Stop the cluster like its operator does; return the exit statuses."""
+        """Stop the cluster as an operator would. Return the exit statuses."""
         await self._cluster(DOWN_SECONDS, "down")
         for node in reversed(self._nodes.all):
             await node.stop()
         return [0]
 
     async def whole(self) -> None:
-        """Wait until every node has a replica and a proxy that serve."""
+        """Wait until every node has a serving replica and proxy."""
         async with asyncio.timeout(WHOLE_SECONDS):
             while not await self._is_whole():
                 await asyncio.sleep(LOOK_SECONDS)
@@ -175,7 +176,7 @@ class RayWorld:
         return schedule(seed, seconds, every, self.kind.num_replicas, self.kind.lease_seconds)
 
     async def befall(self, fault: Fault) -> None:
-        """Cause a fault and wait until it is over; Ray may still be replacing killed processes."""
+        """Apply a fault and wait until it is over. Ray may still be replacing killed parts."""
         deed, node = ALL[fault.kind], self._nodes.all[fault.target % PROXIES]
         if fault.kind == CUT:
             with node.unplugged():
@@ -242,7 +243,7 @@ async def _signalled(node: Node, deed: Deed, seconds: float) -> None:
 
 
 async def _serves(address: str) -> bool:
-    """Return whether a proxy answers, with the replica that it has chosen."""
+    """Return whether a proxy and its chosen replica answer."""
     async with grpc.aio.insecure_channel(address) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

@@ -24,7 +24,7 @@ on_both = [pytest.param("sqlite", marks=needs_sqlite), "postgresql"]
 
 @contextmanager
 def history(name: str) -> Iterator[str]:
-    """Yield the address of a new database, by a name of `on_both`; empty for a SQLite file."""
+    """Return the URL of a new database, by a name of `on_both`; empty for a SQLite file."""
     if name == "sqlite":
         yield ""
         return
@@ -43,9 +43,9 @@ def sharing(
     each_listening: Sequence[Mapping[str, Any]] = (),
     **daemon: Any,
 ) -> Iterator[list[DaemonRig]]:
-    """Run daemons with one history, which keeps an owner log.
+    """Run daemons with one history; `listening` and `daemon` are settings of each.
 
-    `listening` and `daemon` are fields of every daemon; `each_listening` has more fields for each in turn.
+    `each_listening` has more settings for the individual daemons. The history keeps an owner log.
     """
     url = f"sqlite://{folder / 'history.db'}"
     owner_log.keep(url, folder / "maker")

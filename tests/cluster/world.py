@@ -1,12 +1,12 @@
-"""A cluster of plain processes: several `pensieve serve` on one database, and their connections.
+"""A cluster of plain processes: several `pensieve serve` on one database, with links between them.
 
     talker ──client link──> replica ──peer link──> another replica
                                ├──────> a SQLite file
                                └─store link──> or a PostgreSQL server; both with an owner log (owner_log.py)
 
 Every link can be cut separately. Every process can be killed, restarted with the same folder and addresses,
-stopped (SIGSTOP) and continued. A cluster of another kind (Ray's) differs only in how its processes start and
-end.
+stopped (SIGSTOP) and continued. Another kind of cluster (Ray) differs only in where processes come from and
+how they end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Kind:
-    """The components of a world."""
+    """The configuration of a world."""
 
     num_replicas: int = 3  # with Ray: nodes with one replica each
     lease_seconds: float = 2.0
@@ -45,13 +45,13 @@ class Kind:
 
     @property
     def engine_variables(self) -> dict[str, str]:
-        """Return the environment variables that choose the daemons' engine."""
+        """Environment variables that select the daemons' engine."""
         is_echo = self.engine == "echo"
         return {"PENSIEVE_ENGINE": f"echo:{self.echo_seconds}" if is_echo else self.engine}
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of the daemons, including the lease."""
+        """Environment variables of the daemons, with the lease."""
         return {**self.engine_variables, "PENSIEVE_LEASE": str(self.lease_seconds)}
 
 
@@ -110,7 +110,7 @@ class Part:
         await asyncio.to_thread(self._process.wait)
 
     async def terminate(self) -> int:
-        """Terminate the process like its operator does; it drains."""
+        """Drain and end the process as an operator would."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return await asyncio.to_thread(self._process.wait, STOP_SECONDS)
@@ -158,7 +158,7 @@ class Replica(Part):
 
 
 def behind_a_link(store: str) -> tuple[Link, str]:
-    """Return a link to the server of a database, and the database's address through the link."""
+    """Return a link to a database server, and the URL of the database behind it."""
     parts = urlsplit(store)
     (folder,), port = parse_qs(parts.query).get("host", [""]), parts.port or 5432
     link = Link(f"{folder}/.s.PGSQL.{port}" if folder else f"{parts.hostname}:{port}", free_port())
@@ -178,7 +178,7 @@ class World:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the addresses for clients."""
+        """Addresses for clients."""
         return [replica.client_link.address for replica in self.replicas]
 
     @property
@@ -202,11 +202,11 @@ class World:
         await self._end()
 
     async def stop(self) -> list[int]:
-        """Stop all processes like an operator does; return the exit statuses."""
+        """Stop everything as an operator would. Return the exit statuses."""
         return await asyncio.gather(*(replica.terminate() for replica in self.replicas))
 
     async def whole(self) -> None:
-        """Return at once: this world's faults restart what they kill."""
+        """Return at once: faults restart the processes that they kill."""
 
     def events(self, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
         """Return events of the owner log."""
