@@ -42,7 +42,7 @@ from scripts.import_graph import affected_tests
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = re.compile(r"\A(#.*\n)*(\"\"\"|#)[^\n]*generated", re.IGNORECASE)
 LOGS = re.compile(r"(^|\.)_?(log|logger|logging)\.\w+$|^(warnings\.warn|print)$")
-# Keyword arguments without which a program does the same, or says another text.
+# Keyword arguments that change no behaviour, or only a text.
 NO_BEHAVIOUR = (None, "strict", "encoding", "help", "description", "epilog", "metavar", "prog")
 OPERATORS = {
     "<": "<=",
@@ -61,22 +61,22 @@ OPERATORS = {
     "-": "+",
 }
 _OPERATOR = re.compile(r"is\s+not\b|not\s+in\b|\b(?:is|in|and|or)\b|[<>!=]=|[<>+-]")
-TEST_SECONDS = 90  # of a test; some have more by a mark of their own
+TEST_SECONDS = 90  # per test; some tests have more by a mark
 EXIT_SECONDS = 10  # of a process whose tests have ended
-PATIENCE_SECONDS = 30  # with which a test waits for what may never happen
-# Python reads it when it starts. An editable installation has a finder that comes before every path.
+PATIENCE_SECONDS = 30  # how long tests wait for an event that never happens
+# Python reads this at its start. An editable installation has a finder that comes before every path.
 HERE_FIRST = """
 import sys
 
 sys.meta_path[:] = [each for each in sys.meta_path if "_editable_" not in type(each).__module__]
 """
-Span = tuple[int, int]  # bytes of a source
+Span = tuple[int, int]  # byte positions in a source
 Edit = tuple[Span, str]
 
 
 @dataclass(frozen=True)
 class Break:
-    """A mistake in one line of a file: other text at some bytes of it."""
+    """A mistake in one line of a file: other text at some bytes."""
 
     path: str
     line: int
@@ -86,13 +86,13 @@ class Break:
 
     @property
     def source(self) -> str:
-        """The whole file, with the mistake."""
+        """Return the whole file with the mistake."""
         start, stop = self.span
         return (self.original[:start] + self.text.encode() + self.original[stop:]).decode()
 
     @property
     def before(self) -> str:
-        """The line; of several, the first."""
+        """Return the original line; of several, the first."""
         return _shown(self.original.decode(), self.line, self.original[slice(*self.span)].strip())
 
     @property
@@ -152,7 +152,7 @@ def breaks_of(path: str, source: str, lines: Iterable[int]) -> dict[int, list[Br
 
 
 def drawn(breaks: dict[str, dict[int, list[Break]]], count: int, seed: int) -> list[Break]:
-    """Draw one break of each of so many lines."""
+    """Draw one break for each of at most `count` random lines."""
     choose = random.Random(seed)
     lines = [(path, line) for path in sorted(breaks) for line in sorted(breaks[path])]
     chosen = []
@@ -164,7 +164,7 @@ def drawn(breaks: dict[str, dict[int, list[Break]]], count: int, seed: int) -> l
 
 
 class _Breaker:
-    """Finds the breaks of one source. Each one replaces the text of a syntax node, or a part of it."""
+    """Find the breaks of one source. Each replaces the text of a syntax node or a part of it."""
 
     def __init__(self, path: str, source: str, lines: set[int]) -> None:
         self._path, self._lines = path, lines
@@ -185,7 +185,7 @@ class _Breaker:
     # -- where a mistake makes sense --
 
     def _nodes(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what runs, and not annotations, decorators, assertions, texts, logs and settings."""
+        """Yield nodes that run; skip annotations, decorators, assertions, texts, logs and settings."""
         for child in self._children(node):
             if isinstance(child, ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
                 continue
@@ -242,7 +242,7 @@ class _Breaker:
         return self._span(test), f"(not ({self._text(test)}))"
 
     def _swapped(self, operands: Sequence[ast.expr]) -> Iterator[Edit]:
-        """Another operator between two of these."""
+        """Yield a replacement of the operator between two of these operands."""
         for one, other in pairwise(operands):
             start, stop = self._span(one)[1], self._span(other)[0]
             if found := _OPERATOR.search(self._bytes[start:stop].decode()):
@@ -285,7 +285,7 @@ class _Breaker:
 
 
 def _is_setting(node: ast.Assign | ast.AnnAssign) -> bool:
-    """A constant: no test is about its exact value."""
+    """Return whether this assigns a constant; no test is about its exact value."""
     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
     return isinstance(target, ast.Name) and target.id.isupper()
 
@@ -295,10 +295,10 @@ def _is_setting(node: ast.Assign | ast.AnnAssign) -> bool:
 
 @dataclass
 class Trial:
-    """Breaks one line after the other in copies of a tree, and runs tests on each."""
+    """Break lines in copies of a tree, one at a time, and run tests on each."""
 
     root: Path
-    tests_for: Callable[[str], list[str]]  # of a path; test files, nearest first
+    tests_for: Callable[[str], list[str]]  # path -> test files, nearest first
     limit_seconds: float
 
     def results(self, breaks: Sequence[Break], jobs: int) -> Iterator[Result]:
@@ -329,7 +329,7 @@ class Trial:
         finally:
             file.write_bytes(before)
         if not run.in_time:
-            return Result(broken, Verdict.UNDECIDED, f"{self.limit_seconds:.0f} s were not enough")
+            return Result(broken, Verdict.UNDECIDED, f"not done after {self.limit_seconds:.0f} s")
         if not run.failed:
             return Result(broken, Verdict.SURVIVED, f"{len(tests)} test files: {' '.join(tests)}")
         noticed = run.failed
@@ -339,8 +339,10 @@ class Trial:
 
 
 class TestRun(NamedTuple):
-    failed: list[str]  # as `conversations/test_a.py::test_one`; a file that could not be imported
-    in_time: bool = True  # False: it was ended before the last test
+    failed: list[
+        str
+    ]  # as `conversations/test_a.py::test_one`, or a file that could not be imported
+    in_time: bool = True  # False: stopped before the last test
 
 
 class Copy:
@@ -364,11 +366,13 @@ class Copy:
             failed = [_test(each) for each in cases if {"failure", "error"} & {e.tag for e in each}]
             there = [each for each in failed if self._has(each)]
             return TestRun(there or ([] if cases and not failed else list(tests[:1])))
-        timed_out = "Timeout" in "".join(output.splitlines()[-40:])  # which ends the process
+        timed_out = "Timeout" in "".join(
+            output.splitlines()[-40:]
+        )  # pytest-timeout ends the process
         return TestRun(list(tests[:1]), in_time or timed_out)
 
     def imports_from(self) -> Path:
-        """Return the folder that a process here has its code from."""
+        """Return the folder from which a process in this copy imports its code."""
         program = "import pensieve; print(pensieve.__path__[0])"
         command, environment = [sys.executable, "-c", program], self._environment()
         printed = subprocess.check_output(command, cwd="/", env=environment, text=True)
@@ -388,9 +392,9 @@ class Copy:
         }
 
     def _ran(self, command: list[str], report: Path, limit_seconds: float) -> tuple[str, bool]:
-        """Return what it wrote, and whether it ended in time.
+        """Run a command; return its output, and whether it ended in time.
 
-        What it started ends with it. Once there is a report, it need not end by itself.
+        Its child processes are ended with it. Once there is a report, it need not end by itself.
         """
         written = self.root / "output"
         with written.open("w") as output:
@@ -435,7 +439,7 @@ def copy_of_the_tree(tree: Path) -> Iterator[Copy]:
 
 
 def _test(case: ElementTree.Element) -> str:
-    """A test with parameters fails where one of its cases does."""
+    """Return the test of a case. A parametrised test fails if one of its cases does."""
     module, name = case.get("classname", ""), case.get("name", "")
     file = (module or name).removeprefix("tests.").replace(".", "/") + ".py"
     return f"{file}::{name.partition('[')[0]}" if module else file
@@ -451,7 +455,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--tests", type=int, default=5, help="test files for each line (5)")
     parser.add_argument("--jobs", type=int, default=1, help="lines at the same time (1)")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds for each line (900)")
-    parser.add_argument("--list", action="store_true", help="show the breaks, and run nothing")
+    parser.add_argument("--list", action="store_true", help="show the breaks and run nothing")
     given = parser.parse_args(arguments)
     breaks = {
         path: breaks_of(path, (root / path).read_text(encoding="utf-8"), lines)

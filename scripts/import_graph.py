@@ -9,8 +9,8 @@ as imports, too:
     conftest.py                               for every test file in its folder and below
     "page.html", "docs/sdk.md"                a file of another kind, named in a string
 
-Through the daemon and the command line nearly every test reaches nearly every module, so a limit is part of
-the question: of test files at the same distance those come first whose path resembles the changed file's.
+Nearly every test reaches nearly every module through the daemon and the command line, so callers should set a
+limit. At equal distance, the test files with paths most similar to the changed file come first.
 
 The source is read with regular expressions, which takes a second; parsing it takes ten. They rely on the
 layout that ruff gives it.
@@ -32,16 +32,16 @@ from pathlib import Path, PurePath
 
 ROOT = Path(__file__).resolve().parent.parent
 MAIN = "main"
-# `scripts/test --changed` runs so many test files, and after a change of the product these: whole daemons.
+# `scripts/test --changed` runs this many test files. After a change of the product it also runs SMOKE.
 NEAREST = 20
 SMOKE = ("tests/conversations/test_daemon.py", "tests/cli/test_chat.py")
 PACKAGES = ("pensieve", "tests", "scripts")
-# A change of these affects every test.
+# Changes of these files affect every test.
 EVERYTHING = (
     *("pyproject.toml", "scripts/constraints.txt", "scripts/environment", "scripts/test"),
     *("tests/conftest.py", "tests/selection.py"),
 )
-# What tests read folder by folder, so that no name leads to it.
+# Files that tests read by folder, without naming them.
 READ_AS_A_FOLDER = {
     "csrc/*": ("tests/kernels/*",),
     "proto/*": ("tests/test_docs.py",),
@@ -70,7 +70,7 @@ def affected_tests(
 
 @dataclass(frozen=True)
 class ImportGraph:
-    """Which file of a tree names which."""
+    """The files of a tree, and the files that name each of them."""
 
     files: tuple[str, ...]
     importers: dict[str, set[str]]  # of each file
@@ -120,7 +120,7 @@ class ImportGraph:
 
 
 class Names:
-    """Finds files by the names that source has for them."""
+    """Find files by their names in source text."""
 
     def __init__(self, files: tuple[str, ...]) -> None:
         self.files = files
@@ -156,14 +156,14 @@ class Names:
                     yield self._modules[conftest]
 
     def _file_of(self, dotted: str) -> Iterator[str]:
-        """The file of a module, or of the module that has this name."""
+        """Yield the file of a module, or of the module that defines this name."""
         while dotted and dotted not in self._modules:
             dotted = dotted.rpartition(".")[0]
         if dotted:
             yield self._modules[dotted]
 
     def _others_in(self, text: str, has_scripts: bool) -> Iterator[str]:
-        """Files that are not modules. The name of a script is a common word, so its folder must be named."""
+        """Yield files that are not modules. Script names are common words, so their folder must be named."""
         for word in re.findall(r"[\w.-]+", text):
             for path in self._others.get(word, ()):
                 if "." in word or ("/" in path and path in text) or (has_scripts and word == text):
@@ -171,7 +171,7 @@ class Names:
 
 
 def _likeness(test: str, changed: Iterable[str]) -> int:
-    """How many words the path of a test has in common with that of a changed file."""
+    """Return how many words the test's path has in common with a changed path."""
     words = set(re.findall(r"[a-z0-9]+", test))
     return max(len(words & set(re.findall(r"[a-z0-9]+", path))) for path in changed)
 
@@ -187,9 +187,9 @@ def main(arguments: list[str]) -> None:
 
 
 def changed_paths(base: str | None, root: Path = ROOT) -> list[str]:
-    """Return what differs between a commit and the working tree, files that git does not know included.
+    """Return the paths that differ between a commit and the working tree, including untracked files.
 
-    Without a commit it is where the branch left main, which on main is the last commit.
+    The default commit is where the branch left main; on main, the last commit.
     """
     if base is None:
         left = _git(root, "merge-base", MAIN, "HEAD", check=False)

@@ -46,7 +46,7 @@ assert cpu_library.compiled_library() is not None
 
 
 class ReleaseError(Exception):
-    """Something that a release must not have; the text says what to do."""
+    """A reason not to release; the message says what to do."""
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -1,22 +1,22 @@
-"""Makes the small chat model that ships with Pensieve, from nothing but its own dialogues.
+"""Train the small chat model that ships with Pensieve, only on its own dialogues.
 
     python scripts/train_builtin.py                       train, examine, write pensieve/builtin/model
     python scripts/train_builtin.py --minutes 60          the same within an hour
-    python scripts/train_builtin.py --resume --minutes 10 go on from the model in --out
-    python scripts/train_builtin.py --evaluate            examine the model in --out, train nothing
+    python scripts/train_builtin.py --resume --minutes 10 continue with the model in --out
+    python scripts/train_builtin.py --evaluate            examine the model in --out without training
 
-The dialogues come from `scripts.builtin_corpus.dialogues`; the tokenizer (byte-level BPE, so that every
-text can be encoded and comes back exactly) is trained on them first. The model is a Llama of three
-layers that learns, reply by reply, to find in its context what the person told it.
+The dialogues come from `scripts.builtin_corpus.dialogues`. The tokenizer is trained on them first; it is
+byte-level BPE, so that every text can be encoded exactly. The model is a Llama of three layers. It learns,
+reply by reply, to find in its context what the user told it.
 
-The model starts with the attention heads in place that repeat what it has seen
-(`scripts.builtin_training.network`). What is left to learn is what to say, and when.
+The model starts with attention heads that already repeat what they have seen
+(`scripts.builtin_training.network`). Training teaches it what to say, and when.
 
-Contexts begin short and grow; the values to be recalled weigh more than the words around them; the
-loss looks at replies only. Positions jump forward at random between turns in half of the contexts,
-so that the model knows distances that no training context has.
+Contexts begin short and grow. Values to be recalled weigh more than the words around them. The loss covers
+replies only. In half of the contexts, positions jump forward at random between turns, so that the model knows
+distances that no training context has.
 
-The exit status is 1 when the recall on the held-out examination is below 95 %.
+The exit status is 1 if the recall on the held-out examination is below 95 %.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from scripts.builtin_training.tokenizer import train_tokenizer  # noqa: E402
 RECALL_MIN = 0.95
 DISTANCES = range(1, 21)
 EXAMINATION_SEED = 1_000_003  # far from every training seed
-# (share of the training done until here, tokens in a context); contexts grow as recall becomes reliable.
+# (share of the training until here, tokens per context); contexts grow as recall becomes reliable.
 CURRICULUM = ((0.12, 256), (0.45, 448), (1.0, 768))
 PEAK_LEARNING_RATE = 1.5e-3
 
@@ -69,7 +69,7 @@ def learning_rate(progress: float, step: int, resumed: bool) -> float:
 def train(
     model: LlamaForCausalLM, writer: ContextWriter, arguments: argparse.Namespace
 ) -> LlamaForCausalLM:
-    """Runs the curriculum; the model is written to `--out` now and then, and at the end."""
+    """Run the curriculum; write the model to `--out` now and then, and at the end."""
     random = Random(arguments.seed)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
@@ -109,7 +109,7 @@ def train(
 
 
 def reply_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Weighted cross-entropy of the reply tokens, each predicted from the token before it."""
+    """Return the weighted cross-entropy of the reply tokens, each predicted from the token before it."""
     wanted = batch.weights[:, 1:] > 0
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(
@@ -129,7 +129,7 @@ def reply_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
 def held_out_examinations(
     seed: int, per_distance: int, distances: range = DISTANCES
 ) -> list[tuple[int, list[Exchange]]]:
-    """(distance, conversation) pairs of the held-out set; the same for the same seed."""
+    """Return (distance, conversation) pairs of the held-out set; the same for the same seed."""
     return [
         (distance, examination(Random(seed * 1000 + distance * 100_003 + index), distance))
         for distance in distances
@@ -140,10 +140,10 @@ def held_out_examinations(
 def examine(
     model: LlamaForCausalLM, writer: ContextWriter, per_distance: int, seed: int = EXAMINATION_SEED
 ) -> dict[int, float]:
-    """The share of right replies by distance.
+    """Return the share of right replies by distance.
 
-    A greedy reply is right exactly when every token of the right reply, its end included, is the
-    likeliest after the ones before it; so one forward pass decides, and nothing is sampled.
+    A greedy reply is right exactly if every token of the right reply, including its end, is the likeliest
+    after the tokens before it. So one forward pass decides, without sampling.
     """
     right: dict[int, int] = dict.fromkeys(DISTANCES, 0)
     for distance, exchanges in held_out_examinations(seed, per_distance):
@@ -178,9 +178,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="go on from the model in --out")
+    parser.add_argument("--resume", action="store_true", help="continue with the model in --out")
     parser.add_argument("--evaluate", action="store_true", help="examine only")
-    parser.add_argument("--per-distance", type=int, default=50, help="examinations a distance")
+    parser.add_argument("--per-distance", type=int, default=50, help="examinations per distance")
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     torch.set_num_threads(arguments.threads)

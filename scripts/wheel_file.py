@@ -1,4 +1,4 @@
-"""Write a wheel from the contents of its files, the same bytes for the same contents."""
+"""Write a wheel from the contents of its files; equal contents give equal bytes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-TIME = (2020, 1, 1, 0, 0, 0)  # of every file, so that the same sources make the same wheel
+TIME = (2020, 1, 1, 0, 0, 0)  # modification time of every file, so that builds are reproducible
 
 
 def write(
     folder: Path, name: str, tag: str, files: Mapping[str, bytes], *, pure: bool, by: str
 ) -> Path:
-    """Write `folder/name-tag.whl`; `files` lacks WHEEL and RECORD, which are made here.
+    """Write `folder/name-tag.whl`; return its path. WHEEL and RECORD are generated, not part of `files`.
 
-    `name` is NAME-VERSION, and `by` the program that is named as the wheel's generator.
+    `name` is NAME-VERSION. `by` becomes the wheel's generator.
     """
     info = f"{name}.dist-info"
     purelib = "true" if pure else "false"

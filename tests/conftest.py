@@ -1,4 +1,4 @@
-"""What holds for every test, before anything imports torch."""
+"""Settings for all tests. They must be in effect before anything imports torch."""
 
 import os
 import signal
@@ -18,17 +18,17 @@ from tests import fork_server
 MANY = 1000
 prepare_threads()
 fork_server.install()
-hypothesis.settings.register_profile("pensieve", deadline=None)  # no test is about seconds
+hypothesis.settings.register_profile("pensieve", deadline=None)  # no test depends on speed
 hypothesis.settings.load_profile("pensieve")
-# Whoever starts the tests in the background may have told them to ignore it, and children inherit that.
+# A process that runs in the background may ignore SIGINT, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["tests.selection"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Rewrite the asserts of a share of the test files, so that no two processes of xdist do the same.
+    """Rewrite the asserts of a share of the test files, so that xdist's processes divide the work.
 
-    It takes 23 seconds of CPU time for all, and the results are kept.
+    It takes 23 seconds of CPU time for all files. The results are cached.
     """
     if not (worker := getattr(config, "workerinput", None)) or sys.dont_write_bytecode:
         return
@@ -42,10 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Refuse to test another `pensieve` than this tree's, here or in the programs that tests start."""
+    """Exit unless `pensieve` is imported from this tree, both here and in programs that tests start."""
     here = Path(__file__).resolve().parents[1] / "pensieve"
     found = [Path(pensieve.__file__).parent]
-    if not hasattr(session.config, "workerinput"):  # once for all workers of xdist
+    if not hasattr(session.config, "workerinput"):  # once for all xdist workers
         command = [sys.executable, "-c", "import pensieve; print(pensieve.__file__)"]
         ran = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
         found.append(Path(ran.stdout.strip() or "nowhere").parent)
@@ -56,7 +56,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _ctrl_c_as_before() -> Iterator[None]:
-    """Commands that run in the tests' own process say what Ctrl-C does; not for the tests behind them."""
+    """Restore the SIGINT handler after commands that set it in the tests' own process."""
     before = signal.getsignal(signal.SIGINT)
     yield
     if signal.getsignal(signal.SIGINT) is not before:
@@ -73,7 +73,7 @@ def _executed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Of many tests some need the fork server: start it while nobody waits for a daemon."""
+    """Start the fork server early if there are many tests, since some of them need it."""
     if len(session.items) > MANY and not session.config.option.collectonly:
         fork_server.preload(os.environ)
 

@@ -1,22 +1,22 @@
 """Start `python -m pensieve...` in tests by forking a process that has imported torch and transformers.
 
-Importing them takes 5 seconds of CPU time, and a suite starts several hundred processes.  `install` replaces
-`subprocess.Popen` by a class that forks where it can, and executes where it cannot:
+Importing them takes 5 seconds of CPU time, and a test run starts several hundred processes. `install`
+replaces `subprocess.Popen` by a class that forks where possible, and otherwise executes:
 
     tests' process ── start, wait, children ──▶ server ── fork ──▶ pensieve serve
                                                   ▲                      │
                                                   └─ start (its engine) ─┘
 
-A forked process is like an executed one: its own arguments, environment, folder, descriptors, signals,
-limits, process group, exit code.  Two things differ.  Its parent is the server, so `children_of` finds the
-children of a process, and not `ps --ppid`.  And `/proc/PID/cmdline` is the server's.
+A forked process has its own arguments, environment, folder, descriptors, signals, limits, process group and
+exit code, like an executed process. Two things differ. Its parent is the server, so use `children_of` instead
+of `ps --ppid` to find the children of a process. And its `/proc/PID/cmdline` is that of the server.
 
-These are still executed: other programs, a program that is tied to its parent (TIED), `python -c`, options of
-Python, `preexec_fn`, processes of another session, and environments that change how Python, torch or OpenMP
-start.  In tests with the marker `executed` all commands are, and with the variable PENSIEVE_TESTS_EXECUTE
-those of a whole run.
+These are still executed: other programs, programs that are tied to their parent (TIED), `python -c`, Python
+options, `preexec_fn`, processes of another session, and environments that change how Python, torch or OpenMP
+start. The marker `executed` makes a test execute all commands, and the variable PENSIEVE_TESTS_EXECUTE a
+whole run.
 
-The server ends with the process that started it, and kills what it has forked.
+The server ends with the process that started it, and kills the processes that it has forked.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ STARTING = (
     "LANG",
     "TZ",
 )
-SET_LATER = ("PYTHONUNBUFFERED",)  # which a forked process heeds
-TIED = "pensieve.cluster.tied"  # it ends when its parent does, so it needs its own
+SET_LATER = ("PYTHONUNBUFFERED",)  # also takes effect in a forked process
+TIED = "pensieve.cluster.tied"  # ends with its parent, so it must be a real child
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def _starting(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """The variables that are read while Python starts, or while torch is imported."""
+    """Return the variables that are read while Python starts or torch is imported."""
     return frozenset(
         (name, value)
         for name, value in environment.items()
@@ -81,13 +81,13 @@ def _starting(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     ) - {("PYTHONPATH", str(ROOT))}
 
 
-# -- the side of those who start processes --
+# -- client side --
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """A Popen whose process a server forks, where that makes no difference to the process."""
+    """A Popen that lets a server fork its process where that makes no difference to the process."""
 
-    _server = ""  # the address of the server that has forked it
+    _server = ""  # the address of the server that forked it
 
     def _execute_child(self, *given: Any) -> None:
         (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, _, _, shell) = given[:10]
@@ -130,7 +130,7 @@ class ForkingPopen(subprocess.Popen[Any]):
         try:
             answer = _ask(self._server, {"wait": self.pid, "now": bool(wait_flags & os.WNOHANG)})
         except (FileNotFoundError, ConnectionRefusedError):
-            return self.pid, signal.SIGKILL  # the server has ended, and has killed what it forked
+            return self.pid, signal.SIGKILL  # the server has ended and killed its processes
         return (self.pid, answer["status"]) if "status" in answer else (0, 0)
 
     def _internal_poll(self, *given: Any, **named: Any) -> int | None:
@@ -145,21 +145,21 @@ class ForkingPopen(subprocess.Popen[Any]):
                     self.returncode = os.waitstatus_to_exitcode(status)
             except OSError:
                 if not given and not named:
-                    raise  # else it is called by __del__, and the server may be gone
+                    raise  # otherwise __del__ called it, and the server may be gone
             finally:
                 lock.release()
         return self.returncode
 
 
 def install() -> None:
-    """Fork from now on what would start in the environment that this process has now."""
+    """Fork processes from now on if their environment matches the present environment."""
     global _own
     _own = _starting(os.environ)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
 
 
 def end() -> None:
-    """End the servers that this process has started, and with them what they have forked."""
+    """End the servers that this process has started, and thereby their forked processes."""
     for lifeline, server in _servers:
         lifeline.close()
         server.wait()
@@ -169,7 +169,7 @@ def end() -> None:
 
 @contextlib.contextmanager
 def executed() -> Iterator[None]:
-    """Have all commands executed, as users do."""
+    """Execute all commands inside the block, like users do."""
     before = os.environ.get("PENSIEVE_TESTS_EXECUTE")
     os.environ["PENSIEVE_TESTS_EXECUTE"] = "1"
     try:
@@ -182,7 +182,7 @@ def executed() -> Iterator[None]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started and that still run, executed or forked."""
+    """Return the running processes that a process has started, executed or forked."""
     found = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     )
@@ -193,7 +193,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def cpu_seconds() -> float:
-    """What the servers and the processes that they have forked have used up to now."""
+    """Return the CPU time of the servers and of all their forked processes so far."""
     return sum(float(_ask(address, {"cpu": True})["seconds"]) for address in _addresses.values())
 
 
@@ -205,7 +205,7 @@ _starting_one = threading.Lock()
 
 
 def preload(environment: Mapping[str, str]) -> None:
-    """Start a server for processes of an environment whose Python starts in another way."""
+    """Start a server for environments in which Python starts differently."""
     key = _starting(environment)
     with _starting_one:
         if key not in _addresses and "PENSIEVE_TESTS_EXECUTE" not in os.environ:
@@ -244,7 +244,7 @@ def _ask(address: str, request: Mapping[str, Any], descriptors: Sequence[int] = 
 
 
 def _start_server(environment: Mapping[str, str]) -> str:
-    """Start a server with that environment; its address, once it has imported everything."""
+    """Start a server with that environment; return its address after its imports."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
@@ -263,7 +263,7 @@ def _start_server(environment: Mapping[str, str]) -> str:
     return address
 
 
-# -- the server --
+# -- server side --
 
 
 class _Server:
@@ -277,14 +277,14 @@ class _Server:
         self._woken, self._wakes = socket.socketpair()
         for sock in (self._listener, self._woken, self._wakes):
             sock.setblocking(False)
-        self._running: dict[int, int] = {}  # pid → that of the process that has started it
-        self._ended: dict[int, int] = {}  # pid → status
+        self._running: dict[int, int] = {}  # pid → pid of the process that started it
+        self._ended: dict[int, int] = {}  # pid → exit status
         self._waiting: dict[int, list[socket.socket]] = {}
 
     def serve(self) -> Mapping[str, Any] | None:
-        """Serve until the lifeline ends; in a forked process, return what it is to run."""
+        """Serve until the lifeline ends. In a forked process, return the request that it must run."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the forked processes
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         self._lifeline.sendall(self.address.encode())
         with selectors.DefaultSelector() as selector:
@@ -376,12 +376,12 @@ class _Server:
         return None
 
     def _reply(self, connection: socket.socket, answer: Mapping[str, Any]) -> None:
-        with connection, contextlib.suppress(OSError):  # it may have been killed meanwhile
+        with connection, contextlib.suppress(OSError):  # the client may have been killed
             connection.sendall(json.dumps(answer).encode())
 
 
 def _become(request: Mapping[str, Any], address: str) -> str:
-    """Make this forked process what an executed one would be; the module that it is to run."""
+    """Turn this forked process into what an executed one would be; return the module to run."""
     for number, handler in (
         (signal.SIGCHLD, signal.SIG_DFL),
         (signal.SIGINT, signal.default_int_handler),
@@ -390,7 +390,7 @@ def _become(request: Mapping[str, Any], address: str) -> str:
     if request["new_session"]:
         os.setsid()
     else:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the parent may have ended
             os.setpgid(0, os.getpgid(request["parent"]))
     _place(request["given"], request["descriptors"])
     os.sched_setaffinity(0, request["cores"])
@@ -411,7 +411,7 @@ def _become(request: Mapping[str, Any], address: str) -> str:
     install()
     _addresses[_own] = address
     if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # it is run as `__main__`
+        sys.modules.pop(module, None)  # it will run as `__main__`
     return str(module)
 
 
@@ -427,7 +427,7 @@ def _place(given: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def _run(module: str) -> None:
-    """Run it to its end, and end the process without clearing modules away, which takes half a second."""
+    """Run a module, then end the process without clearing modules away, which takes half a second."""
     code: Any = 0
     interrupted = False
     try:
@@ -435,7 +435,7 @@ def _run(module: str) -> None:
     except KeyboardInterrupt:
         sys.excepthook(*sys.exc_info())
         interrupted = True
-    except SystemExit as ended:  # others end the process as usual
+    except SystemExit as ended:  # other exceptions end the process as usual
         code = ended.code
         if not isinstance(code, int | None):
             print(code, file=sys.stderr)
@@ -455,12 +455,12 @@ def main() -> None:
     from pensieve.launch.cpu_threads import prepare_threads
 
     prepare_threads()
-    os.environ["GRPC_VERBOSITY"] = "NONE"  # as the command line has it, before it imports gRPC
+    os.environ["GRPC_VERBOSITY"] = "NONE"  # the command line sets it before it imports gRPC
     for name in PRELOADED:
-        with contextlib.suppress(ModuleNotFoundError):  # an environment may have fewer packages
+        with contextlib.suppress(ModuleNotFoundError):  # some packages are optional
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # forked processes share what no collection writes to
+    gc.freeze()  # forked processes share pages that no garbage collection writes to
     server = _Server(socket.socket(fileno=int(sys.argv[1])))
     request = server.serve()
     if request is not None:

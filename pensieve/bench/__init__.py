@@ -1,1 +1,1 @@
-"""Measures this machine and this build; each bench checks what it times."""
+"""Benchmarks of this machine and this build. Each one checks its results before it times them."""

@@ -1,19 +1,18 @@
-"""`pensieve bench attention` compares scattered pages with torch on contiguous keys.
+"""`pensieve bench attention`: compare attention over scattered pages with torch on contiguous keys.
 
-Each row is one shape: `batch` slices of `queries` tokens at the end of a context. The same attention is
-computed
+Each row is one shape: `batch` slices of `queries` tokens at the end of a context. These variants compute the
+same attention:
 
     here                multi_token_attention over pages in random order
-    contiguous          torch's fused attention on keys and values that lie in one piece: the best of one
-                        padded batch and a loop over slices, each with grouped heads as they are
-                        (`enable_gqa`) and with a group's queries folded into rows
-    copy_out            pages gathered into one piece first, then the same
+    contiguous          torch's fused attention on contiguous keys and values: the fastest of one padded batch
+                        and a loop over slices, each with grouped heads (`enable_gqa`) and with the queries of
+                        a group folded into rows
+    copy_out            gather the pages into contiguous memory first, then attend
     token_by_token      multi_token_attention with one query at a time
-    int8_kv             multi_token_attention over the same pages kept as int8 (`--kv-dtype int8`)
+    int8_kv             multi_token_attention over pages stored as int8 (`--kv-dtype int8`)
 
-Each result is compared with float32 before anything is timed. Calls use several copies of the inputs by
-turns, so that no cache holds what the next call reads. The contenders run by turns, too, and their medians
-are compared.
+Every result is compared with float32 before it is timed. Successive calls use different copies of the inputs,
+so that no input is in a CPU cache. The variants alternate, and the report compares their medians.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pensieve.kernels.attention.input import AttentionInput, AttentionKind, Page
 from pensieve.kernels.kv_format import dequantised, quantised
 
 SLOTS = 32
-COPIES_BYTES = 256 << 20  # of inputs that take turns: beyond any cache
+COPIES_BYTES = 256 << 20  # total size of the copies of the inputs: larger than any CPU cache
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 Run = Callable[[], torch.Tensor]
 
@@ -71,7 +70,7 @@ class AttentionRow:
     copy_out_seconds: float
     token_by_token_seconds: float
     ratio: float  # seconds over contiguous_seconds
-    bandwidth_share: float  # of the measured read bandwidth
+    bandwidth_share: float  # share of the measured read bandwidth
     int8_kv_seconds: float
 
 
@@ -81,13 +80,13 @@ class AttentionOptions:
     batches: tuple[int, ...]
     head_sizes: tuple[int, ...]
     queries: int
-    dtype: str | None  # only this one
+    dtype: str | None  # None: both types
     repeats: int
 
 
 def run(options: AttentionOptions, report: Report) -> list[AttentionRow]:
     if min(options.contexts) < options.queries:
-        raise InvalidArgument("context", "is at least as long as the queries")
+        raise InvalidArgument("context", "must be at least as long as the queries")
     bandwidth = read_bytes_per_second()
     about = {**build(), "read_bytes_per_second": bandwidth}
     built = ", ".join(f"{name} {value}" for name, value in build().items())
@@ -146,7 +145,7 @@ def shapes(options: AttentionOptions) -> Iterator[AttentionShape]:
 
 
 class Inputs:
-    """One copy: random pages, and the same keys and values in one piece."""
+    """One copy of the inputs: random pages, and the same keys and values in contiguous memory."""
 
     def __init__(self, shape: AttentionShape, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -247,7 +246,7 @@ class Inputs:
         return ways
 
     def right(self, name: str = "") -> torch.Tensor:
-        """What each of them has to answer; that of int8_kv is over what its rows hold."""
+        """Return the expected result in float32; for int8_kv, computed from the quantised values."""
         out = torch.empty_like(self.query, dtype=torch.float32)
         keys, values = self.inputs.key_pages.float(), self.inputs.value_pages.float()
         if name == "int8_kv":
@@ -297,7 +296,7 @@ def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionR
 
 
 def read_bytes_per_second(num_bytes: int = 512 << 20) -> float:
-    """How fast torch's threads can read what no cache holds: the best of a few sums."""
+    """Measure the read bandwidth of memory with torch's threads: the best of five sums."""
     words = torch.ones(num_bytes // 8, dtype=torch.int64)
     seconds = []
     for _ in range(5):
@@ -310,7 +309,7 @@ def read_bytes_per_second(num_bytes: int = 512 << 20) -> float:
 def geometric_means(
     rows: Sequence[AttentionRow], ratio: Callable[[AttentionRow], float] = lambda row: row.ratio
 ) -> dict[str, float]:
-    """Of the ratios, by type and heads, for contexts that matter and for short ones."""
+    """Return the mean ratio by type and heads, for contexts of 512 and more and for shorter ones."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         size = "512 and more" if row.context >= 512 else "below 512"
@@ -329,7 +328,7 @@ def build() -> dict[str, str | int | None]:
 
 
 def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None:
-    """The ratio over the context, a line for each type and heads, batches and head sizes averaged."""
+    """Draw the ratio over the context: a line per type and heads, averaged over batches and head sizes."""
     means = "geometric means of batches and head sizes; bands: least to most of them"
     sheet = Sheet(
         "Attention over scattered pages, over torch's on contiguous keys", [*facts, means], 4.6
@@ -359,10 +358,10 @@ def check_close(
     tolerance: dict[torch.dtype, float],
     where: str = "",
 ) -> float:
-    """Check a result before it is timed, so that no wrong result gets a figure.
+    """Return the largest error of a result against float32; PensieveError if it exceeds the tolerance.
 
-    How far an answer is from the one in float32; an error if that is too far for its type."""
+    Called before a result is timed, so that no wrong result gets a figure."""
     worst = float((answer.float() - right).abs().max())
-    if not worst <= tolerance[answer.dtype]:  # nor NaN
+    if not worst <= tolerance[answer.dtype]:  # also raises for NaN
         raise PensieveError(f"{name} is off by {worst}{where}")
     return worst

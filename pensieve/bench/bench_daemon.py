@@ -1,4 +1,4 @@
-"""Starts a `pensieve serve` for a bench, in a folder that is removed afterwards."""
+"""Start `pensieve serve` for a benchmark, with a data folder that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BenchDaemon(NamedTuple):
 def serving(
     flags: Sequence[str], variables: Mapping[str, str] | None = None
 ) -> Iterator[BenchDaemon]:
-    """A daemon with these flags and variables, from when it is ready."""
+    """Run a daemon with these flags and environment variables; yield when it is ready."""
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         data, ready = Path(folder) / "data", Path(folder) / "ready"
         process = subprocess.Popen(
@@ -60,7 +60,7 @@ def serving(
 
 
 def _reader(process: subprocess.Popen[str], lines: list[str]) -> threading.Thread:
-    """Collects what the daemon logs; a pipe that nobody reads would stop it when it is full."""
+    """Collect the daemon's log lines. An unread pipe would block the daemon when it is full."""
 
     def read() -> None:
         assert process.stderr is not None

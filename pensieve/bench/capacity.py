@@ -1,26 +1,25 @@
-"""`pensieve bench capacity`: the highest load that meets objectives, for three ways to schedule prompts.
+"""`pensieve bench capacity`: find the highest load that meets latency objectives, for three schedulers.
 
-A daemon is started for each way, and the same chats and long documents arrive at each (capacity_load.py):
+Each scheduler runs in a daemon of its own and gets the same chats and long documents (capacity_load.py):
 
-    ours             prompts join an iteration as far as it is predicted to take no longer than the objective
-    whole prompts    uncut, beside the turns that generate (Orca's way)
-    prefill first    uncut, in a pass of their own before the turns that generate go on (vLLM's way once)
+    ours             limit the prompt tokens of an iteration so that its predicted time meets the objective
+    whole prompts    run uncut prompts together with the generating turns (like Orca)
+    prefill first    run uncut prompts in a pass of their own before the generating turns (like early vLLM)
 
-A load is *carried* if the P99 of the time between tokens, the median time to the first token and the median
-time in the queue are within their objectives; capacity_search.py finds the highest rate of conversations,
-by doubling and halving.  Each trial is of so many seconds, and
-is cut off at their end: what waits then counts as waited for so far.  With a rate given, that load is played
-to its end instead, in several rounds with other conversations.
+A load is *carried* if three figures meet their objectives: the P99 time between tokens, the median time to
+the first token, and the median time in the queue. capacity_search.py finds the highest rate of conversations
+by doubling and halving. Each trial lasts a fixed number of seconds and then ends. Requests that still wait
+count with the time that they have waited. With a given rate there is no search: that load is played to its
+end, in several rounds with different conversations.
 
-Iterations that are filled up to an objective have their P99 beside it and not below, so in a search ours is
-told AIM of it.
+Iterations that are filled up to an objective have a P99 close to it. So in a search, ours gets only AIM times
+the objective.
 
-Without an objective there are two, those of the Sarathi-Serve paper: 5 and 25 times the time of an iteration
-in which 32 turns generate behind contexts of 4,096 tokens, measured on the executor before a daemon is
-started (bench/step.py).  What does not depend on the objective is played once for both.
+By default there are the two objectives of the Sarathi-Serve paper: 5 and 25 times the time of an iteration
+with 32 generating turns and contexts of 4,096 tokens. That time is measured on the executor before a daemon
+starts (bench/step.py). The schedulers that ignore the objective run once for both.
 
-Before a daemon is timed a conversation runs twice, the second time with its KV dropped between its turns:
-both must get the same replies (bench/chat.py).
+Before a daemon is timed, a conversation must get the same replies after its KV was evicted (bench/chat.py).
 """
 
 from __future__ import annotations
@@ -52,67 +51,69 @@ from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.report import Report, machine, progress
 from pensieve.errors import InvalidArgument
 
-DEFAULT_MODEL = "0.37B"  # random weights of that shape
-STRICT, RELAXED = 5.0, 25.0  # times the iteration below
-BATCH, CONTEXT, REPEATS = 32, 4096, 7  # of that iteration
-WARM_SHARE = 0.1  # of the time: what begins before does not count
-RESOLUTION = 1.15  # of the rate, in a search
-CONVERSATIONS_MIN = 4  # of a trial; a search gives up where fewer come
-WHOLE_TOKENS = 16_384  # of an iteration, so that prompts are not cut
-OURS_TOKENS = 2048  # the same, where the objective cuts them
-AIM = 0.87  # of the objective, in a search: iterations are filled up to what they are aimed at
+DEFAULT_MODEL = "0.37B"  # random weights of this shape
+STRICT, RELAXED = 5.0, 25.0  # multiples of the time of the iteration below
+BATCH, CONTEXT, REPEATS = 32, 4096, 7  # turns, tokens of context, and repeats of that iteration
+WARM_SHARE = 0.1  # of the duration: turns that begin earlier are not counted
+RESOLUTION = 1.15  # ratio of rates at which a search ends
+CONVERSATIONS_MIN = 4  # in a trial; a search gives up at rates with fewer
+WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
+OURS_TOKENS = 2048  # token budget where the objective cuts prompts
+AIM = 0.87  # share of the objective in a search; see above
 OURS, MIXED, FIRST = "ours", "whole prompts", "prefill first"
-WAYS = {"ours": OURS, "whole": MIXED, "first": FIRST}  # by what a person types
+WAYS = {"ours": OURS, "whole": MIXED, "first": FIRST}  # by their names on the command line
 
 
 @dataclass(frozen=True)
 class CapacityOptions:
     model: str  # "" for random weights
     load: OfferedLoad
-    tbt: float  # the objective for P99 between tokens; 0: two, measured
-    ttft: float  # the objective for the median first token; 0: none
+    tbt: float  # objective for the P99 time between tokens; 0: measure two objectives
+    ttft: float  # objective for the median time to the first token; 0: none
     rate: float  # conversations per second; 0: search for the highest
-    seconds: float  # for so long conversations begin
-    rounds: int  # of a load that is given
+    seconds: float  # time in which conversations begin
+    rounds: int  # with a given rate
     seed: int
     ways: tuple[str, ...] = (OURS, MIXED, FIRST)
 
     def __post_init__(self) -> None:
         load = self.load
         if min(load.turns, load.input_tokens, load.document_tokens, self.rounds) < 1:
-            raise InvalidArgument("turns, input-tokens, document-tokens, rounds", "are at least 1")
+            raise InvalidArgument(
+                "turns, input-tokens, document-tokens, rounds", "must be at least 1"
+            )
         if load.output_tokens < 2:
-            raise InvalidArgument("output-tokens", "is at least 2: one token has no gap")
+            raise InvalidArgument("output-tokens", "must be at least 2: one token has no gap")
         if not 0 <= load.document_share <= 1:
-            raise InvalidArgument("documents", "is a share, from 0 to 1")
+            raise InvalidArgument("documents", "must be a share, from 0 to 1")
         if min(self.tbt, self.ttft, self.rate, load.think_seconds) < 0:
-            raise InvalidArgument("tbt, ttft, rate, think", "are not negative")
+            raise InvalidArgument("tbt, ttft, rate, think", "must be at least 0")
         if self.seconds <= 0:
-            raise InvalidArgument("seconds", "is above 0")
+            raise InvalidArgument("seconds", "must be above 0")
         if self.rate and self.rate * self.seconds < CONVERSATIONS_MIN:
             raise InvalidArgument(
                 "rate",
-                f"of {self.rate:g} conversations a second makes fewer than {CONVERSATIONS_MIN} of them in "
-                f"{self.seconds:g} s: --seconds is to be longer",
+                f"{self.rate:g} conversations/s makes fewer than {CONVERSATIONS_MIN} conversations in "
+                f"{self.seconds:g} s. Use a longer --seconds or a higher --rate",
             )
 
 
 class Scheduling(NamedTuple):
-    """One way to schedule prompts, with the objective that it is told, if any."""
+    """One way to schedule prompts, and the objective that its daemon gets, if any."""
 
     name: str
     tbt: float = 0.0
-    aim: float = 1.0  # what share of it the daemon is told
+    aim: float = 1.0  # share of the objective that the daemon gets
 
     @property
     def flags(self) -> list[str]:
-        """Of its daemon."""
+        """Return the command-line flags of the daemon."""
         budget = OURS_TOKENS if self.tbt else WHOLE_TOKENS
         return ["--tbt", f"{self.aim * self.tbt:g}", "--token-budget", str(budget)]
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of its daemon."""
+        """Return the environment variables of the daemon."""
         engine = "separate" if self.name == FIRST else "model"
         return {"PENSIEVE_ENGINE": engine, "PENSIEVE_PROMPT_SECONDS": "0"}
 
@@ -135,11 +136,11 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
         )
         if base:
             report.line(
-                f"an iteration of {BATCH} turns that generate behind {CONTEXT:,} tokens takes "
-                f"{in_time(base)}: strict {in_time(objectives[0])}, relaxed {in_time(objectives[1])} "
-                "between tokens"
+                f"an iteration of {BATCH} generating turns with contexts of {CONTEXT:,} tokens takes "
+                f"{in_time(base)}. Objectives between tokens: strict {in_time(objectives[0])}, "
+                f"relaxed {in_time(objectives[1])}"
             )
-        gc_pause.freeze()  # a pass over torch's objects would be a gap of every client
+        gc_pause.freeze()  # a collection over torch's objects would delay all clients
         rows: list[CapacityRow] = []
         found: list[CapacityResult] = []
         aim = 1.0 if options.rate else AIM
@@ -178,14 +179,14 @@ def run(options: CapacityOptions, report: Report) -> list[CapacityRow]:
 def measured_base(folder: Path) -> float:
     from pensieve.bench.step import decode_seconds
 
-    progress(f"measuring an iteration of {BATCH} turns behind {CONTEXT:,} tokens")
+    progress(f"measuring an iteration of {BATCH} turns with contexts of {CONTEXT:,} tokens")
     return decode_seconds(folder, BATCH, CONTEXT, REPEATS)
 
 
 def daemons(
     ways: Sequence[str], objectives: Sequence[float], aim: float = 1.0
 ) -> Iterator[tuple[Scheduling, Sequence[float]]]:
-    """Each daemon that is needed, and the objectives that it is held against."""
+    """Yield each daemon to start, and the objectives that its figures are compared with."""
     for name in ways:
         if name == OURS:
             yield from ((Scheduling(OURS, tbt, aim), (tbt,)) for tbt in objectives)
@@ -193,12 +194,12 @@ def daemons(
             yield Scheduling(name), objectives
 
 
-Trial = Callable[[float, int, float | None], Played]  # rate, seed, cut off after so many seconds
+Trial = Callable[[float, int, float | None], Played]  # rate, seed, seconds until it is cut off
 
 
 @contextlib.contextmanager
 def trials(folder: Path, scheduling: Scheduling, options: CapacityOptions) -> Iterator[Trial]:
-    """What plays a load to a daemon of its own, which has been checked."""
+    """Start and check a daemon; yield a function that plays a load to it."""
     progress(f"{scheduling}: starting a daemon")
     with serving([str(folder), *scheduling.flags], scheduling.variables) as daemon:
         asyncio.run(check(daemon.address, daemon.admin_address, options.seed))
@@ -210,7 +211,7 @@ def _play(
 ) -> Played:
     scripts = options.load.scripts(rate, options.seconds, seed)
     if not scripts:
-        raise InvalidArgument("seed", "draws no conversation in this time: --seconds, --rate")
+        raise InvalidArgument("seed", "no conversation begins in this time. Use a longer --seconds")
     return asyncio.run(play(daemon.address, scripts, options.load.output_tokens, seconds_max))
 
 
@@ -222,7 +223,7 @@ def noted(
     played: Played,
     report: Report,
 ) -> list[CapacityRow]:
-    """A row for each objective; only what attained it differs."""
+    """Return a row for each objective; only the attained share differs between them."""
     rows = []
     for objective in objectives:
         figures = Figures.of(played, WARM_SHARE * options.seconds, objective)
@@ -243,7 +244,7 @@ class Searched(NamedTuple):
 def search(
     scheduling: Scheduling, objectives: Sequence[float], options: CapacityOptions, trial: Trial
 ) -> Searched:
-    """The highest load within each objective; a load is played once."""
+    """Find the highest load within each objective; play each load only once."""
     played: dict[float, Played] = {}
     warm = WARM_SHARE * options.seconds
     rate_least = CONVERSATIONS_MIN / options.seconds

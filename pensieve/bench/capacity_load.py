@@ -1,12 +1,11 @@
-"""Chats and long documents that arrive at a daemon, and what their clients see.
+"""Play chats and long documents to a daemon, and record what their clients see.
 
-Conversations begin at a Poisson rate.  In each the client sends a short message, waits for the whole reply,
-thinks, and goes on; the first message of some of them is a long document, of half to one and a half times
-`document_tokens`.  So turns generate all the time, and prompts that take as long as many of their tokens come
-between.
+Conversations begin at a Poisson rate. In each, the client sends a short message, waits for the whole reply,
+thinks, and continues. Some conversations begin with a long document, of 0.5 to 1.5 times `document_tokens`.
+So turns generate all the time, and long prompts arrive between them.
 
-With one seed the conversations are the same at every rate, only nearer to one another, and of a longer load
-the first ones are those of a shorter one.
+With one seed the conversations are the same at every rate; only the time between them differs. A longer load
+begins with the conversations of a shorter one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pensieve.client.values import Delta
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """Conversations, but for how many come."""
+    """The conversations of a load, without their rate."""
 
     turns: int = 3
     input_tokens: int = 32
@@ -38,7 +37,7 @@ class OfferedLoad:
     think_seconds: float = 1.0
 
     def scripts(self, rate: float, seconds: float, seed: int) -> list[Script]:
-        """Those that begin within so many seconds."""
+        """Return the conversations that begin within `seconds`."""
         draw, known = random.Random(seed), words()[:NUM_WORDS]
         scripts: list[Script] = []
         at = 0.0
@@ -65,29 +64,29 @@ class OfferedLoad:
 
 @dataclass
 class ObservedTurn:
-    """What a client saw of one turn."""
+    """One turn as its client saw it."""
 
-    began: float  # since the load began
-    first_token_seconds: float = 0.0  # or how long none came
-    queue_seconds: float | None = None  # None: it was cut off in the middle of its reply
+    began: float  # seconds since the load began
+    first_token_seconds: float = 0.0  # or the time waited so far without a token
+    queue_seconds: float | None = None  # None: the reply was cut off
     gaps: list[float] = field(default_factory=list)
     output_tokens: int = 0
     is_complete: bool = False
 
 
 class Played(NamedTuple):
-    """What came of one load."""
+    """The turns of one load, and how long it took."""
 
     turns: list[ObservedTurn]
-    seconds: float  # to the last reply, or to the cut
+    seconds: float  # until the last reply or the cut-off
 
 
 async def play(
     address: str, scripts: Sequence[Script], output_tokens: int, seconds_max: float | None = None
 ) -> Played:
-    """All conversations to their ends, or cut off after `seconds_max`, when they are deleted, too.
+    """Play all conversations to their ends, or cut them off after `seconds_max` and delete them.
 
-    What the clients still waited for then counts as waited for so far.
+    A client that is cut off counts the time that it has waited so far.
     """
     turns: list[ObservedTurn] = []
     began = time.perf_counter()
@@ -142,7 +141,7 @@ async def play(
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the turns that begin after the warm-up; None where there was nothing to time."""
+    """Figures of the turns that begin after the warm-up; None where nothing was timed."""
 
     turns: int
     unfinished: int
@@ -153,7 +152,7 @@ class Figures:
     first_token_p50: float | None
     first_token_p99: float | None
     queue_p50: float | None
-    attained: float | None  # the share of gaps within the objective
+    attained: float | None  # share of gaps within the objective
 
     @classmethod
     def of(cls, played: Played, warm_seconds: float, objective: float) -> Figures:
@@ -162,18 +161,18 @@ class Figures:
         first = [turn.first_token_seconds for turn in turns]
         queued = [turn.queue_seconds for turn in turns if turn.queue_seconds is not None]
 
-        def share(values: list[float], of: float) -> float | None:
-            return percentile(values, of) if values else None
+        def quantile(values: list[float], share: float) -> float | None:
+            return percentile(values, share) if values else None
 
         return cls(
             turns=len(turns),
             unfinished=sum(not turn.is_complete for turn in turns),
             seconds=played.seconds,
             tokens_per_second=sum(turn.output_tokens for turn in played.turns) / played.seconds,
-            gap_p50=share(gaps, 0.5),
-            gap_p99=share(gaps, 0.99),
-            first_token_p50=share(first, 0.5),
-            first_token_p99=share(first, 0.99),
-            queue_p50=share(queued, 0.5),
+            gap_p50=quantile(gaps, 0.5),
+            gap_p99=quantile(gaps, 0.99),
+            first_token_p50=quantile(first, 0.5),
+            first_token_p99=quantile(first, 0.99),
+            queue_p50=quantile(queued, 0.5),
             attained=sum(gap <= objective for gap in gaps) / len(gaps) if gaps else None,
         )

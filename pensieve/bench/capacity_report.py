@@ -1,4 +1,4 @@
-"""What `pensieve bench capacity` reports: rows, lines, tables and a plot."""
+"""Report the results of `pensieve bench capacity` as rows, lines, tables and a plot."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class CapacityRow:
     figures: Figures
 
     def values(self) -> dict[str, Any]:
-        of = {name: getattr(self, name) for name in ("scheduling", "objective", "rate", "seed")}
-        return {**of, **asdict(self.figures)}
+        load = {name: getattr(self, name) for name in ("scheduling", "objective", "rate", "seed")}
+        return {**load, **asdict(self.figures)}
 
 
 @dataclass(frozen=True)
 class CapacityResult:
-    """What one way to schedule carries within one objective."""
+    """The highest load that one scheduler carries within one objective."""
 
     scheduling: str
     objective: float
-    rate: float  # 0: none that was tried
+    rate: float  # 0: no tried rate was carried
     figures: Figures | None
-    why: str = ""  # why it is none
+    why: str = ""  # why none was carried
 
 
 def in_time(seconds: float | None) -> str:
@@ -79,7 +79,7 @@ def show_found(found: Sequence[CapacityResult], report: Report) -> None:
 def show_rows(
     rows: Sequence[CapacityRow], compared: Iterable[tuple[str, str]], report: Report
 ) -> None:
-    """A line for each way to schedule; the first of each pair over the second, seed by seed."""
+    """Print a row per scheduler, and the ratio of the first to the second of each pair, by seed."""
     table = []
     for name, objective in dict.fromkeys((row.scheduling, row.objective) for row in rows):
         some = [row.figures for row in rows if (row.scheduling, row.objective) == (name, objective)]
@@ -117,7 +117,7 @@ def show_rows(
 
 
 def over_rounds(values: Sequence[float | None], shown: Callable[[float], str] = in_time) -> str:
-    """The median, and the least and the most."""
+    """Return the median, and the least and the most if they differ."""
     known = [each for each in values if each is not None]
     if not known:
         return "-"
@@ -132,7 +132,7 @@ def _ratio(value: float) -> str:
 
 
 def plot(rows: Sequence[CapacityRow], path: Path, facts: Sequence[str]) -> None:
-    """The P99 gap over the load, a line for each scheduling, and the objectives as levels."""
+    """Draw the P99 gap over the load: a line per scheduler, and a level per objective."""
     sheet = Sheet("Time between tokens over the load", facts, width=5.0)
     rates = sorted({row.rate for row in rows})
     panel = sheet.panel(

@@ -1,4 +1,4 @@
-"""Search for the highest rate of conversations that is carried within objectives."""
+"""Find the highest rate of conversations that is carried within objectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-RESOLUTION = 1.04  # the ratio of the lowest rate that is not carried to the highest that is
+RESOLUTION = 1.04  # ratio of the lowest rate that fails to the highest that is carried
 RATE_LEAST, RATE_MOST = 1e-4, 1e5
 QUEUE_P50_SECONDS = 2.0
 
@@ -16,14 +16,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits of what counts as served."""
+    """Limits that a carried load must meet."""
 
     tbt_p99_seconds: float
     ttft_p50_seconds: float
     queue_p50_seconds: float = QUEUE_P50_SECONDS
 
     def violations(self, row: Row) -> list[str]:
-        """The limits that these figures exceed; a figure without a value exceeds none."""
+        """Return the limits that these figures exceed; a missing figure exceeds none."""
         limits = (
             ("tbt_p99", self.tbt_p99_seconds, "P99 between tokens"),
             ("ttft_p50", self.ttft_p50_seconds, "median first token"),
@@ -37,7 +37,7 @@ class Slo:
 
 
 class Impossible(ValueError):
-    """No rate is low enough for the limits."""
+    """Even the lowest rate exceeds the limits."""
 
 
 def capacity(
@@ -67,7 +67,7 @@ def capacity(
         if not broken:
             low, row = tried, found
         elif tried < rate_least:
-            raise Impossible(f"at {tried:.2g} conversations a second still: {', '.join(broken)}")
+            raise Impossible(f"even {tried:.2g} conversations/s exceed: {', '.join(broken)}")
         else:
             high = tried
     return low, row

@@ -1,17 +1,17 @@
-"""`pensieve bench chat` measures conversations with a daemon where its clients are.
+"""`pensieve bench chat`: measure conversations with a daemon from the client's side.
 
-Conversations arrive (all at once, or at a Poisson rate); each sends a message, waits for the whole
-reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:
+Conversations arrive all at once or at a Poisson rate. Each client sends a message through gRPC, waits for the
+whole reply, thinks, and continues. The client measures
 
-    first, later      time to the first token of a conversation's first turn, and of later ones
-    gap               between the messages of a stream
-    normalized        time of a turn over its tokens
-    tokens by source  what later turns found on the device, in the host tier, or had to recompute
+    first, later      time to the first token of a conversation's first turn, and of later turns
+    gap               time between the messages of a stream
+    normalized        time of a turn over its number of tokens
+    tokens by source  context of later turns: on the device, in the host tier, or recomputed
 
-Before anything is timed, a conversation runs twice, the second time (if the daemon was started here)
-with its KV dropped between the turns: both must get the same replies, token for token. On a GPU the order of
-a sum depends on how many rows are computed together, so there replies may part where two tokens are about
-equally likely. Replies do not end by themselves and are greedy, so two runs with one seed do the same work.
+Before anything is timed, each turn of a conversation runs twice, the second time with its KV evicted (if the
+daemon was started here). Both runs must get the same tokens. On a GPU the order of a sum depends on how many
+rows are computed together, so there the replies may differ where two tokens are about equally likely.
+Replies are greedy and have a fixed length, so two runs with one seed do the same work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -33,13 +33,13 @@ from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, machine, percentile
 from pensieve.bench.workload import Script, WorkloadShape, scripts_of
 from pensieve.client.admin import Admin
-from pensieve.client.aio import AsyncClient
+from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.values import Delta, TokenLogprob
 from pensieve.errors import PensieveError
 
-DEFAULT_MODEL = "0.37B"  # random weights of that shape
-NUM_LIKELY = 5  # tokens whose probabilities come with each token of the check
-NEAR = 0.2  # between logarithms of probabilities: rounding in 16 bits moves them by less
+DEFAULT_MODEL = "0.37B"  # random weights of this shape
+NUM_LIKELY = 5  # alternatives with their probabilities, for each token of the check
+NEAR = 0.2  # difference of log probabilities; rounding in 16 bits changes them by less
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,20 @@ class ChatOptions:
     shape: WorkloadShape
     seed: int
     model: str  # "" for random weights
-    address: str  # of a daemon; "" starts one
-    device_cache: str | None = None  # of the daemon that is started, and so are the others
+    address: str  # of a running daemon; "" starts one
+    device_cache: str | None = (
+        None  # this option and the others are for a daemon that is started here
+    )
     host_cache: str | None = None
     weights: str | None = None
     kv_dtype: str | None = None
     stream: str | None = None
 
     def flags(self) -> list[str]:
-        """Of the daemon.  A share of the device tier counts what all turns hold in the end."""
+        """Return the daemon's flags; `device_share` is relative to the KV of all conversations."""
         shape, device, host = self.shape, self.device_cache, self.host_cache
         if shape.device_share:
-            alone = shape.turns * shape.tokens_per_turn + 64  # a conversation has to fit
+            alone = shape.turns * shape.tokens_per_turn + 64  # at least one conversation must fit
             device = device or f"{max(int(shape.tokens * shape.device_share), alone)}t"
             host = host or f"{2 * shape.tokens}t"
         named = {"--device-cache": device, "--host-cache": host, "--weights": self.weights}
@@ -68,9 +70,9 @@ class ChatOptions:
 
 @dataclass
 class MeasuredTurn:
-    """What a client saw of one turn."""
+    """One turn as its client saw it."""
 
-    number: int  # in its conversation
+    number: int  # in its conversation, from 0
     first_token_seconds: float
     total_seconds: float
     gaps: list[float]
@@ -83,7 +85,7 @@ class MeasuredTurn:
 
 @dataclass(frozen=True)
 class TokenSources:
-    """Where the tokens of all turns' contexts came from."""
+    """The number of context tokens of all turns, by where their KV came from."""
 
     new: int
     device: int
@@ -104,7 +106,7 @@ class ChatFigures:
     normalized_p50: float
     normalized_p90: float
     tokens: TokenSources
-    reused_share: float | None  # of what earlier turns left
+    reused_share: float | None  # of the context that earlier turns left
 
 
 def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
@@ -129,7 +131,7 @@ def run(options: ChatOptions, report: Report) -> list[MeasuredTurn]:
 
 
 async def about(options: ChatOptions, address: str) -> list[str]:
-    """Model, machine, load and seed, in words."""
+    """Return the model, machine, load and seed in words."""
     async with AsyncClient(address) as client:
         info = await client.server_info()
     if options.address:
@@ -156,44 +158,54 @@ async def about(options: ChatOptions, address: str) -> list[str]:
 
 
 async def check(address: str, admin_address: str, seed: int) -> None:
-    """The same replies with and without cached KV; of a daemon started elsewhere, the same twice."""
+    """Check that each reply of a conversation is the same when its turn runs again.
+
+    With an `admin_address` the KV of the conversation is evicted before a turn runs again.
+    """
     shape = WorkloadShape(1, 2, 40, 12)
     (script,) = scripts_of(shape, seed + 1)
-    replies: list[list[CheckedReply]] = []
     async with AsyncClient(address) as client:
         on_gpu = (await client.server_info()).device.startswith("cuda")
-        for kept in (True, False):
-            conversation = client.conversation(f"bench-check-{seed}-{kept}")
-            replies.append([])
-            for message in script.turns:
-                turn = conversation.send(
-                    message.text,
-                    max_tokens=shape.output_tokens,
-                    ignore_eos=True,
-                    temperature=0.0,
-                    logprobs=NUM_LIKELY,
-                )
-                deltas: list[Delta] = []
-                async for delta in turn:
-                    if isinstance(delta, Delta):
-                        deltas.append(delta)
-                    else:  # the server begins the reply again
-                        deltas.clear()
-                replies[-1].append(
-                    CheckedReply(
-                        [each for delta in deltas for each in delta.token_ids],
-                        [each for delta in deltas for each in delta.logprobs],
-                    )
-                )
-                if admin_address and not kept:
-                    with Admin(admin_address) as admin:
-                        admin.evict(conversation.conversation_id)
-            await conversation.delete()
-    for one, other in zip(*replies, strict=True):
-        if one.token_ids != other.token_ids:
-            if on_gpu and part_where_as_likely(one, other):
-                return  # what follows answers another conversation
-            raise PensieveError("a conversation gets another reply once its KV was evicted")
+        conversation = client.conversation(f"bench-check-{seed}")
+
+        def evict() -> None:
+            if admin_address:
+                with Admin(admin_address) as admin:
+                    admin.evict(conversation.conversation_id)
+
+        texts = [message.text for message in script.turns]
+        await check_turns(conversation, texts, shape.output_tokens, evict, near_ties=on_gpu)
+        await conversation.delete()
+
+
+async def check_turns(
+    conversation: AsyncConversation,
+    texts: Sequence[str],
+    output_tokens: int,
+    evict: Callable[[], None],
+    *,
+    near_ties: bool,
+) -> None:
+    """Run a conversation, then each turn again in its first context; PensieveError if a reply changes.
+
+    The last turn runs again first: a rewind before it leaves the replies of the first run in the context. So
+    every turn is compared, even after an earlier reply has changed. With `near_ties` a reply may change at a
+    token that was about as likely as its alternative. Its later tokens have another context, and are not
+    compared.
+    """
+    revisions, replies = [0], list[CheckedReply]()
+    for text in texts:
+        reply, revision = await checked_reply(conversation, text, output_tokens)
+        replies.append(reply)
+        revisions.append(revision)
+    for number in reversed(range(len(texts))):
+        await conversation.rewind(revisions[number])
+        evict()
+        again, _ = await checked_reply(conversation, texts[number], output_tokens)
+        if replies[number].token_ids == again.token_ids:
+            continue
+        if not (near_ties and differ_at_near_tie(replies[number], again)):
+            raise PensieveError(f"turn {number + 1} got another reply when it ran again")
 
 
 class CheckedReply(NamedTuple):
@@ -201,8 +213,28 @@ class CheckedReply(NamedTuple):
     logprobs: Sequence[TokenLogprob]
 
 
-def part_where_as_likely(one: CheckedReply, other: CheckedReply) -> bool:
-    """Whether, where two replies part, both tokens were about as likely for each of them."""
+async def checked_reply(
+    conversation: AsyncConversation, text: str, output_tokens: int
+) -> tuple[CheckedReply, int]:
+    """Send a message; return its greedy reply and the conversation's revision after the turn."""
+    turn = conversation.send(
+        text, max_tokens=output_tokens, ignore_eos=True, temperature=0.0, logprobs=NUM_LIKELY
+    )
+    deltas: list[Delta] = []
+    async for delta in turn:
+        if isinstance(delta, Delta):
+            deltas.append(delta)
+        else:  # the server restarted the reply
+            deltas.clear()
+    reply = CheckedReply(
+        [each for delta in deltas for each in delta.token_ids],
+        [each for delta in deltas for each in delta.logprobs],
+    )
+    return reply, (await turn.reply()).revision
+
+
+def differ_at_near_tie(one: CheckedReply, other: CheckedReply) -> bool:
+    """Return whether both tokens at the first difference were about as likely in each of the replies."""
     pairs = zip(one.token_ids, other.token_ids, strict=True)
     at = next(index for index, (mine, theirs) in enumerate(pairs) if mine != theirs)
     for reply, wanted in ((one, other.token_ids[at]), (other, one.token_ids[at])):
@@ -230,7 +262,7 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
                 last_turn=False,
             )
             arrived = [time.perf_counter() async for delta in turn if delta.text]
-            ended = time.perf_counter()  # a reply may consist of what is no text
+            ended = time.perf_counter()  # a reply may consist of tokens without text
             usage = (await turn.reply()).usage
             turns.append(
                 MeasuredTurn(
@@ -298,12 +330,12 @@ def lines_of(figures: ChatFigures) -> list[str]:
         f"p90 {milliseconds(figures.normalized_p90)}",
         f"tokens: {sources.new:,} new, {sources.device:,} on the device, "
         f"{sources.host:,} from the host, {sources.recomputed:,} recomputed"
-        + ("" if reused is None else f"; {reused:.1%} of what was there before was reused"),
+        + ("" if reused is None else f"; {reused:.1%} of earlier context was reused"),
     ]
 
 
 def plot(turns: Sequence[MeasuredTurn], path: Path, facts: Sequence[str]) -> None:
-    """Distributions of the time to first token and of the gaps, one below the other."""
+    """Draw the distributions of the time to the first token and of the gaps."""
     kinds = {
         "First token, first turns": [t.first_token_seconds for t in turns if t.number == 0],
         "First token, later turns": [t.first_token_seconds for t in turns if t.number > 0],

@@ -1,4 +1,4 @@
-"""The folder of the model that a bench measures, named or with random weights."""
+"""Find or make the model that a benchmark measures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pensieve.launch.model_folder import resolve_model
 
 
 def model_in_words(name: str, shape: str) -> str:
-    """The model in words."""
+    """Return the model's name, or a description of the random weights."""
     return name or f"random weights {shape}"
 
 
 @contextmanager
 def measured_model(name: str, shape: str) -> Iterator[Path]:
-    """The folder of the model named, or of one with random weights that is gone afterwards."""
+    """Yield the folder of the named model, or of a temporary model with random weights."""
     if name:
         yield resolve_model(name, progress)
         return

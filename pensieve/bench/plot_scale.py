@@ -1,7 +1,7 @@
-"""Scales, ticks and places of text for figures, in plain numbers.
+"""Scales, ticks and text positions for figures.
 
-An axis begins at zero.  Values that differ `LOGARITHMIC_FROM` times or more are on a logarithmic one, with
-ticks at 1, 2, 5 and 10 times a power of ten.  Ticks are written as people write numbers, never as powers.
+An axis begins at zero. It is logarithmic if its values differ by a factor of `LOGARITHMIC_FROM` or more, with
+ticks at 1, 2, 5 and 10 times a power of ten. Ticks are plain numbers, never powers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import cache
 
 LOGARITHMIC_FROM = 20.0
-SWEPT_LOGARITHMIC_FROM = 8.0  # of values that were tried: people double them
+SWEPT_LOGARITHMIC_FROM = 8.0  # for swept values, which people usually double
 TICKS_MAX = 7
-TICKS_APART = 0.11  # of the axis
+TICKS_APART = 0.11  # share of the axis
 
 Numbers = Sequence[float]
 
 
 def plain(value: float) -> str:
-    """A number as people write it: 0.05, 20, 1.5k, 2,048, 3M."""
+    """Format a number: 0.05, 20, 1.5k, 2,048, 3M."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     rounded = float(f"{value:.3g}")
@@ -35,17 +35,17 @@ def plain(value: float) -> str:
 
 
 def time_unit(seconds: Numbers) -> tuple[float, str]:
-    """By what to multiply seconds, and the unit that this makes: milliseconds for short times."""
+    """Return the factor for seconds and the unit it gives: milliseconds for short times."""
     return (1.0, "s") if max(seconds, default=0.0) >= 1 else (1e3, "ms")
 
 
 def spread(wanted: Numbers, apart: float, most: float) -> list[float]:
-    """Places so far apart, between 0 and `most`, as near as can be to those wanted, in the same order.
+    """Move positions until they are `apart`, between 0 and `most`, as near as possible to those wanted.
 
-    Of two that want the same place, the first is above.
+    The order stays. Of two equal positions, the first ends up above.
     """
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))
-    groups: list[tuple[list[int], float]] = []  # indices that touch, and where their middle is
+    groups: list[tuple[list[int], float]] = []  # indices that touch, and their common centre
     for index in order:
         members, middle = [index], min(max(wanted[index], 0.0), most)
         while groups:
@@ -67,7 +67,7 @@ def spread(wanted: Numbers, apart: float, most: float) -> list[float]:
 
 @cache
 def inches(text: str, size: float, bold: bool = False) -> float:
-    """How wide a line of text is."""
+    """Return the width of a line of text, in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
@@ -78,7 +78,7 @@ def inches(text: str, size: float, bold: bool = False) -> float:
 
 
 def wrapped(text: str, size: float, width: float, bold: bool = False) -> list[str]:
-    """Lines of whole words that are not wider than so many inches."""
+    """Break text into lines of whole words that are at most `width` inches wide."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -91,7 +91,7 @@ def wrapped(text: str, size: float, width: float, bold: bool = False) -> list[st
 
 @dataclass
 class Scale:
-    """Where an axis begins and ends, and its ticks."""
+    """The ends of an axis, and its ticks."""
 
     least: float
     most: float
@@ -99,16 +99,16 @@ class Scale:
     ticks: list[float] | None  # None: matplotlib's choice, which is round on a linear axis
 
     def share(self, value: float) -> float:
-        """How far along the axis it is."""
+        """Return the position of a value along the axis, from 0 to 1."""
         if self.logarithmic:
             return math.log(value / self.least) / math.log(self.most / self.least)
         return (value - self.least) / (self.most - self.least)
 
 
 def scale_of(values: Iterable[float], at: Numbers = (), most: float | None = None) -> Scale:
-    """From zero, or logarithmic where values differ so much.
+    """Return a scale from zero, or a logarithmic scale if the values differ by a large factor.
 
-    `at` are the values that were tried: the ticks.  An axis with a `most`, like 100 %, is never logarithmic.
+    `at` are the swept values, which become the ticks. An axis with a `most`, such as 100 %, is linear.
     """
     known = [value for value in (*values, *at) if math.isfinite(value)] or [0.0, 1.0]
     least, largest = min(known), max(known)
@@ -124,7 +124,7 @@ def scale_of(values: Iterable[float], at: Numbers = (), most: float | None = Non
 
 
 def _steps(least: float, most: float) -> list[float]:
-    """1, 2, 5, 10, … around these values; only 1, 10, 100, … where there would be many."""
+    """Return 1, 2, 5, 10, … around these values; only powers of ten if that gives too many."""
     first, last = math.floor(math.log10(least)), math.ceil(math.log10(most))
     for factors in ((1, 2, 5), (1,)):
         found = [
@@ -141,7 +141,7 @@ def _steps(least: float, most: float) -> list[float]:
 
 
 def _apart(values: Numbers, least: float, most: float, *, logarithmic: bool = False) -> list[float]:
-    """Those that can be read beside each other."""
+    """Drop the values whose labels would overlap."""
     scale, kept = Scale(least, most, logarithmic, None), list[float]()
     for value in sorted(set(values)):
         if not kept or scale.share(value) - scale.share(kept[-1]) >= TICKS_APART:

@@ -1,14 +1,14 @@
-"""Draws a study as one sheet of panels with matplotlib, if it is installed.
+"""Draw a study as one sheet of panels with matplotlib, if it is installed.
 
-A `Sheet` has a title, the facts without which a figure says nothing (model, machine, load, seeds), and
-panels in rows.  Everything is laid out in inches before it is drawn: a text's width comes from its font.
-What a `Panel` is given decides how it looks, so that all figures look alike:
+A `Sheet` has a title, the facts that a reader needs (model, machine, load, seeds), and rows of panels. It is
+laid out in inches before it is drawn; the width of a text comes from its font. A `Panel` decides how its data
+looks, so that all figures look alike:
 
-lines     each has a colour, a marker, dashes and a width of its own, the first the widest: where two
-          coincide, both are seen.  The colours are Okabe and Ito's, which the colour-blind tell apart
-names     up to `DIRECT_MAX` are written beside the ends of their lines, moved apart where they would
-          overlap; more are a legend.  Either is right of the axes, never over what is drawn
-repeats   a band, or whiskers, from the least to the most
+lines     each has its own colour, marker, dashes and width. The first is the widest, so lines that coincide
+          are both visible. The colours (Okabe and Ito) can be told apart by colour-blind readers
+names     up to `DIRECT_MAX` stand beside the ends of their lines, moved apart if they would overlap; more
+          become a legend. Both are right of the axes and never cover data
+repeats   a band or whiskers from the least to the most
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pensieve.extras import need
 
 DOTS_PER_INCH = 150
 TITLE_SIZE = 12.0  # points
-TITLE_INCHES = 0.23  # of a line of the title
-BELOW = 0.62  # inches, for ticks and label of x
+TITLE_INCHES = 0.23  # height of a line of the title
+BELOW = 0.62  # inches for the ticks and the label of x
 WIDTH_MIN = 6.4
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = "osD^vP"
@@ -34,10 +34,10 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (2, 1.2), (6, 2, 1.5, 2), (
 INK, FAINT = "#222222", "#777777"
 DIRECT_MAX = 6
 TEXT_SIZE, SMALL_SIZE = 9.0, 8.0  # points
-LINE_INCHES = 0.165  # of text, from one line to the next
+LINE_INCHES = 0.165  # line height of text
 LEFT, RIGHT, EDGE = 0.78, 0.25, 0.15  # inches around axes without names, and around the sheet
 NAME_OFFSET = 0.28  # inches from the axes to the names of lines
-LEGEND_INCHES = 0.19  # of a line of a legend
+LEGEND_INCHES = 0.19  # line height of a legend
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class _Name:
 
 @dataclass
 class Panel:
-    """One pair of axes; what it is given is drawn when the sheet is saved."""
+    """One pair of axes. Its contents are drawn when the sheet is saved."""
 
     axes: Any
     title: str
     x: str
     y: str
-    swept: Numbers = ()  # values of x that were tried: its ticks
-    most: float | None = None  # where y ends: 100 of a percentage
-    alike: str = ""  # panels with the same word here have the same scale of y
+    swept: Numbers = ()  # the swept values of x, which become its ticks
+    most: float | None = None  # the upper end of y, such as 100 for a percentage
+    alike: str = ""  # panels with the same text here share the scale of y
     height: float = 2.3
     left: float = LEFT
     num_lines: int = 0
@@ -78,7 +78,7 @@ class Panel:
         marked: bool = True,
         step: bool = False,
     ) -> None:
-        """A line, and the band of its repeats."""
+        """Draw a line, and a band from the least to the most of its repeats."""
         index = self.num_lines % len(PALETTE)
         colour, width = PALETTE[index], max(3.2 - 0.5 * self.num_lines, 1.2)
         self.num_lines += 1
@@ -105,9 +105,9 @@ class Panel:
         if ends and name:
             self.names.append(_Name(name, colour, *ends[-1]))
 
-    def traces(self, of: str, lines: Iterable[tuple[Numbers, Numbers]]) -> None:
-        """More lines like the one of this name, thin: its repeats, where they have no points in common."""
-        colour = next((each.colour for each in self.names if each.text == of), FAINT)
+    def traces(self, name: str, lines: Iterable[tuple[Numbers, Numbers]]) -> None:
+        """Draw thin lines in the colour of the named line, for repeats without common points."""
+        colour = next((each.colour for each in self.names if each.text == name), FAINT)
         for xs, ys in lines:
             self.axes.plot(xs, ys, color=colour, linewidth=0.8, alpha=0.55, zorder=2.5)
             self._saw(xs, ys)
@@ -122,17 +122,17 @@ class Panel:
             self.names.append(_Name(name, PALETTE[index], *ends[-1]))
 
     def level(self, name: str, y: float) -> None:
-        """A horizontal line to compare with."""
+        """Draw a horizontal reference line."""
         self.axes.axhline(y, color=FAINT, linewidth=1, linestyle=":", zorder=2)
         self._saw((), (y,))
         self.names.append(_Name(name, FAINT, math.inf, y))
 
     def moment(self, x: float) -> None:
-        """A vertical line."""
+        """Draw a vertical line."""
         self.axes.axvline(x, color=FAINT, linewidth=1, linestyle=":", zorder=2)
 
     def bars(self, names: Sequence[str], values: Numbers, least: Numbers, most: Numbers) -> None:
-        """One below the other, each with its value and the whiskers of its repeats."""
+        """Draw horizontal bars below each other, with values and the whiskers of their repeats."""
         for row, (name, value, low, high) in enumerate(
             zip(names, values, least, most, strict=True)
         ):
@@ -158,7 +158,7 @@ class Panel:
 
     @property
     def right(self) -> float:
-        """Inches that the names take."""
+        """Return the inches that the names take."""
         if not self.names:
             return RIGHT
         widest = max(inches(name.text, SMALL_SIZE) for name in self.names)
@@ -172,7 +172,7 @@ class Panel:
         return max(int(self.height / LEGEND_INCHES), 1)
 
     def finish(self, width: float) -> None:
-        """Scales, ticks and names, for axes so many inches wide."""
+        """Set scales, ticks and names for axes of this width in inches."""
         self.axes.tick_params(labelsize=SMALL_SIZE, colors=INK, length=3, which="major")
         self.axes.spines[["top", "right"]].set_visible(False)
         self.axes.set_axisbelow(True)
@@ -256,12 +256,12 @@ class Panel:
 
 
 def matplotlib() -> None:
-    """Make sure of it."""
+    """Raise an error that says how to install matplotlib, if it is missing."""
     need("bench", "matplotlib", "--plot")
 
 
 class Sheet:
-    """All panels of a study, to be saved as one file."""
+    """All panels of a study, saved as one file."""
 
     def __init__(self, title: str, facts: Iterable[str], width: float = 3.6) -> None:
         matplotlib()
@@ -270,11 +270,11 @@ class Sheet:
         self.title = title
         self.facts = [fact for fact in facts if fact]
         self.figure = Figure(dpi=DOTS_PER_INCH, facecolor="white")
-        self._width = width  # of each panel's axes, inches
+        self._width = width  # inches, of the axes of each panel
         self._rows: list[tuple[str, list[Panel]]] = []
 
     def row(self, heading: str = "") -> None:
-        """What follows begins a new row."""
+        """Begin a new row of panels."""
         self._rows.append((heading, []))
 
     def panel(self, title: str, x: str, y: str = "", **options: Any) -> Panel:
@@ -289,7 +289,7 @@ class Sheet:
         return [panel for _, panels in self._rows for panel in panels]
 
     def lay_out(self) -> None:
-        """Gives every text and every panel its place."""
+        """Set the positions of all texts and panels."""
         for alike in {panel.alike for panel in self.panels if panel.alike}:
             same = [panel for panel in self.panels if panel.alike == alike]
             values = [value for panel in same for value in panel.ys]
@@ -368,6 +368,6 @@ class Sheet:
             self.figure.savefig(path, dpi=DOTS_PER_INCH)
         except OSError as error:
             raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error
-        except ValueError as error:  # an ending that is no format
+        except ValueError as error:  # the file name has an unknown extension
             raise ConfigError(f"cannot draw {path}: {error}") from error
         return path

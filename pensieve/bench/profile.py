@@ -1,15 +1,15 @@
-"""`pensieve profile` measures what iterations and copies of a model cost on this machine.
+"""`pensieve profile`: measure the cost of a model's iterations and copies on this machine.
 
-An engine's executor is built as `pensieve serve` builds it, with tiers as large, and driven with synthetic
-iterations (profile_points.py, profile_driver.py).  From their times come
+The executor is built like that of `pensieve serve`, with tiers of the same size, and runs synthetic
+iterations (profile_points.py, profile_driver.py). The results are
 
-    the cost of iterations    fitted to the designed ones (sim/fit_points.py); its error is that of mixes
-                              which were drawn at random and not fitted
-    the cost of chunks        to recompute one, behind contexts that are powers of two (core/cost.py)
-    the link                  pages per second between the tiers, each way and both at once
+    the cost of iterations    fitted to the designed iterations (sim/fit_points.py); its error is measured on
+                              random mixes that were held out of the fit
+    the cost of chunks        to recompute one chunk, behind contexts that are powers of two (core/cost.py)
+    the link                  pages per second between the tiers, in each direction and both at once
 
-They become one file (sim/cost_file.py), written when all is measured: kept for the next start of a daemon
-(launch/profiles.py), or where --output says.
+They are written to one file when everything is measured (sim/cost_file.py). The file goes to the folder of
+profiles that daemons use when they start (launch/profiles.py), or to --output.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from pensieve.sim.cost import CostModel
 from pensieve.sim.fit import FitError
 from pensieve.sim.fit_points import chunk_profile, errors_of, fit_points
 
-SECONDS, QUICK_SECONDS = 150.0, 20.0  # for iterations
-TURNS_MAX = 64  # that generate at once
+SECONDS, QUICK_SECONDS = 150.0, 20.0  # time for the iterations
+TURNS_MAX = 64  # generating at once
 BASE_TURNS, BASE_CONTEXT = (
     32,
     4096,
-)  # of the iteration that objectives are multiples of (Sarathi-Serve)
+)  # the iteration whose time is multiplied for the objectives (Sarathi-Serve)
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
-SPREAD_MAX = 0.5  # of times of one iteration: what is beyond is other work on the machine
-CORES_SHARE_MIN = 0.6  # of a CPU's time: others have had the rest
+SPREAD_MAX = 0.5  # of the times of one iteration; a larger spread means other work on the machine
+CORES_SHARE_MIN = 0.6  # of the CPU time; less means that other processes took the rest
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
     quick: bool = False
-    output: Path | None = None  # instead of the folder of kept profiles
+    output: Path | None = None  # None: the folder of profiles
 
 
 class Profile(NamedTuple):
@@ -69,7 +69,7 @@ class Profile(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """How much longer the same iteration took at one time than at another, in the median."""
+        """Return the median spread of the times of an iteration, relative to its time."""
         return statistics.median(each.spread for each in self.points)
 
 
@@ -114,8 +114,8 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
     profiles.write(path, profiles.text_of(key, profile.cost, day, figures))
     if cores_share < CORES_SHARE_MIN or profile.spread > SPREAD_MAX:
         report.line(
-            f"something else was running: this process had {cores_share:.0%} of its cores' time, and the "
-            f"same iteration took {profile.spread:.0%} longer at one time than at another"
+            f"something else was running: this process got {cores_share:.0%} of its cores' time, and the "
+            f"times of an iteration differed by {profile.spread:.0%}"
         )
     _print(profile, limits, path, options, report)
     report.finish({"path": str(path), "objectives": objectives(profile.cost, limits), **figures})
@@ -123,7 +123,7 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
 
 
 def _cores_share(began: float, cpu_began: float) -> float:
-    """How much of the time of the cores on which it computes this process has had."""
+    """Return the share of the CPU time of its compute threads that this process got."""
     import torch
 
     seconds = torch.get_num_threads() * (time.perf_counter() - began)
@@ -131,7 +131,7 @@ def _cores_share(began: float, cpu_began: float) -> float:
 
 
 def about_machine(layers: int, kv_bytes_per_token: int, source: str) -> CostModel:
-    """A cost model of which nothing is measured yet."""
+    """Return a cost model without any measured costs."""
     return CostModel(
         0.0, 0.0, 0.0, 0.0, 0.0, layers, kv_bytes_per_token, float("inf"), f"a profile of {source}"
     )
@@ -146,7 +146,7 @@ def profiled(
     quick: bool = False,
     done: Any = lambda share: None,
 ) -> Profile:
-    """Measure the points and the copies, and fit; ModelError if the tiers are too small for any of it."""
+    """Measure the points and the copies, and fit the costs; ModelError if the tiers are too small."""
     seconds = QUICK_SECONDS if quick else SECONDS
     rounds = QUICK_ROUNDS if quick else ROUNDS
     found = measured(driver, points, seconds, rounds, done, driver.clock)
@@ -172,7 +172,7 @@ def profiled(
 
 
 def objectives(cost: CostModel, limits: IterationLimits) -> dict[str, float]:
-    """Sarathi's for the time between two tokens: multiples of an iteration of turns that generate."""
+    """Return Sarathi's objectives for the time between tokens: multiples of a decode iteration's time."""
     context = min(BASE_CONTEXT, limits.context)
     base = cost.decode_seconds(BASE_TURNS, context)
     return {
@@ -185,7 +185,7 @@ def objectives(cost: CostModel, limits: IterationLimits) -> dict[str, float]:
 
 
 def figures_of(profile: Profile) -> dict[str, Any]:
-    """What the file has for people."""
+    """Return the facts in the file that only people read."""
     copies = profile.copies
     return {
         "errors": [each._asdict() for each in profile.errors],
@@ -212,7 +212,7 @@ def _medians(times: Sequence[CopyTimes]) -> CopyTimes | None:
 
 @contextmanager
 def _progress_bar() -> Iterator[Any]:
-    """Of the time that iterations are measured; where nobody looks, nothing."""
+    """Show a progress bar for the measured time, on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -229,7 +229,7 @@ def _print(
     fitted = sum(not each.point.held_out for each in profile.points)
     report.line(f"{fitted} iterations fitted, {len(profile.points) - fitted} held out")
     if profile.left_out:
-        report.line(f"{profile.left_out} more would have taken too long here, and were left out")
+        report.line(f"left out {profile.left_out} iterations that would take too long here")
     report.table(
         "error of the prediction, of held-out iterations",
         ("", "iterations", "median", "P90"),
@@ -256,7 +256,7 @@ def _print(
         )
     aims = objectives(cost, limits)
     report.line(
-        f"{BASE_TURNS} turns that generate behind {aims['context']:,} tokens take "
+        f"{BASE_TURNS} generating turns with contexts of {aims['context']:,} tokens take "
         f"{aims['iteration_seconds'] * 1e3:.0f} ms: objectives for the time between tokens (Sarathi) are "
         f"strict {aims['strict_seconds']:.2f} s, relaxed {aims['relaxed_seconds']:.2f} s"
     )
@@ -267,7 +267,7 @@ def _print(
 
 
 def plot(profile: Profile, path: Path, facts: Sequence[str]) -> None:
-    """How far predictions of held-out iterations are off; what chunks cost to recompute."""
+    """Draw the errors on held-out iterations, and the cost of recomputing chunks."""
     sheet = Sheet("What iterations cost on this machine", [*facts, "lower quartiles"], 4.0)
     unseen = [each for each in profile.points if each.point.held_out]
     panel = sheet.panel(

@@ -1,12 +1,11 @@
-"""Drives an executor with synthetic iterations, for their times alone.
+"""Run synthetic iterations on an executor, only to time them.
 
-It is an engine's executor on an engine's memory, and sees nothing that it would not see there: turns that
-have started, slices on pages that lie scattered, copies between the tiers.  What KV is worth does not matter
-for time, but its bits do (a product with denormal numbers is slow): so a few pages are computed from a prompt
-of random tokens, and copied to all others.  Slices of one iteration never share a page.
+The executor and its memory are those of an engine, and see only what an engine would give them: started
+turns, slices on scattered pages, and copies between the tiers. The contents of KV do not matter for the
+time, but their bits do: products with denormal numbers are slow. So a few pages are computed from random
+tokens and copied to all others. Slices of one iteration never share a page.
 
-Turns are started once, with logs as long as any context, so a slice may be at any position, and at the same
-one again and again.
+Turns start once, with logs as long as the longest context. So a slice can be at any position, repeatedly.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from pensieve.engine.ports import Executor
 from pensieve.errors import PensieveError
 from pensieve.sampling import Sampling
 
-PIECES_MAX = 8  # slices of prompts in one iteration
+PIECES_MAX = 8  # prompt slices in one iteration
 COMPUTED_PAGES = 8
 COPIED_PAGES = 64
-CHEAP_SECONDS = 0.06  # of iterations that run a few times in a row
+CHEAP_SECONDS = 0.06  # faster iterations run several times in a row
 IN_A_ROW = 3
-ROUNDS = (2, 9)  # at least and at most
+ROUNDS = (2, 9)  # minimum and maximum
 QUICK_ROUNDS = (1, 3)
 FIRST_SHARE = 0.5  # of the time, for the first pass
 
 
 class CopyTimes(NamedTuple):
-    """Seconds, of as many pages in each direction."""
+    """Seconds to copy `pages` pages in each direction."""
 
     pages: int
     inward: float
     outward: float
-    both: float  # until all have arrived
-    alone: float  # an iteration of the turns that generate
-    beside: float  # the same one, waiting for the pages that come in
+    both: float  # both directions at once
+    alone: float  # an iteration of generating turns
+    beside: float  # the same iteration, waiting for pages that are swapped in
 
 
 class Driver:
@@ -67,11 +66,11 @@ class Driver:
         self._fill()
 
     def seconds(self, point: ProfilePoint) -> float:
-        """What this iteration takes, once."""
+        """Run the iteration once; return its time."""
         return self._run(self._slices(point))
 
     def copies(self, point: ProfilePoint, host_pages: int, repeats: int) -> list[CopyTimes]:
-        """Pages each way, both at once, and inward beside the iteration of that point."""
+        """Time pages in each direction, both at once, and inward during the iteration of that point."""
         slices = self._slices(point)
         busy = {page for each in slices for page in each.page_table}
         free = [page for page in self._pages if page not in busy]
@@ -80,7 +79,7 @@ class Driver:
             return []
         inward = tuple(zip(range(count), free, strict=False))
         outward = tuple(zip(range(count, 2 * count), free[count:], strict=False))
-        self._move((), inward)  # so that these host pages hold something
+        self._move((), inward)  # so that these host pages have contents
         return [
             CopyTimes(
                 count,
@@ -127,7 +126,7 @@ class Driver:
         return self._timed(self._iteration(slices, copies=copies))[0]
 
     def _move(self, inward: Sequence[tuple[int, int]], outward: Sequence[tuple[int, int]]) -> float:
-        """Until all have arrived; of pairs of a host page and a device page."""
+        """Copy pairs of a host page and a device page; return the time until all have arrived."""
         began = self.clock()
         missing = len(inward) + len(outward)
         missing -= self._timed(self._iteration((), inward, outward))[1]
@@ -159,7 +158,7 @@ class Driver:
         return Iteration(self._index, slices, copies, swap_ins, swap_outs, started)
 
     def _timed(self, iteration: Iteration) -> tuple[float, int]:
-        """Seconds, and how many copies were reported."""
+        """Run the iteration; return its time and the number of finished copies."""
         began = self.clock()
         self._executor.launch(iteration)
         outcome = self._executor.collect()
@@ -173,7 +172,7 @@ class Measured(NamedTuple):
     point: ProfilePoint
     seconds: float  # lower quartile
     times: int
-    spread: float  # from the least to the most over `seconds`, without a tenth at both ends
+    spread: float  # range of the times without a tenth at both ends, over `seconds`
 
 
 def measured(
@@ -184,18 +183,18 @@ def measured(
     done: Callable[[float], None] = lambda share: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measured]:
-    """Time each iteration, within a time for all of them.
+    """Time each iteration repeatedly, within `seconds_max` for all of them.
 
-    1. Each once, the cheap ones first: that warms up, and tells what is dear.  When half of the time is
-       over, the dearest are left out.
-    2. Again and again, all of them in a new order each time, so that whatever else the machine does for a
-       while is spread over them.  Cheap ones run a few times in a row, the first time untimed: a server's
-       iterations follow others like them.
+    1. Run each point once, the cheapest first, to warm up and to learn its cost. When half of the time is
+       over, leave out the remaining, most expensive points.
+    2. Repeat all points in a new random order each round, so that a disturbance on the machine is spread over
+       them. Run cheap points several times in a row, the first time untimed: in a server, similar iterations
+       follow each other.
 
-    The lower quartile of a point's times counts, of up to four the least: what else a machine does only adds
-    to them, and may last for longer than half of them.  How far they lie apart tells that it did other work.
+    The result of a point is the lower quartile of its times, and the minimum of up to four times. Other work
+    on the machine only adds to the times, and can affect more than half of them. The spread shows such work.
 
-    Returned in the order of the points, without those that are left out; `done` is told how far it is.
+    Returns the measured points in their order, without those left out. `done` gets the progress, 0 to 1.
     """
     began, draw = clock(), random.Random(0)
     first: dict[ProfilePoint, float] = {}

@@ -1,12 +1,12 @@
-"""The iterations that a profile measures: a designed set, chunks to recompute, and mixes that are held out.
+"""Choose the iterations that a profile measures.
 
-    decodes      1, 2, 4, … turns that generate, each set behind several lengths of context
+    decodes      1, 2, 4, … generating turns, each with several lengths of context
     prompts      pieces of 2, 4, 8, … tokens, at the beginning and behind contexts
-    mixes        some of both in one iteration
-    chunks       one chunk behind contexts that are powers of two: what recomputing it takes (core/cost.py)
-    held out     drawn at random, with another context for each turn; nothing is fitted to them
+    mixes        decodes and prompts in one iteration
+    chunks       one chunk behind contexts that are powers of two: the cost to recompute it (core/cost.py)
+    held out     random mixes with a different context for each turn; not used for the fit
 
-All of them fit into the pages, the context and the budget of tokens that an engine would have.
+All of them fit into the engine's pages, context and token budget.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pensieve.core.cost import Work, work_of
 from pensieve.sim.observed import Observation
 
 CONTEXT_MIN = 64
-BESIDE = (16, 64, 256)  # pieces beside turns that generate
-CONTEXT_MOST = 32_768  # longer ones are straight on from there
+BESIDE = (16, 64, 256)  # tokens of the pieces in mixes
+CONTEXT_MOST = 32_768  # costs of longer contexts are extrapolated
 PIECES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 DECODES = "decodes"
 PROMPTS = "prompts"
@@ -46,7 +46,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True)
 class IterationLimits:
-    """What an iteration of this engine may have."""
+    """The limits of an iteration of this engine."""
 
     turns: int
     tokens: int
@@ -73,7 +73,7 @@ class IterationLimits:
 
 
 def points_of(limits: IterationLimits, quick: bool, seed: int = 0) -> list[ProfilePoint]:
-    """All of them, each once."""
+    """Return all points, each once."""
     num_held_out = 12 if quick else 36
     every = [*_designed(limits, quick), *_chunks(limits)]
     fitting = dict.fromkeys(point for point in every if limits.allow(point))
@@ -81,7 +81,7 @@ def points_of(limits: IterationLimits, quick: bool, seed: int = 0) -> list[Profi
 
 
 def held_out(limits: IterationLimits, count: int, seed: int) -> list[ProfilePoint]:
-    """A third of each kind."""
+    """Return random points, a third of each kind."""
     draw, found = random.Random(seed), list[ProfilePoint]()
     for index in range(count):
         kind = (DECODES, MIXES, PROMPTS)[index % 3]

@@ -1,10 +1,10 @@
-"""Makes checkpoints of a real shape with random weights, to measure with.
+"""Make checkpoints of a realistic shape with random weights, for benchmarks.
 
-Replies survive being read back: every token that the model can sample is one word with its space, which
-the tokenizer always turns into the same one token again.  (The others have output weights of zero, and
-among thousands of random logits the largest is never zero.)  So a server that tokenises the history
-anew each turn finds exactly the tokens it made, and its prefix cache is shown at its best.  Any other
-text can be tokenised, too: the words are byte-level BPE merges over all bytes.
+Replies survive being tokenised again. Every token that the model can sample is one word with its space, and
+the tokenizer maps that word back to the same token. (All other tokens have output weights of zero, and the
+largest of thousands of random logits is never zero.) So a server that tokenises the history again each turn
+finds exactly the tokens it made, and its prefix cache performs at its best. Other text can be tokenised, too:
+the words are byte-level BPE merges over all bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES = {
 
 
 def words() -> list[str]:
-    """All words in the order of the vocabulary; text made of them has as many tokens as words."""
+    """Return all words in the order of the vocabulary; each word is one token."""
     syllables = product(SYLLABLES, SYLLABLES)
     pairs = [" " + a + b for a, b in syllables]
     return pairs + [word + c for word in pairs for c in SYLLABLES]
@@ -52,7 +52,7 @@ def words() -> list[str]:
 def make(
     folder: Path, shape: RandomShape, *, dtype: str = "bfloat16", context: int = 8192, seed: int = 0
 ) -> None:
-    """Write the checkpoint; the folder is made if it is missing."""
+    """Write the checkpoint; create the folder if it is missing."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -87,7 +87,7 @@ def make(
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> int:
-    """The id of the first word."""
+    """Write the tokenizer; return the id of the first word."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     space = "Ġ"
@@ -107,11 +107,11 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> int:
         add(space + syllable, space, syllable)
     first_word = len(ids)
     if vocabulary < first_word + 1000:
-        raise InvalidArgument("vocabulary", f"is at least {first_word + 1000}")
+        raise InvalidArgument("vocabulary", f"must be at least {first_word + 1000}")
     for word in islice(words(), vocabulary - first_word):
         add(space + word[1:], space + word[1:-2], word[-2:])
     if len(ids) < vocabulary:
-        raise InvalidArgument("vocabulary", f"is at most {len(ids)}: there are no more words")
+        raise InvalidArgument("vocabulary", f"must be at most {len(ids)}: there are no more words")
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/make_random_model",
         description="Write a Llama checkpoint with random weights, a tokenizer and a chat template. "
-        "Its replies are words that tokenise to what they were.",
+        "Its replies are words that tokenise back to the same tokens.",
     )
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--shape", choices=SHAPES, default="0.37B", help="(default: 0.37B)")

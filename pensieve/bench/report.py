@@ -1,4 +1,4 @@
-"""How a bench reports: what it ran on, and figures, as lines for people or as one JSON object."""
+"""Report what a benchmark ran on, and its figures, as lines for people or as one JSON object."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """With `as_json` the lines go to standard error, and the object alone to standard output."""
+    """With `as_json`, lines go to standard error and the object to standard output."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self.facts: list[str] = []
 
     def about(self, *facts: str) -> None:
-        """Model, machine, load: what the figures are of, printed and kept for the title of a plot."""
+        """Print the model, machine and load, and keep them for the title of a plot."""
         known = [fact for fact in facts if fact]
         self.facts += known
         self.line(", ".join(known))
@@ -30,7 +30,7 @@ class Report:
         print(text, file=sys.stderr if self._as_json else sys.stdout, flush=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column is a name, the others are numbers; nothing where a script reads."""
+        """Print a table: a name in the first column, numbers in the others. No output with `as_json`."""
         if self._as_json:
             return
         from rich import box
@@ -49,7 +49,7 @@ class Report:
 
 
 def print_whole(what: RenderableType) -> None:
-    """Print a table with every word of it; where a line is too short, the terminal breaks it."""
+    """Print a table without truncating words; if it is too wide, the terminal wraps it."""
     from rich.console import Console
 
     console = Console()
@@ -59,17 +59,17 @@ def print_whole(what: RenderableType) -> None:
 
 
 def progress(text: str) -> None:
-    """What is under way; no figure."""
+    """Print a progress line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of them does not exceed."""
+    """Return the value that this share of the values does not exceed."""
     return sorted(values)[int(share * (len(values) - 1))]
 
 
 def machine(device: str = "cpu") -> str:
-    """The processor and how many CPUs of it this process may use, or the GPU."""
+    """Return the GPU's name, or the processor and the number of CPUs this process may use."""
     if device.startswith("cuda"):
         import torch
 

@@ -1,8 +1,8 @@
-"""Draws what `pensieve simulate` found: one sheet for a whole sweep.
+"""Draw the results of `pensieve simulate`: one sheet for a whole sweep.
 
-First what was compared, over the thing of which most values were tried (a rate, the size of a tier), a line
-for each policy; of the others each combination has a row of its own.  Then how full the tiers were and how
-many turns ran and waited, over time, a panel for each simulation of the first seed.
+First come the compared figures over the parameter with the most values (a rate, or the size of a tier), with
+a line per policy. Each combination of the other parameters has its own row. Then panels for each simulation
+of the first seed show how full the tiers were and how many turns ran and waited over time.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ SWEPT = {
 }
 SHORT = {"rate": "{}/s", "device_size": "device {}", "host_size": "host {}"}
 FILE = "simulate.png"
-TIMED_MAX = 4  # settings whose course is drawn
+TIMED_MAX = 4  # settings that are drawn over time
 WIDTH = 3.0  # inches, of each panel
 SHARE_MOST = 100.0  # percent
 
 
 class _Measure:
-    """One figure of a row; None where it has none."""
+    """One figure of a row; None if the row has no such figure."""
 
     def __init__(
-        self, title: str, of: Callable[[Row], float | None], most: float | None = None
+        self, title: str, value_of: Callable[[Row], float | None], most: float | None = None
     ) -> None:
-        self.title, self.of, self.most = title, of, most
+        self.title, self.value_of, self.most = title, value_of, most
 
     def spread(self, repeats: Sequence[Row]) -> tuple[float, float, float]:
-        """Median, least and most over the seeds."""
-        values = [value for row in repeats if (value := self.of(row)) is not None]
+        """Return the median, least and most over the seeds."""
+        values = [value for row in repeats if (value := self.value_of(row)) is not None]
         if not values:
             return (float("nan"),) * 3
         return statistics.median(values), min(values), max(values)
@@ -87,7 +87,7 @@ def _measures(rows: Sequence[Row]) -> list[_Measure]:
     if any(row.get("saved") is not None for row in rows) and len({r["policy"] for r in rows}) > 1:
         found.append(
             _Measure(
-                "Cost of recomputing / that of lru",
+                "Recompute cost / cost with lru",
                 lambda row: None if row.get("saved") is None else 1 + row["saved"],
             )
         )
@@ -138,7 +138,7 @@ def _draw_bars(made: Sheet, rows: Sequence[Row], measures: Sequence[_Measure]) -
 def _draw_courses(
     made: Sheet, rows: Sequence[Row], policies: Sequence[str], several: Sequence[str]
 ) -> None:
-    """A column for each policy, and two rows for each setting."""
+    """Draw the figures over time: a column per policy, and two rows per setting."""
     drawn = [repeats[0] for repeats in over_seeds(rows) if "series" in repeats[0]]
     settings = list(dict.fromkeys(tuple(row[key] for key in several) for row in drawn))
     shown = settings if len(settings) <= TIMED_MAX else _evenly(settings, TIMED_MAX)
@@ -159,7 +159,7 @@ def _draw_courses(
 
 
 def _evenly(values: Sequence[Any], count: int) -> list[Any]:
-    """The first, the last, and some between them."""
+    """Return the first, the last, and evenly spaced values between them."""
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
@@ -171,7 +171,7 @@ def _times(series: dict[str, Any]) -> tuple[list[float], str]:
 
 
 def _numbers(values: Sequence[float | None], scale: float = 1.0) -> list[float]:
-    """A gap is drawn where nothing happened."""
+    """Replace missing values by NaN, which are drawn as gaps."""
     return [float("nan") if each is None else each * scale for each in values]
 
 

@@ -1,21 +1,21 @@
-"""`pensieve bench step` compares an iteration with the time to read the weights.
+"""`pensieve bench step`: compare the time of an iteration with the time to read the weights.
 
-A step is what the engine does with its executor: launch, forward, sampling, collect. It is timed for turns
-that generate (`decode`), and for the same turns beside a piece of a prompt (`mixed`). Contexts are real:
-their keys and values were computed by the same model.
+A step is one iteration of the engine's executor: launch, forward, sampling, collect. It is timed for
+generating turns (`decode`), and for the same turns together with a piece of a prompt (`mixed`). Contexts are
+real: the same model computed their keys and values.
 
-    floor   bytes of weights that an iteration must read (all but the table of input embeddings) over the
-            bandwidth with which torch's threads sum up memory. Experts are counted whole, though few turns at
-            once read only those that they chose: then the ratio may be below 1
-    ratio   time of the step over the floor; medians, the two measured by turns
+    floor   the bytes of weights that an iteration reads (all but the input embeddings) over the bandwidth
+            at which torch's threads sum up memory. All experts count, though a few turns read only those
+            that they choose; then the ratio can be below 1
+    ratio   time of the step over the floor. Both are medians, and their measurements alternate
 
-With --weights int8, or KV kept as --kv-dtype says, the logits of a few prompts are first compared with those
-of the checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get,
-token for token, the reply that they get when they are alone.
+With --weights int8 or --kv-dtype, the logits of a few prompts are first compared with those of the
+checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get the
+same tokens as when they run alone.
 
---parts says what each part of a CPU's layers takes of an iteration, added up over the layers; what is left is
-embeddings, the last norm, sampling and Python. A product is bound by the speed at which its weights arrive
-while rows are few, so that speed stands beside it.
+--parts shows the time of each part of a CPU's layers, summed over the layers. The rest is embeddings, the
+last norm, sampling and Python. While rows are few, reading the weights limits a product, so the bandwidth of
+that read is shown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 SLOTS = 32
 CHECKED_TOKENS = 8
-READ_BYTES = 256 << 20  # beyond any cache
+READ_BYTES = 256 << 20  # larger than any CPU cache
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepRow:
     kind: str
     batch: int
     context: int
-    prompt_tokens: int  # beside the turns that generate
+    prompt_tokens: int  # computed together with the generating turns
     seconds: float  # median
     p90_seconds: float
     floor_seconds: float
@@ -77,19 +77,19 @@ class StepOptions:
     prompt_tokens: int
     repeats: int
     int8: bool
-    parts: bool = False  # also what each part of the layers takes
+    parts: bool = False  # also time each part of the layers
     kv_dtype: str = "auto"
 
     @property
     def rounded(self) -> str:
-        """What is not as the checkpoint has it, in words."""
+        """Return in words which formats differ from the checkpoint's."""
         kv = "" if self.kv_dtype == "auto" else f"{self.kv_dtype} KV"
         return " and ".join(each for each in ("int8 weights" if self.int8 else "", kv) if each)
 
 
 def run(options: StepOptions, report: Report) -> list[StepRow]:
     if min(options.batches) < 1 or options.context < 1 or options.repeats < 1:
-        raise InvalidArgument("batch, context, repeats", "are at least 1")
+        raise InvalidArgument("batch, context, repeats", "must be at least 1")
     about: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     spread_memory(progress)  # as an engine does
     with measured_model(options.model, options.shape) as folder:
@@ -119,7 +119,7 @@ def run(options: StepOptions, report: Report) -> list[StepRow]:
             report.line(str(row))
             continue
         rows.append(row)
-        beside = f" beside {row.prompt_tokens} of a prompt" if row.prompt_tokens else ""
+        beside = f" with {row.prompt_tokens} prompt tokens" if row.prompt_tokens else ""
         report.line(
             f"{row.batch:3} turns{beside}: {row.seconds * 1e3:7.2f} ms (p90 "
             f"{row.p90_seconds * 1e3:.2f}), weights {row.floor_seconds * 1e3:.2f} ms: "
@@ -134,10 +134,10 @@ def run(options: StepOptions, report: Report) -> list[StepRow]:
 
 @dataclass(slots=True)
 class Generating:
-    """A turn of the batch."""
+    """One turn of the batch."""
 
     turn_id: int
-    row: int  # of the batch
+    row: int  # in the batch
     tokens: array[int]  # 'I'
     page_table: array[int]  # 'i'
 
@@ -148,7 +148,7 @@ class Generating:
 
 
 class Bench:
-    """An executor with turns whose KV it holds, and the time of each step."""
+    """Turns on an executor that holds their KV, with a timer for each step."""
 
     def __init__(
         self, model: LoadedModel, tokenizer: Tokenizer, batch_max: int, tokens_max: int
@@ -166,7 +166,7 @@ class Bench:
         self._started: list[TurnStart] = []  # since the last step
 
     def turn(self, index: int, prompt: Sequence[int]) -> Generating:
-        """With the pages of its row in the batch, which lie scattered."""
+        """Return a turn with the pages of its row in the batch; they are scattered."""
         pages = torch.arange(self._memory.device_pages).view(self._pages_of_each, -1)[:, index]
         self._num_turns += 1
         turn = Generating(self._num_turns, index, array("I", prompt), array("i", pages.tolist()))
@@ -180,11 +180,11 @@ class Bench:
         return ids
 
     def fill(self) -> None:
-        """Write something into all KV: what is read takes as long whatever it holds."""
+        """Fill all KV with a constant: the time of a step does not depend on its contents."""
         self._memory.device_arena.fill_(1)
 
     def step(self, slices: Sequence[Slice], turns: Sequence[Generating]) -> float:
-        """Sampled tokens join their turns; the seconds it took."""
+        """Run a step, append the sampled tokens to their turns, and return its seconds."""
         iteration = Iteration(self._index, tuple(slices), started=tuple(self._started))
         self._started.clear()
         self._index += 1
@@ -246,7 +246,7 @@ def measure(
 
 
 def decode_seconds(folder: Path, batch: int, context: int, repeats: int) -> float:
-    """Median time of an iteration in which so many turns generate behind contexts of so many tokens."""
+    """Return the median time of an iteration of `batch` generating turns with `context` tokens each."""
     model, tokenizer = load(folder), Tokenizer.load(folder)
     bench = Bench(model, tokenizer, batch, context + repeats + 3)
     try:
@@ -266,7 +266,7 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Generating]:
-    """The turns together, after a few of them got the same tokens alone."""
+    """Return the turns as a batch, after checking that some of them get the same tokens alone."""
     alone = []
     for index, prompt in list(enumerate(prompts))[:: max(1, len(prompts) // 4)]:
         turn = bench.turn(index, prompt)
@@ -302,7 +302,7 @@ def _row(
 
 
 class Logits(NamedTuple):
-    """Of a few random prompts, every row; (tokens, vocab)."""
+    """The logits of all rows of a few random prompts: (tokens, vocab)."""
 
     rows: torch.Tensor
 
@@ -324,7 +324,7 @@ class Logits(NamedTuple):
         return cls(torch.cat(rows))
 
     def against(self, exact: Logits) -> dict[str, float]:
-        """How far these are from the others: what rounding costs."""
+        """Return the differences from the exact logits, which rounding causes."""
         got, right = self.rows, exact.rows
         divergence = F.kl_div(
             got.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="none"
@@ -333,12 +333,12 @@ class Logits(NamedTuple):
         return {
             "same_token_share": float((got.argmax(-1) == right.argmax(-1)).float().mean()),
             "kl_divergence": float(divergence.mean()),
-            "logit_difference": float(difference.median()),  # of a row's range
+            "logit_difference": float(difference.median()),  # relative to a row's range
         }
 
 
 def weight_bytes_read(model: LoadedModel) -> int:
-    """By an iteration. Of a table of embeddings a few rows, unless it is the output matrix, too."""
+    """Return the bytes that an iteration reads: all but the input embeddings, unless these are tied."""
     module = model.flat.module
     table: torch.Tensor = module.get_input_embeddings().weight
     packed: int = sum(
@@ -354,7 +354,7 @@ def weight_bytes_read(model: LoadedModel) -> int:
 
 
 def plot(rows: Sequence[StepRow], path: Path, facts: Sequence[str]) -> None:
-    """The ratio over the batch, a line for each kind."""
+    """Draw the ratio over the batch, a line for each kind."""
     sheet = Sheet(
         "An iteration over the time to read the weights",
         [*facts, "medians; bands: to the P90"],
@@ -363,7 +363,7 @@ def plot(rows: Sequence[StepRow], path: Path, facts: Sequence[str]) -> None:
     batches = sorted({row.batch for row in rows})
     panel = sheet.panel("", "turns generating", "time / time to read the weights", swept=batches)
     panel.level("reading the weights", 1.0)
-    for kind, name in (("decode", "generating"), ("mixed", "beside a piece of a prompt")):
+    for kind, name in (("decode", "generating"), ("mixed", "with a piece of a prompt")):
         some = [row for row in rows if row.kind == kind]
         if some:
             ratios = [row.ratio for row in some]
@@ -398,7 +398,7 @@ def check_measurable(model: LoadedModel) -> None:
 
 
 def weight_bytes(model: LoadedModel) -> dict[str, int]:
-    """Of all layers, by part."""
+    """Return the weight bytes of all layers, by part."""
     found = dict.fromkeys(PARTS, 0)
     for layer in _layers(model):
         for name, num_bytes in layer.bytes_of_parts.items():
@@ -412,7 +412,7 @@ def weight_bytes(model: LoadedModel) -> dict[str, int]:
 def part_rows(
     batch: int, step: Callable[[], float], repeats: int, weights: Mapping[str, int]
 ) -> list[PartRow]:
-    """`step` returns the seconds that it took."""
+    """Run `step` repeatedly, which returns its seconds; return the median time of each part."""
     times: list[float] = []
     parts: list[Mapping[str, float]] = []
     for _ in range(repeats):

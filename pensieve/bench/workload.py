@@ -1,4 +1,4 @@
-"""Conversations that a bench plays to a daemon (how many, how long, when)."""
+"""The conversations that a benchmark plays to a daemon: how many, how long, and when."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from pensieve.bench.random_model import words
 
-NUM_WORDS = 7_000  # that even the smallest of the random models has as one token each
-TEMPLATE_TOKENS = 16  # of a turn, beside its messages
+NUM_WORDS = 7_000  # words that are one token each even in the smallest random model
+TEMPLATE_TOKENS = 16  # of the chat template, per turn
 
 
 @dataclass(frozen=True)
 class WorkloadShape:
-    """How long the conversations of a bench are, and when they come."""
+    """The number, length and timing of a benchmark's conversations."""
 
     conversations: int
     turns: int
@@ -22,7 +22,9 @@ class WorkloadShape:
     output_tokens: int
     rate: float = 0.0  # conversations arriving per second; 0: all at once
     think_seconds: float = 0.0  # between a reply and the next message, on average
-    device_share: float = 0.0  # of what all conversations need together; 0: the daemon's default
+    device_share: float = (
+        0.0  # device tier over the KV of all conversations; 0: the daemon's default
+    )
 
     @property
     def tokens_per_turn(self) -> int:
@@ -30,7 +32,7 @@ class WorkloadShape:
 
     @property
     def tokens(self) -> int:
-        """That all conversations hold in the end."""
+        """Return the number of tokens that all conversations hold at their ends."""
         return self.conversations * self.turns * self.tokens_per_turn
 
 
@@ -44,7 +46,7 @@ SHAPES = {
 
 class ScriptedMessage(NamedTuple):
     text: str
-    think_seconds: float  # before it
+    think_seconds: float  # before the message
 
 
 class Script(NamedTuple):
@@ -55,7 +57,7 @@ class Script(NamedTuple):
 
 
 def scripts_of(shape: WorkloadShape, seed: int) -> list[Script]:
-    """Texts of words that the tokenizer of scripts/make_random_model knows as one token each."""
+    """Return random conversations of words that a random model's tokenizer maps to one token each."""
     draw = random.Random(seed)
     known = words()[:NUM_WORDS]
     scripts, now = [], 0.0

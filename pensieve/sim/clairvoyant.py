@@ -1,8 +1,8 @@
-"""A retention policy that knows the trace: the conversation whose next message is furthest away goes first.
+"""A retention policy that knows the trace: evict the conversation whose next message is furthest away.
 
-That is Belady's rule.  A policy that has to guess can hardly do better, so its row in a report shows what the
-others could still gain: a bound in practice, not a proof, for it does not weigh by cost, and distinguishes
-only times that are `APART_SECONDS` apart (or more, in traces of many hours).
+This is Belady's rule. Policies that must guess can hardly do better, so its row in a report shows how much
+they could still gain. The bound is practical, not proven: the policy ignores costs, and distinguishes only
+times that are `APART_SECONDS` apart (or more, in traces of many hours).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pensieve.sim.trace import Arrival
 
 NUM_CLASSES = 1024
 APART_SECONDS = 15.0
-REFUSED_SECONDS = 600.0  # a turn that has not begun so long after its time was refused
+REFUSED_SECONDS = 600.0  # a turn that has not begun this long after its time was refused
 
 
 class ClairvoyantPolicy(StaticPolicy):
@@ -55,13 +55,13 @@ class ClairvoyantPolicy(StaticPolicy):
             own.popleft()
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        self._next[target_id] = now  # its first message is on its way
+        self._next[target_id] = now  # its first message arrives at once
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
         return 0.0
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        """The sooner it is used again, the higher; 0: never."""
+        """Return a higher class the sooner the chunk is used again; 0 if never."""
         holders = islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)
         soonest = min(self._next.get(holder.conversation_id, math.inf) for holder in holders)
         if soonest == math.inf:

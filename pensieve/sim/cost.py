@@ -1,16 +1,16 @@
-"""What an iteration and a copy cost, in seconds, from published shapes and data sheets.
+"""Compute the seconds of iterations and copies from published shapes and data sheets.
 
 The rates of an iteration (core/cost.py) are
 
     dense       weight bytes / bandwidth, and 2 · parameters / rate for each token
     attention   KV bytes of a token / bandwidth, and 4 · layers · heads · head size / rate for each pair
 
-plus a fixed overhead.  Those of `pensieve profile` are points that were measured, and so is what recomputing
-a chunk takes (`chunk_costs`).  `EFFICIENCY` is what real kernels reach of a data sheet's figures.  A copy
-between the tiers takes its bytes over the link's rate, each direction by itself.  Several devices (tensor
-parallel) are one that is so many times as large and as fast: communication between them takes no time here.
+plus a fixed overhead. `pensieve profile` measures points instead, and also the cost of recomputing a chunk
+(`chunk_costs`). `EFFICIENCY` is the share of a data sheet's rates that real kernels reach. A copy between the
+tiers takes its bytes over the link's rate; both directions are independent. Several devices (tensor parallel)
+count as one larger and faster device: their communication takes no time here.
 
-Those of data sheets are assumptions, and every report says so.
+Costs from data sheets are assumptions, and every report says so.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, fields
 from pensieve.core.cost import CostProfile, IterationCost
 
 EFFICIENCY = 0.6
-CHUNK_TOKENS = 32  # of what is simulated
+CHUNK_TOKENS = 32  # in simulations
 
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """A decoder as published; weights and KV are of two bytes."""
+    """A decoder with its published shape; weights and KV take two bytes per number."""
 
     name: str
     parameters: float
@@ -67,9 +67,9 @@ class HardwarePreset:
     name: str
     operations_per_second: float
     bytes_per_second: float
-    link_bytes_per_second: float  # each way
+    link_bytes_per_second: float  # in each direction
     device_bytes: float
-    host_bytes: float  # of a device's share of the machine, for KV
+    host_bytes: float  # for KV, per device
     overhead_seconds: float = 0.0005
     devices: int = 1
 
@@ -78,9 +78,9 @@ class HardwarePreset:
         return self.devices * self.device_bytes
 
 
-# Rates of dense fp16 or bf16 with sums in fp32.  An RTX 4090's are 165 of its data sheet (330 with sums in
-# fp16); with it, a desktop's memory, of which 48 GB are for KV.  An A100-40GB is one of eight in a machine of
-# 1,152 GB, of which 120 GB each are for KV.
+# Rates of dense fp16 or bf16 with fp32 accumulation: for an RTX 4090, 165 TFLOPS of its data sheet (330 with
+# fp16 accumulation). The RTX 4090 is in a desktop with 48 GB of memory for KV. The A100-40GB is one of eight
+# in a machine of 1,152 GB, of which 120 GB per device are for KV.
 HARDWARE = {
     preset.name: preset
     for preset in (
@@ -92,13 +92,11 @@ HARDWARE = {
     )
 }
 INSTANT = "instant"
-DEVICE_SHARE = (
-    0.9  # of a device's memory for weights and KV; the rest is for what is being computed
-)
+DEVICE_SHARE = 0.9  # of a device's memory, for weights and KV; the rest is for activations
 
 
 def device_tokens_of(model: ModelPreset, hardware: HardwarePreset) -> int:
-    """How much KV fits beside the weights; less than 1 where they do not fit themselves."""
+    """Return how many tokens of KV fit next to the weights; below 1 if the weights do not fit."""
     room = hardware.memory_bytes * DEVICE_SHARE - model.weight_bytes
     return int(room / model.kv_bytes_per_token)
 
@@ -109,7 +107,7 @@ def host_tokens_of(model: ModelPreset, hardware: HardwarePreset) -> int:
 
 @dataclass(frozen=True)
 class CostModel(IterationCost):
-    """Seconds of an iteration and of copies, for one model on one machine."""
+    """The seconds of iterations and copies, for one model on one machine."""
 
     layers: int
     kv_bytes_per_token: int
@@ -117,7 +115,7 @@ class CostModel(IterationCost):
     source: str
     chunk_costs: tuple[int, CostProfile] | None = field(
         default=None, kw_only=True
-    )  # measured, of chunks of so many tokens
+    )  # measured: tokens per chunk, and the cost of recomputing a chunk
 
     @classmethod
     def of(cls, model: ModelPreset, hardware: HardwarePreset) -> CostModel:
@@ -137,7 +135,7 @@ class CostModel(IterationCost):
 
     @property
     def computing(self) -> IterationCost:
-        """Without the copies."""
+        """Return the cost of computing, without copies."""
         return IterationCost(
             **{each.name: getattr(self, each.name) for each in fields(IterationCost)}
         )
@@ -146,7 +144,7 @@ class CostModel(IterationCost):
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
 
     def recompute(self, chunk_tokens: int) -> CostProfile:
-        """For retention: the cost of a chunk behind a context, measured, or as in a full batch."""
+        """Return the cost of recomputing a chunk behind a context: as measured, or as in a full batch."""
         if self.chunk_costs is not None:
             measured_tokens, profile = self.chunk_costs
             scale = chunk_tokens / measured_tokens
@@ -162,7 +160,7 @@ class CostModel(IterationCost):
 
 
 def instant(chunk_tokens: int, kv_bytes_per_token: int = 131_072) -> tuple[CostModel, CostProfile]:
-    """Iterations and copies take no time; recomputing a chunk costs 1 + l / 32,000 of its dense part."""
+    """Return costs of zero, and a recompute cost of 1 + l / 32,000 times a chunk's dense part."""
     free = CostModel(0, 0, 0, 0, 0, 1, kv_bytes_per_token, float("inf"), "iterations take no time")
     dense = 0.01
     points = tuple((1 << power, dense * (1 << power) / 32_000) for power in range(18))

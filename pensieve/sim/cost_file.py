@@ -1,10 +1,10 @@
-"""Reads and writes a cost model as a JSON file.
+"""Read and write a cost model as a JSON file.
 
-Costs are fitted to one journal, or measured by one profile, and serve many simulations and starts of daemons.
+The costs come from a fit to a journal or from a profile. Simulations and starting daemons read them.
 
-One JSON object: the numbers of `CostModel` by name under `cost`; under `chunks` what recomputing one takes,
-where that was measured; under `measured_with` what a profile is of, and when it was made.  Beside them are
-facts for people (errors, what was found, what was only assumed), which are not read back.
+The file is one JSON object. `cost` has the numbers of `CostModel` by name. `chunks` has the measured cost of
+recomputing a chunk, if any. `measured_with` says what a profile measured, and when. Other fields (errors,
+found and assumed numbers) are for people and are not read back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pensieve.sim.cost import CostModel
 from pensieve.sim.fit import Fit
 
 VERSION = 2
-READ = (1, 2)  # 1: rates alone
+READ = (1, 2)  # version 1 has rates only
 SECONDS = (
     "dense_seconds_per_token",
     "dense_seconds_min",
@@ -34,15 +34,15 @@ COUNTS = ("layers", "kv_bytes_per_token")
 
 
 class CostFile(NamedTuple):
-    """What a file holds."""
+    """The contents of a file of costs."""
 
     cost: CostModel
-    measured_with: dict[str, Any]  # of a profile: model, machine, versions; else empty
-    errors: dict[str, Any]  # of held-out iterations, by kind
+    measured_with: dict[str, Any]  # model, machine and versions of a profile; empty for a fit
+    errors: dict[str, Any]  # on held-out iterations, by kind
 
 
 def written(fit: Fit) -> str:
-    """The text of a file with what was fitted to a journal."""
+    """Return the text of a file with the results of a fit."""
     return text_of(
         fit.cost,
         {
@@ -76,42 +76,46 @@ def text_of(cost: CostModel, facts: Mapping[str, Any]) -> str:
 
 
 def read(text: str) -> CostModel:
-    """Raises ValueError that names what is wrong."""
+    """Return the costs; ValueError names what is wrong."""
     return parsed(text).cost
 
 
 def parsed(text: str) -> CostFile:
-    """Raises ValueError that names what is wrong."""
+    """Return the contents of the file; ValueError names what is wrong."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from error
+        raise ValueError(f"not JSON: {error}") from error
     if not isinstance(given, dict) or not isinstance(given.get("cost"), dict):
         raise ValueError("is not a file that `pensieve profile` or `pensieve simulate --fit` wrote")
     if given.get("version") not in READ:
         known = " and ".join(map(str, READ))
-        raise ValueError(f"is of version {given.get('version')}; this reads {known}")
+        raise ValueError(f"version {given.get('version')} is unknown; this release reads {known}")
     cost = given["cost"]
     unknown = sorted(set(cost) - {*SECONDS, *COUNTS, *POINTS, "link_bytes_per_second"})
     if unknown:
         raise ValueError(f"cost.{unknown[0]} is unknown")
     seconds = {name: _number(cost, name) for name in SECONDS}
     if not seconds["dense_seconds_per_token"]:
-        raise ValueError("cost.dense_seconds_per_token is above 0: every token takes something")
+        raise ValueError(
+            "cost.dense_seconds_per_token must be above 0: every token takes some time"
+        )
     counts = {name: _number(cost, name) for name in COUNTS}
     for name, value in counts.items():
         if value < 1 or value != int(value):
-            raise ValueError(f"cost.{name} is a whole number of at least 1, not {value:g}")
+            raise ValueError(f"cost.{name} must be a whole number of at least 1, not {value:g}")
     link = math.inf
     if cost.get("link_bytes_per_second") is not None:
         link = _number(cost, "link_bytes_per_second")
         if not link:
-            raise ValueError("cost.link_bytes_per_second is above 0 (null: copies take no time)")
+            raise ValueError(
+                "cost.link_bytes_per_second must be above 0 (null: copies take no time)"
+            )
     source, measured_with = given.get("source"), given.get("measured_with", {})
     if not isinstance(source, str):
-        raise ValueError("source is a text")
+        raise ValueError("source must be a text")
     if not isinstance(measured_with, dict):
-        raise ValueError("measured_with is an object")
+        raise ValueError("measured_with must be an object")
     points = {name: _points("cost", cost, name) if name in cost else () for name in POINTS}
     model = CostModel(
         **seconds,
@@ -134,10 +138,10 @@ def parsed(text: str) -> CostFile:
 
 def _chunks(given: Any) -> tuple[int, CostProfile]:
     if not isinstance(given, dict):
-        raise ValueError("chunks is an object")
+        raise ValueError("chunks must be an object")
     tokens = _number(given, "tokens", "chunks")
     if tokens < 1 or tokens != int(tokens):
-        raise ValueError(f"chunks.tokens is a whole number of at least 1, not {tokens:g}")
+        raise ValueError(f"chunks.tokens must be a whole number of at least 1, not {tokens:g}")
     return int(tokens), CostProfile(
         _points("chunks", given, "attention_seconds"),
         _number(given, "other_seconds", "chunks"),
@@ -151,7 +155,7 @@ def _points(where: str, given: dict[str, Any], name: str) -> Points:
     if not isinstance(value, list) or not all(
         isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in value
     ):
-        raise ValueError(f"{where}.{name} is a list of pairs of a count and seconds")
+        raise ValueError(f"{where}.{name} must be a list of pairs of a count and seconds")
     return tuple((count, _number({name: seconds}, name, where)) for count, seconds in value)
 
 
@@ -160,12 +164,12 @@ def _number(given: dict[str, Any], name: str, where: str = "cost") -> float:
         raise ValueError(f"{where}.{name} is missing")
     value = given[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{where}.{name} is a number of at least 0, not {value!r}")
+        raise ValueError(f"{where}.{name} must be a number of at least 0, not {value!r}")
     return float(value)
 
 
 def load(path: Path) -> CostModel:
-    """The costs of a file that `save` or a profile wrote."""
+    """Return the costs of a file that `save` or a profile wrote."""
     return load_all(path).cost
 
 
@@ -179,7 +183,7 @@ def load_all(path: Path) -> CostFile:
 
 
 def save(fit: Fit, path: Path) -> None:
-    """The file that `load` reads."""
+    """Write a fit to a file that `load` reads."""
     try:
         path.write_text(written(fit) + "\n", encoding="utf-8")
     except OSError as error:

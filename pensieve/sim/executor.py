@@ -1,25 +1,23 @@
-"""Stands for the model in a simulation, on a virtual clock.
+"""Replace the model in a simulation: compute nothing, and take the time that the cost model predicts.
 
-It computes nothing and takes as long as the cost model says.
-
-An iteration begins when it is launched and ends after what `CostModel` says.  Each direction between the
-tiers is one link, busy until its last copy is through.  The layers of a swap-in arrive one after another, and
-a layer computes when it is there and the one before is done, so with C the time of computing, S that of
-copying, begun at s, and L layers the iteration ends at
+An iteration begins when it is launched. Each direction between the tiers is one link, which is busy until its
+last copy is complete. The layers of a swap-in arrive one after another. A layer computes when its KV has
+arrived and the previous layer is done. So with a computing time C, a copying time S that begins at s, and L
+layers, the iteration ends at
 
     max(begin + C,  s + S/L + C,  s + S + C/L)
 
-An iteration is one pass through the model.  With `phases="separate"` one with both kinds of work is two,
-the prompts' pass and then the one of the turns that generate: the weights are read twice, and turns that
-generate wait for the prompts, as in engines that batch the phases apart.  (There the prompts' first tokens
-are out before the second pass; here the iteration's tokens come together, so they are late by a pass of
+An iteration is one pass through the model. With `phases="separate"` an iteration with prompts and decodes is
+two passes, first the prompts and then the decodes, like in engines that batch the phases apart. The weights
+are read twice, and generating turns wait for the prompts. (In such engines the first tokens of the prompts
+are out before the second pass. Here all tokens of the iteration come together, so they are late by a pass of
 decodes.)
 
-An iteration with `groups` takes as long as its lanes do (`staged`), behind the swap-ins on the one link and
-before the swap-outs on the other.
+An iteration with `groups` takes the time of its lanes (`staged`). It comes behind the swap-ins on the one
+link and before the swap-outs on the other.
 
-Swap-outs begin when the link is free and delay no iteration.  A copy is reported by the first outcome at or
-after its end; an iteration without slices ends when one outstanding copy has.
+Swap-outs begin when the link is free and delay no iteration. A copy is reported by the first outcome at or
+after its end. An iteration without slices ends when one outstanding copy has ended.
 
 Turns end by their length, and all their tokens are token 0.
 """
@@ -35,11 +33,11 @@ from pensieve.core.iteration import Iteration, Outcome, PageGroup, SampledToken,
 from pensieve.sim.cost import CostModel
 
 PHASES = ("unified", "separate")
-Watcher = Callable[[Iteration, float, float], None]  # iteration, begun, ended
+Watcher = Callable[[Iteration, float, float], None]  # iteration, begin, end
 
 
 class VirtualClock:
-    """It moves only when it is advanced, and only forward."""
+    """A clock that moves only when it is advanced, and only forward."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -52,7 +50,7 @@ class VirtualClock:
         self._now += seconds
 
     def advance_to(self, moment: float) -> None:
-        """To that moment, or not at all if it has passed."""
+        """Advance to this moment, unless it has passed."""
         self._now = max(self._now, moment)
 
 
@@ -71,21 +69,21 @@ class ModelledExecutor:
         self._clock = clock
         self._watcher = watcher
         self._separate = phases == "separate"
-        self._launched: deque[tuple[Iteration, float, float]] = deque()  # begun, ends
-        self._turns: dict[int, tuple[int, SampledToken]] = {}  # end of the prompt, all its tokens
-        self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order
+        self._launched: deque[tuple[Iteration, float, float]] = deque()  # begin, end
+        self._turns: dict[int, tuple[int, SampledToken]] = {}  # end of the prompt, every token
+        self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order of the ends
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
-        self._arenas = (0.0, 0.0)  # from when on each is free
+        self._arenas = (0.0, 0.0)  # when each becomes free
 
     def use_costs(self, cost: CostModel) -> None:
-        """From the next iteration on, other costs."""
+        """Use other costs from the next iteration on."""
         self._cost = cost
 
     def launch(self, iteration: Iteration) -> None:
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         for start in iteration.started:
-            token = SampledToken(start.turn_id, 0)  # all of a turn's tokens are alike
+            token = SampledToken(start.turn_id, 0)  # all tokens of a turn are equal
             self._turns[start.turn_id] = (len(start.context), token)
         now = self._clock.now()
         arrivals = self._swap_in(iteration, now)
@@ -113,7 +111,7 @@ class ModelledExecutor:
         return Outcome(tuple(samples), self._finished(now))
 
     def _swap_in(self, iteration: Iteration, now: float) -> LayerArrivals:
-        """When they are there, layer by layer."""
+        """Begin the swap-ins; return when each layer has arrived."""
         if not iteration.swap_ins:
             return LayerArrivals()
         begun = max(now, self._in_free)
@@ -139,7 +137,7 @@ class ModelledExecutor:
         return ends
 
     def _staged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
-        """Stores go before swap-outs, which are through later by as long as those take."""
+        """Return the end of an iteration with groups. Its stores delay the swap-outs behind them."""
         assert not self._separate, "groups are of one pass"
         cost, slices, groups = self._cost, iteration.slices, iteration.groups
         first = groups[0].first_slice
@@ -154,7 +152,7 @@ class ModelledExecutor:
         return ends
 
     def _group_seconds(self, group: PageGroup, slices: Sequence[Slice]) -> GroupSeconds:
-        """In one layer."""
+        """Return the seconds of a group in one layer."""
         cost = self._cost
         work = work_of(
             (each.start, each.stop) for each in slices[group.first_slice : group.stop_slice]
@@ -166,7 +164,7 @@ class ModelledExecutor:
         )
 
     def _is_decode(self, piece: Slice) -> bool:
-        """Of a turn that generates: one token, which sees all the keys."""
+        """Return whether a slice is of a generating turn: one token that sees all keys."""
         return piece.stop - piece.start == 1 and piece.start >= self._turns[piece.turn_id][0]
 
     def _compute_seconds(self, slices: Sequence[Slice]) -> float:
@@ -175,7 +173,7 @@ class ModelledExecutor:
     def _pass_seconds(
         self, slices: Sequence[Slice], streamed_tokens: int = 0, streamed_decodes: int = 0
     ) -> float:
-        """With so many tokens beside them in the dense part alone."""
+        """Return the seconds of a pass; the streamed tokens count in the dense part only."""
         cost = self._cost
         tokens, pairs, keys = streamed_tokens - streamed_decodes, 0, 0
         decodes, decode_keys = streamed_decodes, 0
@@ -203,7 +201,7 @@ class ModelledExecutor:
 
 
 class GroupSeconds(NamedTuple):
-    """Of one group in one layer."""
+    """The seconds of one group in one layer."""
 
     load: float
     attend: float
@@ -211,14 +209,14 @@ class GroupSeconds(NamedTuple):
 
 
 class LayerArrivals(NamedTuple):
-    """When each layer's swap-ins are there."""
+    """When the swap-ins of each layer arrive."""
 
     first: float = 0.0
-    each: float = 0.0  # from one layer's to the next
+    each: float = 0.0  # from one layer to the next
 
 
 class Links(NamedTuple):
-    """From when on the link inward is free, and each arena; the one outward is when both of them are."""
+    """When the inward link and each arena become free; the outward link is free when both arenas are."""
 
     inward: float = 0.0
     arenas: tuple[float, float] = (0.0, 0.0)
@@ -232,29 +230,29 @@ def staged(
     links: Links,
     arrivals: LayerArrivals,
 ) -> tuple[float, Links]:
-    """When the iteration ends that began then, and how it leaves the links.
+    """Return the end of an iteration with groups, and when the links become free.
 
     A group of streamed turns (`Iteration.groups`) takes a staging arena in every layer: its pages are copied
-    in, its slices attend, what they wrote is copied out.  Three lanes work at once, each at one thing at a
-    time:
+    in, its slices attend, and the written pages are copied out. Three lanes work at once, each on one thing
+    at a time:
 
         inward    loads, in the order of the steps
         compute   a layer's dense part and its resident slices, then its groups one after another
         outward   stores, in the order of the steps
 
-    Step n is the n-th pair of a layer and a group.  Its arena is n % 2, so
+    Step n is the n-th pair of a layer and a group. Its arena is n % 2, so
 
-        load n    begins when load n - 1 is through, and store n - 2, which has freed the arena
-        attend n  begins when load n is through, and what the device computed before
-        store n   begins when attend n is done, and store n - 1 is through
+        load n    begins after load n - 1, and after store n - 2, which frees the arena
+        attend n  begins after load n, and after all earlier work of the compute lane
+        store n   begins after attend n, and after store n - 1
 
-    and load n goes on while step n - 1 attends: the copier is one group ahead, also from a layer's last group
-    to the first of the next layer.  All layers are alike.  So with C of computing, I of loads and O of stores
-    in one layer, each layer takes about the largest of C, I and O where there are two or more groups.  One
-    group, whose steps take both arenas in turn, is loaded while the layer before it attends as well.
+    Load n runs while step n - 1 attends: the copier is one group ahead, also from a layer's last group to the
+    first group of the next layer. All layers are alike. So with C of computing, I of loads and O of stores in
+    one layer, each layer takes about the largest of C, I and O if there are two or more groups. With one
+    group, whose steps alternate between the arenas, the load overlaps the attention of the layer before.
 
-    A layer begins when its swap-ins are there, too: those of layer l (from 0) arrive at `first + l * each`.
-    They were begun before, so the loads come behind all of them on the link.
+    A layer also waits for its swap-ins: those of layer l (from 0) arrive at `first + l * each`. They began
+    earlier, so the loads come behind all of them on the link.
     """
     compute, inward = begun, max(begun, links.inward)
     arenas = list(links.arenas)

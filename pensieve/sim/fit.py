@@ -1,26 +1,25 @@
-"""What iterations cost on a machine, fitted to the journal of a daemon that ran there.
+"""Fit the cost of iterations on a machine to the journal of a daemon that ran there.
 
-A replay gives each iteration's slices and how long it took (observed.py).  From those the costs of
-computing are fitted, and then the rate of the link between the tiers.  Half of the iterations, every other
-one, is fitted; the error is that of the other half.
+A replay gives the slices and the duration of each iteration (observed.py). The fit finds the costs of
+computing first, and then the rate of the link between the tiers. Every other iteration is fitted; the error
+is measured on the others.
 
     seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
 
-The floor of the dense part is `dense · n` (up to n tokens it takes as long as reading the weights) and that
-of attention, per key, `attention · r`.  For a given n and r this is linear, so both are tried over all that
-was observed, and each time the other three are the least squares that are not negative (least_squares.py).
+The floor of the dense part is `dense · n`: up to n tokens it takes as long as reading the weights. The floor
+of attention, per key, is `attention · r`. For given n and r the formula is linear. So all observed n and r
+are tried, and for each the other three numbers are the nonnegative least squares (least_squares.py).
 
-Errors count relative to the prediction, and those far outside of the others (a pause, another process on
-the machine) less and in the end not at all (Tukey's biweight).  Iterations of one kind are judged among
-themselves, and kinds weigh about the same: in a journal of many decodes and few prompts, the prompts would
-look like outliers.
+Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
+the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
+weight: in a journal of many decodes and few prompts, the prompts would otherwise look like outliers.
 
-**What was not observed is not made up.**  A number counts as found if leaving it out explains the
-iterations clearly worse.  Any other keeps the proportion to the found ones that it has in `assumed` (the
-model's shape on a data sheet), within what the iterations allow, and `Fit.assumed` lists it.
+**The fit does not invent what was not observed.** A number counts as found if leaving it out explains the
+iterations clearly worse. Any other number is taken from `assumed` (the model's shape on a data sheet), scaled
+like the found numbers and bounded by the iterations. `Fit.assumed` lists these numbers.
 
-The rate of the link is found where copies took longer than the computation beside them, or where an iteration
-waited for a copy and for nothing else.
+The link's rate is found where copies took longer than the computation, or where an iteration waited only for
+a copy.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ from pensieve.sim.cost import CostModel, HardwarePreset, ModelPreset
 from pensieve.sim.least_squares import nonnegative
 from pensieve.sim.observed import KINDS, Observation, Observations, expected_seconds
 
-FITTED_MAX = 1000  # of each kind
+FITTED_MAX = 1000  # iterations of each kind
 ITERATIONS_MIN = 40
-STEPS = 24  # n and r that are tried
-ROUNDS = 8  # of weighing again, the later ones closer to the best n and r
-CLEARLY = 12.0  # times the squares left per iteration: what leaving a number out must cost
-SPREAD_MIN = 0.001  # relative: no clock and no machine is more exact
+STEPS = 24  # tried values of n and of r
+ROUNDS = 8  # of reweighting; later rounds search closer to the best n and r
+CLEARLY = 12.0  # times the remaining squares per iteration: what leaving a number out must cost
+SPREAD_MIN = 0.001  # relative; no clock or machine is more exact
 GROUP_WEIGHT_MAX = 20.0
 
 
 class FitError(NamedTuple):
-    """The error of a kind of iterations, |predicted - measured| / measured."""
+    """The error on one kind of iterations: |predicted - measured| / measured."""
 
     kind: str
-    seen: int  # in the journal
+    seen: int  # iterations in the journal
     held_out: int
     median: float | None
     p90: float | None
@@ -57,16 +56,16 @@ class FitError(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """Costs, how well they predict, and which of them were observed."""
+    """Fitted costs, how well they predict, and which of them were observed."""
 
     cost: CostModel
-    errors: tuple[FitError, ...]  # by kind, and of all
-    found: tuple[str, ...]  # names of `CostModel`
-    assumed: tuple[str, ...]  # what was not observed, and what stands in its place
+    errors: tuple[FitError, ...]  # by kind, then of all together
+    found: tuple[str, ...]  # names of fields of `CostModel`
+    assumed: tuple[str, ...]  # for each number that was not observed: why, and what replaces it
 
 
 def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> CostModel | None:
-    """What the model that a journal names costs by its shape and a data sheet; None if it names none."""
+    """Return the costs of the model in a journal by its shape and a data sheet; None without a shape."""
     names = ("parameters", "layers", "heads", "head_size", "weight_bytes", "kv_bytes_per_token")
     given: list[int] = [each for name in names if isinstance(each := computed_by.get(name), int)]
     if len(given) < len(names) or min(given) < 1:
@@ -88,7 +87,7 @@ def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> Cos
 def assumed_costs(
     computed_by: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
 ) -> CostModel:
-    """Of the model that a journal names; of `model`, as far as the journal does not describe it."""
+    """Return the costs of the journal's model, or of `model` as far as the journal has no shape."""
     if (assumed := assumed_for(computed_by, hardware)) is not None:
         return assumed
     cost = CostModel.of(model, hardware)
@@ -99,15 +98,15 @@ def assumed_costs(
 
 
 def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
-    """Raises ValueError if there are too few iterations to fit."""
+    """Fit the costs; ValueError if there are too few iterations."""
     learned = {kind: _thinned(rows[0::2]) for kind, rows in seen.kept.items()}
     groups = [learned[KINDS[0]], learned[KINDS[1]]]
-    if sum(map(len, groups)) < ITERATIONS_MIN:  # copies towards the host disturb little
+    if sum(map(len, groups)) < ITERATIONS_MIN:  # copies to the host disturb little
         groups.append([row for row in learned[KINDS[2]] if not row.slots_in])
     if sum(map(len, groups)) < ITERATIONS_MIN:
         count = sum(seen.counts.values())
         raise ValueError(
-            f"of {count} iterations {sum(map(len, groups))} can be fitted, and at least {ITERATIONS_MIN} "
+            f"only {sum(map(len, groups))} of {count} iterations can be fitted; at least {ITERATIONS_MIN} "
             "are needed"
         )
     computing, found, notes = fit_compute([group for group in groups if group], assumed)
@@ -141,7 +140,7 @@ LINK_ROWS_MIN = 10
 def fit_link(
     cost: CostModel, rows: Sequence[Observation], rates: Sequence[float]
 ) -> tuple[CostModel, str]:
-    """The costs with the link's rate, and a note if it was not found."""
+    """Return the costs with the link's rate, and a note if the rate was not found."""
     rows = [row for row in rows if row.slots_in]
 
     def error(rate: float) -> float:
@@ -163,19 +162,19 @@ def fit_link(
         rate = statistics.median(rates) * cost.kv_bytes_per_token
         return replace(cost, link_bytes_per_second=max(rate, at_least)), ""
     taken = max(cost.link_bytes_per_second, at_least)
-    why = "no copy was waited for"
+    why = "no iteration waited for a copy"
     if at_least:
-        why = f"copies hid behind the computation, so it is at least {at_least:.3g}"
+        why = f"computation hid the copies, so it is at least {at_least:.3g}"
     return (
         replace(cost, link_bytes_per_second=taken),
-        f"link_bytes_per_second: {why}; {taken:.3g} is that of {cost.source}"
+        f"link_bytes_per_second: {why}; using {taken:.3g}, as of {cost.source}"
         if taken > at_least
-        else f"link_bytes_per_second: {why}; that is taken",
+        else f"link_bytes_per_second: {why}; using that",
     )
 
 
 class _Solved(NamedTuple):
-    squares: float  # relative and weighted: what is left
+    squares: float  # relative and weighted: the remaining error
     dense: float
     attention: float
     overhead: float
@@ -190,7 +189,7 @@ class _Solved(NamedTuple):
 def fit_compute(
     groups: Sequence[Sequence[Observation]], assumed: CostModel
 ) -> tuple[CostModel, list[str], list[str]]:
-    """The costs without the link's; what was found, and notes on what was not."""
+    """Return the costs of computing, the names of the found numbers, and notes on the others."""
     rows = [row for group in groups for row in group]
     ns, rs = _steps([row.tokens for row in rows]), _steps([row.pairs / row.keys for row in rows])
     (least_n, most_n), (least_r, most_r) = (ns[0], ns[-1]), (rs[0], rs[-1])
@@ -211,7 +210,7 @@ def fit_compute(
     attends = matters(some_n, [best.r], "attention")
     grows = matters([most_n], some_r)
     has_overhead = grows and matters(some_n, some_r, "overhead")
-    if not (grows and has_overhead and attends):  # the others take over what it explained
+    if not (grows and has_overhead and attends):  # the other numbers now explain its part
         without = "" if has_overhead else "overhead"
         ns = some_n if grows else [most_n]
         best = _best(rows, weights, ns, some_r, without if attends else f"{without} attention")
@@ -225,14 +224,14 @@ def fit_compute(
     scale, scale_floor = scale or scale_floor, scale_floor or scale
     numbers = {}
     found, notes = [], []
-    # name, whether it was found, its value, the most that what was seen allows, and why it was not found
+    # name, whether it was found, its value, the most that the iterations allow, why it was not found
     for name, was_found, value, most, why in (
         (
             "dense_seconds_per_token",
             grows,
             best.dense,
             floor / most_n,
-            f"no batch of up to {most_n:.0f} tokens took longer for its size",
+            f"no batch of up to {most_n:.0f} tokens took longer because of its size",
         ),
         (
             "dense_seconds_min",
@@ -246,7 +245,7 @@ def fit_compute(
             by_pair,
             best.attention,
             attention * best.r / most_r,
-            "no iteration was bound by the products of attention",
+            "no iteration was bound by computing attention",
         ),
         (
             "attention_seconds_per_key",
@@ -262,19 +261,19 @@ def fit_compute(
         else:
             factor = scale if "_per_token" in name or "_per_pair" in name else scale_floor
             numbers[name] = min(getattr(assumed, name) * factor, most)
-            notes.append(f"{name}: {why}; in proportion to {assumed.source}")
+            notes.append(f"{name}: {why}; scaled from {assumed.source}")
     numbers["overhead_seconds"] = best.overhead if has_overhead else 0.0
     if has_overhead:
         found.append("overhead_seconds")
     else:
         notes.append(
-            "overhead_seconds: cannot be separated from what every iteration takes, and is part of that"
+            "overhead_seconds: cannot be separated from the other time of an iteration, and is part of it"
         )
     return replace(assumed, **numbers), found, notes  # type: ignore[arg-type]
 
 
 def _weights(groups: Sequence[Sequence[Observation]], best: _Solved, reach: float) -> list[float]:
-    """Of every row: how far to trust it, seen beside others of its kind."""
+    """Return the weight of each row: how plausible its error is among rows of its kind."""
     weights = []
     most = max(map(len, groups))
     for group in groups:
@@ -302,7 +301,7 @@ def _steps(values: Sequence[float]) -> list[float]:
 
 
 def _closer(steps: list[float], at: float) -> list[float]:
-    """Between the neighbours of one of them."""
+    """Return finer steps between the neighbours of one step."""
     index = steps.index(at)
     low, high = steps[max(index - 1, 0)], steps[min(index + 1, len(steps) - 1)]
     return sorted({at, *(low + (high - low) * i / 8 for i in range(9))})
@@ -315,7 +314,7 @@ def _best(
     rs: Iterable[float],
     without: str = "",
 ) -> _Solved:
-    """The least squares over all n and r; sums over the rows are shared between them."""
+    """Return the least squares over all n and r; sums over the rows are shared between them."""
     seconds = [row.seconds for row in rows]
     to_seconds = list(map(mul, weights, seconds))
     squares, constant, constant_seconds = (

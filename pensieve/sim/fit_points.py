@@ -1,11 +1,11 @@
-"""The costs of computing as points (core/cost.py), fitted to a profile's measured iterations.
+"""Fit the costs of computing, as points (core/cost.py), to the measured iterations of a profile.
 
-The unknowns are the seconds at each point, and those of attention per key and per pair.  What an iteration
-takes is linear in them: a count between two points takes a share of both.  So they are the least squares that
-are not negative, of errors relative to what was measured; what lies far outside counts less (Huber).
+The unknowns are the seconds at each point, and the seconds of attention per key and per pair. The time of an
+iteration is linear in them: a count between two points takes a share of both. The fit minimises the squares
+of relative errors with nonnegative unknowns; outliers count less (Huber).
 
-The points are at powers of two.  Of the dense part the first is at two tokens, since a slice of one token is
-a decode: what that takes, and what one decode adds to it, cannot be told apart, and need not be.
+The points are at powers of two. The dense part begins at two tokens, since a slice of one token is a decode:
+its dense cost cannot be told apart from what a decode adds, and does not need to be.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pensieve.sim.least_squares import nonnegative
 from pensieve.sim.observed import Observation
 
 ROUNDS = 6
-OUTSIDE = 0.05  # relative error from which an observation counts less
+OUTSIDE = 0.05  # relative error above which an observation counts less
 
 
 def fit_points(rows: Sequence[Observation], about: CostModel) -> CostModel:
-    """`about` with the costs of computing that these rows show; ValueError if they are too few."""
+    """Return `about` with the costs of computing that fit these rows; ValueError if they are too few."""
     tokens = _counts(max(row.tokens for row in rows), 2)
     decodes = [0, *_counts(max(row.decodes for row in rows), 1)]
     if len(tokens) < 2 or len(decodes) < 2:
@@ -54,7 +54,7 @@ def fit_points(rows: Sequence[Observation], about: CostModel) -> CostModel:
     decoding = [(0, 0.0)]
     decoding += [(n, found[i]) for i, n in enumerate(decodes[1:], len(tokens)) if used[i]]
     most, most_seconds = dense[-1]
-    some, some_seconds = dense[max(len(dense) - 3, 0)]  # a quarter of it
+    some, some_seconds = dense[max(len(dense) - 3, 0)]  # a quarter of the most
     slope = (most_seconds - some_seconds) / (most - some)
     return replace(
         about,
@@ -69,13 +69,13 @@ def fit_points(rows: Sequence[Observation], about: CostModel) -> CostModel:
 
 
 def _counts(most: int, first: int) -> list[int]:
-    """Powers of two from `first` on, and the most there is, where that is far from the last."""
+    """Return powers of two from `first`, and `most` if it is far from the last power."""
     counts = [first << power for power in range(32) if first << power <= most]
     return [*counts, most] if counts and most >= 1.5 * counts[-1] else counts
 
 
 def _shares(points: Sequence[int], count: int) -> list[float]:
-    """What each point's seconds count of so many, as `between` takes them."""
+    """Return the weight of each point's seconds for this count, like `between`."""
     shares = [0.0] * len(points)
     right = bisect_right(points, count)
     if not right:
@@ -104,7 +104,7 @@ def _solved(
 
 
 def errors_of(cost: CostModel, held_out: Sequence[tuple[str, Observation]]) -> tuple[FitError, ...]:
-    """The error of each kind, and of all together."""
+    """Return the error of each kind, and of all together."""
     kinds = list(dict.fromkeys(kind for kind, _ in held_out))
     by_kind = [(kind, [row for each, row in held_out if each == kind]) for kind in kinds]
     every = [row for _, row in held_out]
@@ -114,11 +114,12 @@ def errors_of(cost: CostModel, held_out: Sequence[tuple[str, Observation]]) -> t
 def chunk_profile(
     measured: Mapping[int, float], cost: CostModel, chunk_tokens: int
 ) -> CostProfile | None:
-    """What recomputing a chunk takes, from what one took alone behind contexts that are powers of two.
+    """Return the cost of recomputing a chunk, from chunks that ran alone behind several contexts.
 
-    Attention is what it takes longer than behind the shortest one, which is itself as `cost` has it; and as
-    it never takes less behind a longer context, neighbours of which this was measured share their mean.  The
-    rest is that of a chunk in a full batch, as holes are recomputed.  None if there are too few.
+    The attention is the time above that of the shortest context, whose own attention is taken from `cost`.
+    Attention never takes less behind a longer context, so neighbours measured in the wrong order share their
+    mean. The rest is the cost in a full batch, since holes are recomputed in one. None if there are too few
+    measurements.
     """
     if len(measured) < 2:
         return None
@@ -137,7 +138,7 @@ def chunk_profile(
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """The nearest values none of which is below the one before."""
+    """Return the nearest values that never decrease."""
     means = list[tuple[float, int]]()
     for value in values:
         mean, count = value, 1

@@ -1,7 +1,7 @@
-"""Least squares with no negative number, from the normal equations.
+"""Solve nonnegative least squares from the normal equations (Lawson and Hanson).
 
-This is Lawson and Hanson's way: one unknown after the other joins, the one that promises most, as long as one
-promises anything, and what would become negative by it leaves.
+The unknown that improves the fit most joins first, as long as any improves it. Unknowns that would become
+negative leave again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from pensieve.core.streaming import solved
 
-RIDGE = 1e-12  # relative: columns that are proportional share what they explain
-PROMISE_MIN = 1e-9  # of the largest: less is rounding
+RIDGE = 1e-12  # relative; lets proportional columns share what they explain
+PROMISE_MIN = 1e-9  # of the largest; anything less is rounding
 
 
 def nonnegative(products: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
-    """Each unknown; one whose column is empty is 0."""
+    """Return each unknown; 0 for an empty column."""
     scales = [math.sqrt(products[i][i]) or 1.0 for i in range(len(targets))]
     right = [target / scale for target, scale in zip(targets, scales, strict=True)]
     matrix = [
@@ -43,7 +43,7 @@ def nonnegative(products: Sequence[Sequence[float]], targets: Sequence[float]) -
                 for i, value in zip(chosen, wanted, strict=True):
                     found[i] = value
                 break
-            step = min(  # as far as nothing becomes negative
+            step = min(  # the largest step before an unknown becomes negative
                 found[i] / (found[i] - value)
                 for i, value in zip(chosen, wanted, strict=True)
                 if value <= 0

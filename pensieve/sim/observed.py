@@ -1,7 +1,7 @@
-"""What a replayed journal shows of each iteration: a sample that stays small however long the journal is.
+"""Collect what a replayed journal shows of each iteration: a sample of bounded size.
 
-Iterations are of three kinds, and of each by itself some are kept, evenly spread over the journal: every one
-at first, and when there are too many every second of them, from then on too.
+There are three kinds of iterations. Of each kind, evenly spread iterations are kept: all at first. Whenever
+there are too many, every second one is dropped, and from then on only half as many are taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEPT_MAX = 4000  # iterations of each kind
 
 
 class Observation(NamedTuple):
-    """One iteration: what it did and how long it took."""
+    """What one iteration did, and how long it took."""
 
     tokens: int
     pairs: int
@@ -35,8 +35,8 @@ class Observations:
         self.counts = dict.fromkeys(KINDS, 0)
         self.rates: list[float] = []  # slots per second, of copies that an iteration waited for
         self._strides = dict.fromkeys(KINDS, 1)
-        self._slots: dict[int, int] = {}  # of copies on their way
-        self._prompt_ends: dict[int, int] = {}  # of turns that have started and not ended
+        self._slots: dict[int, int] = {}  # of copies under way
+        self._prompt_ends: dict[int, int] = {}  # of turns that started and have not ended
 
     def add(self, replayed: Replayed) -> None:
         iteration, begun, ended, finished = replayed
@@ -76,7 +76,7 @@ class Observations:
 
 
 def expected_seconds(cost: CostModel, seen: Observation) -> float:
-    """What the modelled executor would take, on a link that is free."""
+    """Return the time that the simulated executor would take if the link is free."""
     compute = cost.pass_seconds(seen.tokens, seen.pairs, seen.keys, seen.decodes)
     copying, layers = cost.copy_seconds(seen.slots_in), cost.layers
     return max(compute, copying / layers + compute, copying + compute / layers)

@@ -1,7 +1,7 @@
-"""The figures of a simulation, as a row of plain values and as a table of text.
+"""Format the figures of a simulation as a row of plain values and as a text table.
 
-Rows that differ in their seed alone are repeats: the table has their medians in one line, and of what a
-policy saves the least and the most, too.
+Rows that differ only in their seed are repeats. The table shows their medians in one line, and the least and
+the most that a policy saves.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COLUMNS = (
     ("gap_p99", "P99 gap ms", "{:.1f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )
-SWEPT = ("rate", "device_size", "host_size")  # shown where they differ
+SWEPT = ("rate", "device_size", "host_size")  # shown only if they differ
 SAVED = "{:+.1%}"
 
 
 def figures(policy: str, counts: SimulationFigures) -> dict[str, Any]:
-    """One row: plain numbers, None where there is no value."""
+    """Return one row of plain numbers; None where there is no value."""
     seconds = counts.seconds
     found = counts.device_tokens + counts.host_tokens
     known = found + counts.recomputed_tokens
@@ -61,7 +61,7 @@ def figures(policy: str, counts: SimulationFigures) -> dict[str, Any]:
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> None:
-    """Adds to each row by how much its recompute cost differs from that of `lru` in the same setting."""
+    """Add to each row how its recompute cost differs from that of `lru` in the same setting."""
     bases = {_setting(row): row["recompute_cost"] for row in rows if row["policy"] == "lru"}
     for row in rows:
         base = bases.get(_setting(row))
@@ -69,7 +69,7 @@ def compared(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def why_equal(rows: Sequence[dict[str, Any]]) -> str:
-    """In words, if policies were compared where they had nothing to decide."""
+    """Return why all policies have equal figures, if nothing was evicted; else an empty string."""
     if len({row["policy"] for row in rows}) == 1 or any(row["recomputed_tokens"] for row in rows):
         return ""
     return (
@@ -83,7 +83,7 @@ def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def over_seeds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The repeats of each point, in the order of their points."""
+    """Group the repeats of each point, in the order of the points."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         point = tuple(row.get(key) for key in ("policy", *SWEPT, "stateless", "phases"))
@@ -92,7 +92,7 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row of them all; of policies what they saved, in words."""
+    """Return the medians of the repeats as one row, with the range of savings in words."""
     row = dict(repeats[0])
     for key in row:
         values = [each[key] for each in repeats]
@@ -107,7 +107,7 @@ def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Columns with a value in some row; of what may be swept, only what differs."""
+    """Return a table of the columns that have values; swept columns only if they differ."""
     rows = [_median(repeats) for repeats in over_seeds(rows)]
     shown = [
         each

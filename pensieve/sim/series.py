@@ -1,11 +1,10 @@
-"""Figures over time and quantiles, of any number of events in a fixed amount of memory.
+"""Collect figures over time and quantiles in a fixed amount of memory.
 
-A `Series` is how something went over time: its bins are of equal width, and when time runs out of them, two
-become one and each is twice as wide.  So a minute and a month take the same room, and every value still
-counts in the bin of its time.
+A `Series` has bins of equal width. When time exceeds the last bin, pairs of bins merge and the width doubles.
+So a minute and a month take the same memory, and every value still counts in the bin of its time.
 
-A `Distribution` counts values in classes of 0.5 % width (one more for what is not above zero), so a quantile
-is known to within 0.25 %.  Sums are exact.
+A `Distribution` counts values in classes of 0.5 % width (and one for values of zero or less), so a quantile
+is exact to within 0.25 %. Sums are exact.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from dataclasses import dataclass, field
 BINS = 256
 CLASS_RATIO = 1.005
 CLASSES_PER_E = 1 / math.log(CLASS_RATIO)
-NOTHING = -(1 << 30)  # the class of what is not above zero
+NOTHING = -(1 << 30)  # the class of values of zero or less
 
 
 class Series:
-    """The means of some values over stretches of time."""
+    """Means of several values over stretches of time."""
 
     def __init__(self, names: Sequence[str], bins: int = BINS, width_seconds: float = 1.0) -> None:
         assert bins >= 2, "two bins are to become one"
@@ -48,7 +47,7 @@ class Series:
             row[half:] = [0.0] * half
 
     def means(self) -> dict[str, list[float | None]]:
-        """By name, and `seconds`: where each bin begins.  None where nothing happened."""
+        """Return the means by name, and the begin of each bin as `seconds`; None for empty bins."""
         used = max((index + 1 for index, count in enumerate(self._counts) if count), default=0)
         means: dict[str, list[float | None]] = {
             "seconds": [index * self.width_seconds for index in range(used)]
@@ -63,7 +62,7 @@ class Series:
 
 @dataclass
 class Distribution:
-    """Counts of values by class, and quantiles from them."""
+    """Counts of values by class, and the quantiles that follow."""
 
     count: int = 0
     total: float = 0.0
@@ -76,7 +75,7 @@ class Distribution:
         self.classes[index] = self.classes.get(index, 0) + times
 
     def quantile(self, share: float) -> float | None:
-        """The middle of the class where it lies."""
+        """Return the middle of the class that contains the quantile."""
         left = min(int(share * self.count), self.count - 1)
         for index in sorted(self.classes):
             left -= self.classes[index]

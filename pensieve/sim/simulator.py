@@ -1,15 +1,15 @@
-"""Runs a trace through the daemon's own engine, on a virtual clock.
+"""Run a trace through the daemon's own engine, on a virtual clock.
 
-A message arrives at its time, but not before the turn before it in its conversation has ended (its author
-has read the reply by then).  Then it is a message in the mailbox like any other: after a fork where it
-begins with another conversation's past, after a rewind where it keeps only a part of its own.
+A message arrives at its time, but not before the previous turn of its conversation has ended, since its
+author reads the reply first. Then it is an ordinary message in the engine's mailbox: after a fork if it
+begins with the history of another conversation, and after a rewind if it keeps only a part of its own.
 
-With `stateless` a conversation is forgotten when its turn has ended, and a fork brings no KV: each turn
-computes its whole history again, in the same batches, by the same scheduler.  That is the server without a
-memory to compare with.
+With `stateless` a conversation is forgotten when its turn has ended, and a fork brings no KV. So each turn
+computes its whole history again, in the same batches and with the same scheduler. This is the stateless
+server to compare with.
 
-In memory are the turns that are due and the length of each conversation that may go on; a trace is read while
-it runs, and figures take a fixed amount of memory (series.py).
+Memory holds the due turns and the length of each conversation that may continue. The trace is read while the
+simulation runs, and figures take a fixed amount of memory (series.py).
 """
 
 from __future__ import annotations
@@ -39,45 +39,45 @@ from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Arrival
 
-COST_CONTEXT = 32_000  # cost(l) / c = 1 + l / this, in reports
-SERIES = (  # names of the values over time, see `_levels`
+COST_CONTEXT = 32_000  # in reports, a chunk behind l tokens costs 1 + l / COST_CONTEXT
+SERIES = (  # names of the values over time; see `_levels`
     "running",
     "queued",
     "tokens",
     "device",
     "clean",
     "host",
-)  # shares of a tier for the last three
-STEPS_PER_REPORT = 2000  # of the engine, from one call of `progress` to the next
+)  # the last three are shares of a tier
+STEPS_PER_REPORT = 2000  # engine steps between two calls of `progress`
 
 
 @dataclass
 class SimulationFigures:
-    """Figures of a run; those of turns are of turns that begin at `count_from` or later."""
+    """Figures of a run. Figures of turns count only turns that begin at `count_from` or later."""
 
-    begun: int = 0  # turns that were begun, counted or not
+    begun: int = 0  # all turns that began, counted or not
     turns: int = 0
-    refused: int = 0  # of those begun: larger than what can be served
-    history_tokens: int = 0  # of earlier turns, that turns began with
-    recomputed_tokens: int = 0  # of them, whose KV was gone
-    recompute_cost: float = 0.0  # of those, in costs of a chunk without context
+    refused: int = 0  # turns too large to serve
+    history_tokens: int = 0  # context from earlier turns
+    recomputed_tokens: int = 0  # part of that context whose KV was gone
+    recompute_cost: float = 0.0  # of those tokens, in costs of a chunk without context
     device_tokens: int = 0
     host_tokens: int = 0
     input_tokens: int = 0
-    output_tokens: int = 0  # of turns that were counted
-    delivered_tokens: int = 0  # of any turn, since counting began
+    output_tokens: int = 0  # of counted turns
+    delivered_tokens: int = 0  # of all turns, since counting began
     iterations: int = 0
-    seconds: float = 0.0  # from where counting began to the last token, or to `until`
-    latencies: Distribution = field(default_factory=Distribution)  # of a turn, over its tokens
+    seconds: float = 0.0  # from `count_from` to the last token, or to `until`
+    latencies: Distribution = field(default_factory=Distribution)  # turn time over its tokens
     first_tokens: Distribution = field(default_factory=Distribution)  # to each turn's first token
-    gaps: Distribution = field(default_factory=Distribution)  # in a reply, if they are kept
+    gaps: Distribution = field(default_factory=Distribution)  # between tokens, with `keep_gaps`
 
 
 @dataclass(slots=True)
 class _Conversation:
     """A conversation that may have more turns."""
 
-    length: int = 0  # of its log
+    length: int = 0  # tokens of its log
     running: bool = False
     waiting: list[Arrival] = field(default_factory=list)
 
@@ -92,9 +92,9 @@ class Simulator:
         *,
         context_max: int | None = None,
         keep_gaps: bool = False,
-        count_from: float = 0.0,  # turns that begin before are simulated and not counted
-        until: float | None = None,  # the clock stops here, whatever is left
-        free_until: float = 0.0,  # until then nothing takes time, so that the cache can be filled
+        count_from: float = 0.0,  # earlier turns are simulated and not counted
+        until: float | None = None,  # stop at this time, whatever is left
+        free_until: float = 0.0,  # nothing takes time until then, to fill the cache
         stateless: bool = False,
         phases: str = "unified",
         keep_series: bool = False,
@@ -120,12 +120,12 @@ class Simulator:
         self.series = Series(SERIES) if keep_series else None
         self._conversations: dict[str, _Conversation] = {}
         self._source: Iterator[Arrival] = iter(())
-        self._ahead: Arrival | None = None  # the next of it
+        self._ahead: Arrival | None = None  # the next arrival of the source
         self._due: list[tuple[float, int, Arrival]] = []
         self._num_due = 0
         self._turns: dict[
             int, tuple[str, Arrival, float]
-        ] = {}  # conversation, arrival, submitted at
+        ] = {}  # conversation, arrival, time of submission
         self._last_token: dict[int, float] = {}
         self._num_turns = 0
 
@@ -134,7 +134,7 @@ class Simulator:
         arrivals: Iterable[Arrival],
         progress: Callable[[float, SimulationFigures], None] | None = None,
     ) -> SimulationFigures:
-        """To the end of the trace and of every turn; `progress` is called now and then."""
+        """Run to the end of the trace and of every turn; call `progress` now and then."""
         self.begin(arrivals)
         num_steps = 0
         while self.advance():
@@ -148,7 +148,7 @@ class Simulator:
         self._ahead = next(self._source, None)
 
     def advance(self) -> bool:
-        """A step of the engine, or to the next moment at which something happens; False at the end."""
+        """Run one engine step, or move to the next event; return False at the end."""
         now = self.clock.now()
         if self._until is not None and now >= self._until:
             self.counts.seconds = self._until - self._count_from
@@ -189,7 +189,7 @@ class Simulator:
             self._submit(arrival, arrival.at)
 
     def _submit_next(self, name: str) -> None:
-        """The next message of a conversation whose turn has ended becomes due, after its pause."""
+        """Make the next message of a conversation due after its pause, if its last turn has ended."""
         conversation = self._conversations[name]
         if conversation.running or not conversation.waiting:
             return
@@ -200,7 +200,7 @@ class Simulator:
         heapq.heappush(self._due, (max(first, arrival.at or 0.0), self._num_due, arrival))
 
     def _submit(self, arrival: Arrival, since: float) -> None:
-        """The message came at `since`; an iteration that ran then has ended by now."""
+        """Submit a message that arrived at `since`, which may be before the last iteration's end."""
         name = arrival.conversation
         conversation = self._conversations[name]
         self.counts.begun += 1
@@ -236,7 +236,7 @@ class Simulator:
         since = self._last_token
         gaps: dict[
             float, int
-        ] = {}  # few values: most turns had their last token in the same iteration
+        ] = {}  # few keys: most turns had their last token in the same iteration
         num_delivered = 0
         for event in events:
             if isinstance(event, SampledToken):
@@ -281,7 +281,7 @@ class Simulator:
         self._submit_next(name)
 
     def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
-        """Adds up what it costs to compute KV of earlier turns again: the longer the context, the more."""
+        """Add up the cost of recomputing KV of earlier turns, which grows with the context."""
         for piece in iteration.slices:
             turn, start = self.scheduler.turn(piece.turn_id), piece.start
             if turn is None or start >= turn.history_tokens - 1:
@@ -297,7 +297,7 @@ class Simulator:
             self.series.add(ended, self._levels(iteration))
 
     def _levels(self, iteration: Iteration) -> tuple[float, ...]:
-        """The values of `SERIES`: of the device, pages that exist nowhere else and pages with a copy."""
+        """Return the values of `SERIES`; device pages without and with a copy are separate."""
         cache, scheduler = self.scheduler.cache, self.scheduler
         device, host = cache.device, cache.host
         clean = cache.tiers.num_reclaimable

@@ -1,7 +1,7 @@
-"""Simulates one load with every combination of policies, rates and sizes of the tiers.
+"""Simulate one load with all combinations of policies, rates and tier sizes.
 
-A `SweepPoint` is one combination.  A `SweepSettings` is what all points of a sweep share.  The machine bounds
-what the tiers may hold (`Room`).  Wrong values are refused with the name of the option that set them.
+A `SweepPoint` is one combination. `SweepSettings` are common to all points. The machine limits the tiers
+(`Room`). Errors name the option with the invalid value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pensieve.sim.trace import Arrival, Problems, from_zero, lines_of, read
 from pensieve.sim.workload import HABITS, drawn
 
 DEVICE_TOKENS_MIN = 4 * CHUNK_TOKENS
-DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # where no machine limits them
+DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # without a machine that limits them
 CLAIRVOYANT = "clairvoyant"
 
 
@@ -47,7 +47,7 @@ class SweepPoint(NamedTuple):
     rate: float
     device_tokens: int
     host_tokens: int
-    seed: int = 0  # of what is drawn
+    seed: int = 0  # of the random workload
 
 
 def points(
@@ -57,53 +57,53 @@ def points(
     hosts: Iterable[int],
     seeds: Iterable[int] = (0,),
 ) -> list[SweepPoint]:
-    """Every combination."""
+    """Return every combination."""
     return [SweepPoint(*each) for each in product(policies, rates, devices, hosts, seeds)]
 
 
 @dataclass(frozen=True)
 class Room:
-    """How many tokens of KV the tiers hold by default, and the device at most."""
+    """The default tier sizes in tokens of KV, and the largest device tier."""
 
     device_tokens: int = DEVICE_TOKENS
     host_tokens: int = HOST_TOKENS
-    device_tokens_max: int | None = None  # None: no machine limits it
+    device_tokens_max: int | None = None  # None: no limit
 
     @classmethod
     def of(cls, model: ModelPreset, hardware: HardwarePreset) -> Room:
-        """Beside the weights of a model on a machine."""
+        """Return the tokens of KV that fit next to a model's weights on a machine."""
         device = device_tokens_of(model, hardware)
         if device < DEVICE_TOKENS_MIN:
             share = DEVICE_SHARE * hardware.memory_bytes
             raise InvalidArgument(
                 "model",
-                f"the weights of {model.name} are {model.weight_bytes / 1e9:.0f} GB, and of the memory of "
-                f"{hardware.devices} x {hardware.name} {share / 1e9:.0f} GB are for weights and KV: no room "
-                "(--devices)",
+                f"the weights of {model.name} are {model.weight_bytes / 1e9:.0f} GB, and {hardware.devices}"
+                f" x {hardware.name} have {share / 1e9:.0f} GB for weights and KV. Use more --devices or a"
+                " smaller model",
             )
         spare = (1 - DEVICE_SHARE) * hardware.memory_bytes / model.kv_bytes_per_token
         return cls(device, host_tokens_of(model, hardware), int(device + spare))
 
     def check(self, devices: Iterable[int], model: str, hardware: str) -> None:
-        """Refuses sizes of the device tier that are too small or do not fit."""
+        """Raise InvalidArgument if a device tier is too small or does not fit."""
         least, most = min(devices), max(devices)
         if least < DEVICE_TOKENS_MIN:
-            raise InvalidArgument("device_tokens", f"is at least {DEVICE_TOKENS_MIN}")
+            raise InvalidArgument("device_tokens", f"must be at least {DEVICE_TOKENS_MIN}")
         if self.device_tokens_max is not None and most > self.device_tokens_max:
             raise InvalidArgument(
                 "device_tokens",
-                f"{most:,} tokens of {model} do not fit {hardware}: beside the weights there is room for "
+                f"{most:,} tokens of {model} do not fit {hardware}: next to the weights there is room for "
                 f"{self.device_tokens_max:,}",
             )
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where arrivals come from: files of a trace, or a workload that is drawn."""
+    """The source of arrivals: trace files, or a random workload."""
 
     traces: tuple[Path, ...] = ()
     workload: str | None = None
-    seconds: float = 600.0  # drawn for so long
+    seconds: float = 600.0  # duration of a random workload
     reaction_seconds: float | None = None
 
     def arrivals(self, rate: float, problems: Problems, seed: int = 0) -> Iterator[Arrival]:
@@ -120,7 +120,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What all points of a sweep share."""
+    """The settings that all points of a sweep share."""
 
     source: Source
     cost: CostModel
@@ -155,7 +155,7 @@ class SweepSettings:
     def row(
         self, point: SweepPoint, simulator: Simulator, counts: SimulationFigures
     ) -> dict[str, Any]:
-        """The figures of a point, with its point of the sweep."""
+        """Return the figures of a point, with the parameters of the point."""
         row = {
             **report.figures(point.policy, counts),
             "rate": point.rate if self.source.workload is not None else None,
@@ -174,7 +174,7 @@ class SweepSettings:
 def recorded(
     path: Path, simulator: Simulator, setting: SweepSettings, point: SweepPoint
 ) -> Iterator[None]:
-    """Inside, what this simulator's engine does is appended to the journal at `path`."""
+    """Append the actions of this simulator's engine to the journal at `path`, inside the block."""
     cost, scheduler = setting.cost, simulator.scheduler
     computed_by = {
         "name": cost.source,

@@ -1,16 +1,17 @@
-"""The arrivals of turns, as a trace in files of JSON lines.
+"""Read the arrivals of turns from trace files of JSON lines.
 
-A trace is a stream of `Arrival`s in the order of their times: one message each, of a conversation that may
-have had others before.  Each line of a file is in one of two formats:
+A trace is a stream of `Arrival`s in the order of their times. Each is one message of a conversation, which
+may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
-  tokens, equal ids mean equal prefixes, the last id is of a partial block.  A request continues the latest
-  earlier one whose ids without the last are a prefix of its own and number two or more; a second one that
-  continues the same is a fork.  The first block is the same in every line, so it relates no requests.
-* **plain** (`conversation`, `at` seconds or `after` seconds from the end of the turn before, `input_tokens`,
-  `output_tokens`, and, if wanted, `fork_of`).
+  tokens. Equal ids mean equal prefixes, and the last id is of a partial block. A request continues the latest
+  earlier request whose ids without the last are a prefix of its own ids, if these are two or more. A second
+  request that continues the same request is a fork. The first block is the same in every line, so it relates
+  no requests.
+* **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the turn before,
+  `input_tokens`, `output_tokens`, and optionally `fork_of`).
 
-A line that cannot be read is counted and named in `Problems`, and the others are used.
+Lines that cannot be read are counted and listed in `Problems`. The other lines are used.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from pensieve.errors import ConfigError
 
 @dataclass(slots=True, frozen=True)
 class Arrival:
-    """One turn: when its message comes, and how long message and reply are."""
+    """One turn: the time of its message, and the lengths of message and reply."""
 
     conversation: str
-    at: float | None  # seconds; None: `after` the turn before has ended
-    input_tokens: int  # new ones
+    at: float | None  # seconds; None: `after` seconds after the end of the turn before
+    input_tokens: int  # new tokens
     output_tokens: int
     after: float = 0.0
-    history_tokens: int | None = None  # of the log that is kept; None: all of it
+    history_tokens: int | None = None  # kept tokens of the log; None: all
     fork_of: str = ""  # begins with the first `history_tokens` of this conversation
-    log_tokens: int | None = None  # length of its log, where another replica served a part of it
+    log_tokens: int | None = None  # length of the log, if another replica served a part of it
 
 
 @dataclass
 class Problems:
-    """Lines that could not be read, and how many could."""
+    """The lines that could not be read, and how many could be."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)  # the first few
     count: int = 0
     num_read: int = 0
-    files: list[tuple[int, str]] = field(default_factory=list)  # and how many lines came before
+    files: list[tuple[int, str]] = field(default_factory=list)  # lines before the file, its path
 
     def add(self, line: int, problem: str) -> None:
         self.count += 1
@@ -53,7 +54,7 @@ class Problems:
             self.lines.append((line, problem))
 
     def location(self, line: int) -> str:
-        """Of a line, counted over all files: its number in its own file."""
+        """Return a line's number in its own file, from its number over all files."""
         before, path = (
             [each for each in self.files if each[0] < line][-1] if self.files else (0, "")
         )
@@ -62,7 +63,7 @@ class Problems:
 
 
 def read(lines: Iterable[str], problems: Problems) -> Iterator[Arrival]:
-    """The arrivals of these lines; each line is in a format of its own."""
+    """Parse the lines into arrivals; formats may be mixed."""
     mooncake = Mooncake()
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -70,7 +71,7 @@ def read(lines: Iterable[str], problems: Problems) -> Iterator[Arrival]:
         try:
             given = json.loads(line)
             if not isinstance(given, dict):
-                raise ValueError("is no object")
+                raise ValueError("not a JSON object")
             arrival = mooncake.arrival(given) if "hash_ids" in given else plain_arrival(given)
         except KeyError as error:
             problems.add(number, f"{error.args[0]} is missing")
@@ -82,7 +83,7 @@ def read(lines: Iterable[str], problems: Problems) -> Iterator[Arrival]:
 
 
 def from_zero(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
-    """The first message comes at 0: a trace may begin in the middle of a day."""
+    """Shift the times so that the first message comes at 0."""
     first: float | None = None
     for arrival in arrivals:
         if arrival.at is None:
@@ -95,7 +96,7 @@ def from_zero(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
 def plain_arrival(given: dict[str, object]) -> Arrival:
     name = given["conversation"]
     if not isinstance(name, str) or not name:
-        raise ValueError("conversation is a name")
+        raise ValueError("conversation must be a name")
     at = given.get("at")
     fork_of = given.get("fork_of", "")
     return Arrival(
@@ -111,24 +112,24 @@ def plain_arrival(given: dict[str, object]) -> Arrival:
 
 def _count(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is a whole number of at least 1, not {value!r}")
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
     return value
 
 
 def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is a number of at least 0, not {value!r}")
+        raise ValueError(f"{name} must be a number of at least 0, not {value!r}")
     return float(value)
 
 
 class Mooncake:
-    """Finds out which request of a Mooncake trace continues which."""
+    """Find out which request of a Mooncake trace continues which."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, int] = {}  # a hash of ids without the last -> the latest request
+        self._latest: dict[int, int] = {}  # hash of the ids without the last -> the latest request
         self._requests: list[
             tuple[str, int, bool]
-        ] = []  # conversation, tokens at its end, continued
+        ] = []  # conversation, tokens at its end, whether it was continued
         self._num_forks = 0
 
     def arrival(self, given: dict[str, object]) -> Arrival:
@@ -137,7 +138,7 @@ class Mooncake:
         num_outputs = _count(given["output_length"], "output_length")
         ids = given["hash_ids"]
         if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
-            raise ValueError("hash_ids is a list of whole numbers")
+            raise ValueError("hash_ids must be a list of whole numbers")
         number = len(self._requests)
         before, key, last_key = -1, 0, 0
         for count, each in enumerate(ids, 1):
@@ -152,7 +153,7 @@ class Mooncake:
             return Arrival(name, at, num_inputs, num_outputs)
         name, length, continued = self._requests[before]
         history = min(length, num_inputs)
-        kept = min(history, num_inputs - 1)  # a turn brings at least one token
+        kept = min(history, num_inputs - 1)  # a turn has at least one new token
         fork_of = ""
         if continued:
             fork_of, name = name, f"r{number}"
@@ -164,7 +165,7 @@ class Mooncake:
 
 
 def lines_of(paths: Iterable[Path], problems: Problems) -> Iterator[str]:
-    """The files one after another; `problems` learns where each begins."""
+    """Yield the lines of all files; note in `problems` where each file begins."""
     num_lines = 0
     for path in paths:
         try:

@@ -1,6 +1,6 @@
-"""Draws conversations like those of published data sets.
+"""Draw random conversations like those of published data sets.
 
-`sharegpt`, `assistant` and `agents` are conversations; `requests`, `documents` and `first-rounds` are single
+`sharegpt`, `assistant` and `agents` are conversations. `requests`, `documents` and `first-rounds` are single
 turns.
 """
 
@@ -16,27 +16,27 @@ from pensieve.sim.trace import Arrival
 
 @dataclass(frozen=True)
 class Habits:
-    """How a kind of conversation goes.
+    """The distributions of a kind of conversation.
 
-    A length is drawn from an exponential distribution around its mean, or, with a spread, from a log-normal
-    one around its median.  Turns are geometric, or log-normal as well, around their mean in either case; or
-    `returns` says how likely there is another turn after the first, the second, and so on.
+    A length is exponential around its mean, or, with a spread, log-normal around its median. The number of
+    turns is geometric, or log-normal with a spread; both have the given mean. Alternatively, `returns` has
+    the probabilities of another turn after the first, the second, and so on.
     """
 
     turns_mean: float
     input_tokens: float
     output_tokens: float
     reaction_seconds: float
-    context_max: int  # what would be longer is cut off
+    context_max: int  # conversations are cut off here
     turns_spread: float = 0.0
     input_spread: float = 0.0
     output_spread: float = 0.0
-    first_input_tokens: float = 0.0  # of the first message, if it is of another length
-    reaction_spread: float = 0.0  # reactions are log-normal around the same mean, not exponential
-    returns: tuple[float, ...] = ()  # the last one is that of all later turns
+    first_input_tokens: float = 0.0  # of the first message, if its length differs
+    reaction_spread: float = 0.0  # above 0: log-normal around the same mean, not exponential
+    returns: tuple[float, ...] = ()  # the last value holds for all later turns
 
     def turns_from(self, least: int) -> float:
-        """The mean of the turns of conversations that have so many or more."""
+        """Return the mean number of turns of conversations with at least `least` turns."""
         if least <= 1:
             return self.turns_mean
         draw = random.Random(0)
@@ -44,14 +44,14 @@ class Habits:
         return sum(found) / len(found) if found else float(least)
 
 
-# The spreads are those with which the published figures come out.  ShareGPT: 36 % of the conversations have
-# five turns or more, and 0.57 % are longer than the context (here 0.2 %; geometric turns would make it 45 %
-# and none).  openchat_sharegpt4, one request with its history as prompt: 1,730 tokens median, 5,696 P90,
-# output 415 and 834.  arXiv summaries: 7,059 median, 12,985 P90, output 208 and 371.  `assistant` is like
-# Mooncake's published trace: a quarter of first turns are followed by a second, more of later ones; reactions
-# of 42 s, 126 s and 480 s (P10, P50, P90); first messages of 7,000 tokens (median; 12,700 mean).
-# `first-rounds` are ShareGPT's first messages and replies, up to OPT's context: means of 161 and 338 tokens
-# as vLLM's paper has them; how far they spread is assumed (3 % would be longer than the context).
+# The spreads reproduce the published figures. ShareGPT: 36 % of the conversations have five turns or more,
+# and 0.57 % exceed the context (here 0.2 %; geometric turns would give 45 % and none). openchat_sharegpt4,
+# one request with its history as the prompt: 1,730 tokens median, 5,696 P90; output 415 and 834. arXiv
+# summaries: 7,059 median, 12,985 P90; output 208 and 371. `assistant` follows Mooncake's published trace: a
+# second turn after a quarter of first turns, and more often after later turns; reactions of 42 s, 126 s and
+# 480 s (P10, P50, P90); first messages of 7,000 tokens (median; 12,700 mean). `first-rounds` are ShareGPT's
+# first messages and replies, up to OPT's context, with the means of vLLM's paper, 161 and 338 tokens. Their
+# spread is assumed (3 % would exceed the context).
 HABITS = {
     "sharegpt": Habits(5.56, 37.8, 204.6, 60.0, 16_384, turns_spread=1.13),
     "requests": Habits(1.0, 2000.0, 415.0, 60.0, 8_192, 0.0, 1.2, 0.545),
@@ -81,7 +81,7 @@ def drawn(
     reaction_seconds: float | None = None,
     turns_min: int = 1,
 ) -> Iterator[Arrival]:
-    """Conversations arrive at random; each turn comes a random while after the reply before."""
+    """Draw conversations that arrive at random; each later turn follows a random time after a reply."""
     draw = random.Random(seed)
     reaction = habits.reaction_seconds if reaction_seconds is None else reaction_seconds
     now, number = 0.0, 0
@@ -114,7 +114,7 @@ def _turns(draw: random.Random, habits: Habits) -> int:
         return 1
     if not habits.turns_spread:
         return 1 + int(draw.expovariate(math.log1p(1 / (habits.turns_mean - 1))))
-    spread = habits.turns_spread  # rounding up adds a half
+    spread = habits.turns_spread  # rounding up adds a half on average
     return math.ceil(draw.lognormvariate(math.log(habits.turns_mean - 0.5) - spread**2 / 2, spread))
 
 

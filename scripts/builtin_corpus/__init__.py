@@ -1,1 +1,1 @@
-"""What the built-in model was trained on: dialogues that are made up, and questions to examine it with."""
+"""The built-in model's training data: generated dialogues, and questions to examine the model."""

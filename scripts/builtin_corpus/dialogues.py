@@ -1,14 +1,13 @@
-"""Conversations for the built-in model to learn from, and to be examined on.
+"""Generate conversations to train the built-in model, and to examine it.
 
-A conversation is a list of `Exchange`s: what the person says and the one right reply. The
-generator keeps the facts told so far, so the reply to a question is always the newest value, and
-an honest "You have not told me …" where there is none. What separates a question from the place of
-its answer (`distance`, in turns) is whatever else was said: small talk, other facts, other
-questions.
+A conversation is a list of `Exchange`s: a message of the user and the one right reply. The generator
+remembers the facts told so far. So the reply to a question is the newest value, or an honest "You have not
+told me …". The `distance`, in turns, between a question and its answer is filled with small talk, other facts
+and other questions.
 
-Two sources of conversations, which never share a value of a topic (`facts.is_held_out`):
+Two sources of conversations never share a value of a topic (`facts.is_held_out`):
 
-    conversation(random)             a training conversation of any length, questions all along
+    conversation(random)             a training conversation of any length, with questions throughout
     examination(random, distance)    filler, one held-out fact, distance - 1 more turns, its question
 """
 
@@ -36,7 +35,7 @@ SYSTEM_PROMPTS = (
 
 @dataclass(frozen=True)
 class Exchange:
-    """One turn: the person's words, the right reply, and the values in it that come from memory."""
+    """One turn: the user's words, the right reply, and the values in it that come from memory."""
 
     user: str
     reply: str
@@ -45,12 +44,12 @@ class Exchange:
 
 @dataclass
 class _Known:
-    """A fact as it was told: the sentence keeps the letters the person used."""
+    """A fact as it was told; the sentence keeps the user's spelling."""
 
     fact: Fact
     sentence: str
     value: str
-    turn: int  # of its last mention
+    turn: int  # of the last mention
     changed: bool  # an older value precedes it
 
 
@@ -70,7 +69,7 @@ class _Memory:
         return known
 
     def some_known(self, random: Random, avoid: str = "") -> _Known | None:
-        """A known fact, the likelier the longer it has not been mentioned, or if it has changed."""
+        """Draw a known fact; facts that changed or were not mentioned for long are likelier."""
         candidates = [known for key, known in self.known.items() if key != avoid]
         if not candidates:
             return None
@@ -91,7 +90,7 @@ def system_prompt(random: Random) -> str | None:
 
 
 def conversation(random: Random) -> Iterator[Exchange]:
-    """Exchanges without end; how talkative and how forgetful the person is varies."""
+    """Yield exchanges without end, with a random share of small talk."""
     memory = _Memory()
     chattiness = random.choice((0.05, 0.2, 0.45, 0.75))
     while True:
@@ -106,16 +105,16 @@ def conversation(random: Random) -> Iterator[Exchange]:
 
 
 def examination(random: Random, distance: int) -> list[Exchange]:
-    """A conversation that ends with the question for a held-out fact told `distance` turns ago.
+    """Return a conversation that ends with the question for a held-out fact told `distance` turns ago.
 
-    Between the two the fact is not mentioned. One time in five an older value precedes it.
+    The fact is not mentioned in between. One time in five an older value precedes it.
     """
     while True:
         topic = NAME if random.random() < 0.1 else draw_topic(random)
         try:
             fact = draw_fact(random, topic, held_out=True)
             break
-        except LookupError:  # a topic of few values may have none held out
+        except LookupError:  # a topic of few values may have no held-out value
             continue
     memory = _Memory()
     exchanges = []
@@ -143,7 +142,7 @@ def examination(random: Random, distance: int) -> list[Exchange]:
 
 
 def _aside(random: Random) -> Exchange:
-    """A turn that leaves no trace in memory."""
+    """Return a turn that leaves no trace in memory."""
     draw = random.random()
     if draw < 0.15:
         return _echo(random)
@@ -167,7 +166,7 @@ def _echo(random: Random) -> Exchange:
 
 
 def _telling(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exchange:
-    """One to three facts, new ones or new values of known ones."""
+    """Tell one to three facts: new facts, or new values of known facts."""
     facts: list[Fact] = []
     for _ in range(random.choice((1, 1, 1, 1, 2, 3))):
         known = memory.some_known(random) if random.random() < 0.35 else None
@@ -215,14 +214,14 @@ def _told(random: Random, memory: _Memory, facts: list[Fact], small_letters: boo
 
 
 def _corrected(random: Random, clause: str) -> str:
-    """The same, as people say it who have said something else before."""
+    """Return the clause as a correction of an earlier statement."""
     if " is {v}" in clause and random.random() < 0.5:
         return clause.replace(" is {v}", " is now {v}")
     return random.choice(("no, ", "sorry, ", "actually, ", "now ", "but ")) + clause
 
 
 def _asking(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exchange:
-    """A question for one or two things, known or not."""
+    """Ask for one or two things, known or not."""
     avoided = avoid.key if avoid else ""
     first = memory.some_known(random, avoided)
     if first is None or random.random() < 0.2:
@@ -231,7 +230,7 @@ def _asking(random: Random, memory: _Memory, avoid: Topic | None = None) -> Exch
     topic = first.fact.topic
     if topic.about and random.random() < 0.2:
         return _asking_about(random, first)
-    if random.random() < 0.06:  # "is my dog called Rex?" is answered with what is known
+    if random.random() < 0.06:  # "is my dog called Rex?" is answered with the known value
         other = draw_fact(random, topic).value if random.random() < 0.5 else first.value
         said = f"is it true that {topic.statement.replace('{v}', other).replace('your ', 'my ')}"
         said = said.replace(" you are ", " I am ").replace(" you ", " I ").replace("were", "was")
@@ -286,7 +285,7 @@ def _asking_in_vain(random: Random, memory: _Memory, avoid: Topic | None) -> Exc
 
 
 def _question(random: Random, known: _Known, question: str) -> Exchange:
-    """One fact, asked for and recalled; a name is spelt as it was told."""
+    """Ask for one fact; the reply spells a name as it was told."""
     sentence = known.sentence
     if known.fact.topic.names_somebody:
         question = question.lower() if sentence.islower() else question
@@ -298,7 +297,7 @@ def _question(random: Random, known: _Known, question: str) -> Exchange:
 
 
 def _styled(random: Random, said: str, question: bool, keep_letters: bool = False) -> str:
-    """The same words as people type them: capitals, apostrophes and punctuation come and go."""
+    """Return the words as people type them, with varying capitals, apostrophes and punctuation."""
     if random.random() < 0.05:
         said = random.choice(("please, ", "ok, ", "hey, ", "um, ", "and ", "now, ")) + said
     elif question and random.random() < 0.06:

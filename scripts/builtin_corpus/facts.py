@@ -1,14 +1,12 @@
-"""What a person can tell the built-in model, and how one asks for it.
+"""The facts that a user can tell the built-in model, and the ways to ask for them.
 
-A `Topic` is something there can be one fact about ("your dog's name"); it knows every way of
-telling it, of asking for it, and the one sentence in which the model says it back. A `Fact` is a
-topic with a value. The model always repeats a fact in the same sentence, when it hears it and when
-it is asked, so that finding the value is a matter of attending to the right place in the context
-and not of eloquence.
+A `Topic` can have one fact, such as "your dog's name". It has all sentences that tell the fact, all questions
+for it, and the one sentence in which the model repeats it. A `Fact` is a topic with a value. The model always
+repeats a fact in the same sentence, so finding the value only requires attention to the right place in the
+context, not eloquence.
 
-`{v}` stands for the value in `statement` and `tells`. Sentences are written without their final
-punctuation and from the side of whoever says them: `tells` and `asks` by the person, `statement`
-and `unknown` by the model.
+`{v}` stands for the value in `statement` and `tells`. Sentences have no final punctuation. The user says
+`tells` and `asks`; the model says `statement` and `unknown`.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from zlib import crc32
 from scripts.builtin_corpus import words
 
 Draw = Callable[[Random], str]
-HELD_OUT_SHARE = 8  # one value in eight of every topic is never seen in training
+HELD_OUT_SHARE = 8  # one value in eight of every topic is never used in training
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,9 @@ class Topic:
     tells: tuple[str, ...]
     asks: tuple[str, ...]
     draw: Draw
-    about: str = ""  # "my dog": what the person calls it
+    about: str = ""  # how the user refers to the subject, such as "my dog"
     thanks: str = "Got it"
-    names_somebody: bool = False  # the statement begins with a name, whose letters must not change
+    names_somebody: bool = False  # the statement begins with a name, whose spelling must not change
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,13 @@ class Fact:
 
 
 def is_held_out(fact: Fact) -> bool:
-    """Whether this pair of topic and value belongs to the held-out set (letter case ignored)."""
+    """Return whether this topic and value belong to the held-out set (letter case is ignored)."""
     pair = f"{fact.topic.key}={fact.value}".lower()
     return crc32(pair.encode()) % HELD_OUT_SHARE == 0
 
 
 def draw_fact(random: Random, topic: Topic, held_out: bool = False) -> Fact:
-    """A value for the topic, from the training values or from the held-out ones."""
+    """Draw a value for the topic, from the training values or from the held-out values."""
     for _ in range(400):
         fact = Fact(topic, topic.draw(random))
         if is_held_out(fact) == held_out:

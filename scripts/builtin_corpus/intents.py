@@ -1,4 +1,4 @@
-"""Greetings, thanks and questions about the model, each with the one reply to it."""
+"""Greetings, thanks and questions about the model, each with its one reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topics with an open number of subjects: absent people, and things with a spot or a colour."""
+"""Topics with many possible subjects: absent people, and things with a place or a colour."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scripts.builtin_corpus.facts import Topic, draw_city, draw_treat, one_of
 
 
 def person_topics(name: str) -> tuple[Topic, ...]:
-    """What can be said of somebody who is not here."""
+    """Return the topics about an absent person."""
     return (
         Topic(
             key=f"{name} lives",

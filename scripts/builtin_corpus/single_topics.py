@@ -1,4 +1,4 @@
-"""Topics of which there is one for each person: a name, a home, work, a hobby."""
+"""Topics that each user has once: a name, a home, work, a hobby."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the built-in model says when it is neither told nor asked a fact.
+"""The model's replies to messages that neither tell nor ask a fact.
 
-`small_talk` draws from `intents.py`. `chatter` makes remarks and questions from outside the
-model's world; its replies say honestly that it knows only what it has been told.
+`small_talk` draws from `intents.py`. `chatter` draws remarks and questions from outside the model's world,
+with replies that say honestly that it knows only what it has been told.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _ADJECTIVES = words.pool("big small old new nice funny strange heavy cheap lovel
 
 
 def small_talk(random: Random) -> tuple[str, str]:
-    """Something people say, and the reply to it."""
+    """Draw something people say, and the reply to it."""
     ways, reply = random.choice(INTENTS)
     return random.choice(ways), reply
 
 
 def chatter(random: Random) -> tuple[str, str]:
-    """A remark or a question from outside the model's world, and its honest reply."""
+    """Draw a remark or a question from outside the model's world, and its honest reply."""
     return random.choice((_remark, _remark, _question, _question, _order, _sum, _noise))(random)
 
 

@@ -1,4 +1,4 @@
-"""All topics of the corpus, and how one of them is drawn."""
+"""All topics of the corpus, and how a topic is drawn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.builtin_corpus.single_topics import NAME, SINGLE
 
 
 def draw_topic(random: Random) -> Topic:
-    """Any topic; half of them are from families with an open number of subjects."""
+    """Draw a topic; half of the topics drawn have many possible subjects."""
     family = random.random()
     if family < 0.12:
         return NAME

@@ -1,7 +1,7 @@
 """The words of the built-in model's dialogues, and a source of invented words.
 
-A third of all names, passwords and things is invented on the spot (`invented_word`), so that the
-model must copy what it was told instead of choosing from a list it has learned.
+A third of all names, passwords and things is invented (`invented_word`), so that the model must copy them
+instead of choosing from a list that it has learned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from random import Random
 
 
 def pool(words: str) -> tuple[str, ...]:
-    """Words written as they are read, one space apart."""
+    """Split a string of words at its spaces."""
     return tuple(words.split())
 
 
@@ -124,13 +124,13 @@ _CODAS = ("", "", "", *pool("n r l s m k t x nd rt sk"))
 
 
 def known_words() -> tuple[str, ...]:
-    """Every word of the pools, each of which deserves a token of its own."""
+    """Return every word of the pools; each should have a token of its own."""
     pools = (value for name, value in globals().items() if name.isupper() and name[0] != "_")
     return tuple(sorted({part for pool in pools for word in pool for part in word.split()}))
 
 
 def invented_word(random: Random) -> str:
-    """A pronounceable word of two or three syllables, in small letters."""
+    """Invent a pronounceable lower-case word of two or three syllables."""
     syllables = random.choice((2, 2, 3))
     return "".join(
         random.choice(_ONSETS) + random.choice(_VOWELS) + random.choice(_CODAS)
@@ -143,7 +143,7 @@ def invented_name(random: Random) -> str:
 
 
 def name_of(random: Random, pool: tuple[str, ...]) -> str:
-    """A name from the pool, or (one time in three) one that nobody has heard before."""
+    """Draw a name from the pool or, one time in three, invent a name."""
     return invented_name(random) if random.random() < 0.33 else random.choice(pool)
 
 

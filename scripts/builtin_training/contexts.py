@@ -22,7 +22,7 @@ VALUE_WEIGHT, OPENING_WEIGHT = 4.0, 3.0
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens with the weight of predicting each of them; `opens_turn` where positions may jump."""
+    """Tokens with the weight of predicting each; positions may jump if `opens_turn`."""
 
     ids: list[int]
     weights: list[float]
@@ -33,11 +33,11 @@ class Segment:
 class Batch:
     ids: torch.Tensor  # (rows, length)
     positions: torch.Tensor  # (rows, length)
-    weights: torch.Tensor  # (rows, length): of the token itself, as a prediction
+    weights: torch.Tensor  # (rows, length): weight of predicting the token itself
 
 
 class ContextWriter:
-    """Writes conversations as tokens, the way the chat template does."""
+    """Write conversations as tokens, like the chat template."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -50,7 +50,7 @@ class ContextWriter:
         return [self._silent("user", exchange.user), self._reply(exchange)]
 
     def prompt(self, exchanges: list[Exchange], system: str | None) -> list[int]:
-        """Everything before the last reply, generation prompt included."""
+        """Return everything before the last reply, including the generation prompt."""
         segments = self.conversation(exchanges, system)
         reply = len(self._ids(exchanges[-1].reply)) + 1 + len(self.newline)
         return [token for segment in segments for token in segment.ids][: -reply or None]
@@ -62,7 +62,7 @@ class ContextWriter:
         return segments
 
     def batch(self, random: Random, length: int, jumps: bool, drills: float = 0.0) -> Batch:
-        """Contexts of one length, a share of them drills."""
+        """Return contexts of one length; `drills` is the share of drills among them."""
         rows = max(2, BATCH_TOKENS // length)
         ids = torch.full((rows, length), PAD_ID)
         positions = torch.zeros((rows, length), dtype=torch.long)
@@ -78,7 +78,7 @@ class ContextWriter:
     def _context(
         self, random: Random, length: int, jumps: bool
     ) -> tuple[list[int], list[int], list[float]]:
-        """One conversation cut at `length` tokens."""
+        """Write one conversation, cut at `length` tokens."""
         ids: list[int] = []
         weights: list[float] = []
         positions: list[int] = []
@@ -104,7 +104,7 @@ class ContextWriter:
     def _drill(
         self, random: Random, length: int, jumps: bool
     ) -> tuple[list[int], list[int], list[float]]:
-        """Meaningless runs of tokens that are repeated later: all there is to learn is to look back."""
+        """Write random runs of tokens that repeat later; they only teach to look back."""
         runs: list[list[int]] = []
         alphabet = random.sample(range(IM_END_ID + 1, VOCABULARY), 60)
         ids: list[int] = []

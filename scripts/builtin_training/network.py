@@ -1,10 +1,9 @@
 """The built-in model's shape, its first weights, and its folder.
 
-Left to itself, a model this small needs hours to discover how to look back. So it starts with the
-circuit in place (`hand_start`): three heads of the first layer copy the codes of the tokens one, two
-and three positions back; two heads of the second layer look for the position where the last two
-tokens stood before, and copy what followed them. Before any training, such a model repeats 60 to
-70 % of a random sequence that it has seen.
+By itself, a model this small needs hours to discover how to look back. So it starts with the circuit in place
+(`hand_start`). Three heads of the first layer copy the codes of the tokens one, two and three positions back.
+Two heads of the second layer look for the position where the last two tokens stood before, and copy the token
+after them. Before any training, the model repeats 60 to 70 % of a random sequence that it has seen.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ def untrained_model() -> LlamaForCausalLM:
 
 @torch.no_grad()
 def hand_start(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
-    """Weights with which the model already repeats what it has seen.
+    """Set weights with which the model already repeats what it has seen; return the model.
 
-    The residual stream is laid out as [code | code one back | code two back | free | constant].
-    A head that looks `distance` back asks with the constant, turned by `distance` positions: its
-    rotary score is a sum of cosines that peaks there. The heads that compare use the pairs that
-    hardly turn: query (code, code one back) against key (code one back, code two back).
+    The residual stream is laid out as [code | code one back | code two back | free | constant]. A head that
+    looks `distance` back queries with the constant, rotated by `distance` positions: its rotary score is a
+    sum of cosines that peaks there. The comparing heads use the pairs that hardly rotate: query (code, code
+    one back) against key (code one back, code two back).
     """
     generator = torch.Generator().manual_seed(seed)
     embedding = model.model.embed_tokens.weight
@@ -81,7 +80,7 @@ def hand_start(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
         first = head * HEAD_SIZE
         for projection in (look.q_proj, look.k_proj, look.v_proj):
             projection.weight[first : first + HEAD_SIZE].mul_(0.1)
-        for pair in range(6):  # the quick ones
+        for pair in range(6):  # the fast pairs
             angle = -float(turns[pair]) * distance
             look.q_proj.weight[first + pair, CONSTANT] = 0.75 * math.cos(angle)
             look.q_proj.weight[first + half + pair, CONSTANT] = 0.75 * math.sin(angle)
@@ -110,7 +109,7 @@ def hand_start(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """The folder that `transformers` loads: weights in bfloat16, computed with in float32."""
+    """Write the folder that `transformers` loads: weights rounded to bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     rounded = untrained_model().to(torch.bfloat16)
     rounded.load_state_dict(model.state_dict())

@@ -22,12 +22,12 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# A word with its leading space is one piece, each digit is one, and so is each run of signs.
+# A word with its leading space is one piece; so are each digit and each run of signs.
 PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """A byte-level BPE whose merges come from the dialogues."""
+    """Return a byte-level BPE whose merges come from the dialogues."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

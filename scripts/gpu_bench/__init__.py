@@ -1,1 +1,1 @@
-"""The GPU bench: what `scripts/bench_gpu` runs, a module for each group of sections."""
+"""The GPU bench that `scripts/bench_gpu` runs, with a module for each group of sections."""

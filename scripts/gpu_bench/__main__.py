@@ -1,21 +1,21 @@
-"""Examine a GPU in one run: first what must be right, then what is fast, long runs last.
+"""Examine a GPU in one run: first correctness, then speed, long runs last.
 
-    stage  min.  what                                              decides
-    1      4     versions; device, kernels, swap on small shapes;  wide kernel wrong: it is switched off and
-                 compute-sanitizer                                 the run goes on; narrow one wrong: stop
+    stage  min.  content                                           decides
+    1      4     versions; device, kernels, swap on small shapes;  wrong wide kernel: switch it off and
+                 compute-sanitizer                                 continue; wrong narrow kernel: stop
     2      3     attention, decode, prefill, hidden, exactness on  whether figures mean anything
                  small shapes
     3      6     device, kernels, decode, prefill, swap            merge in the kernel, ping-pong
-    4      6     iterations at 1 to 128 rows, as graphs and not;   sampler, arguments kept per layer,
-                 sampler; hidden (a history in either tier)        graphs of pieces, earlier swap-ins
+    4      6     iterations at 1 to 128 rows, with and without     sampler, arguments kept per layer,
+                 graphs; sampler; hidden (history in a tier)       graphs of pieces, earlier swap-ins
     5      9     attention against torch; exactness under          the path for at most 32 rows
                  pressure
     6      9     load: conversations at 8, 16, 32 a second         throughput at equal latency
 
-Each section is a process of its own with a limit of its own, so one that hangs or breaks the device costs
-itself alone. What is wrong is not timed. Everything goes to one folder: `figures.jsonl` as it comes,
-`log.txt` with all that was printed, `decisions.txt`. A stage for which less than half of its minutes are left
-of `--minutes` is left out. `--prepare` needs no GPU: it compiles what the run needs, so that a machine with a
+Each section runs in its own process with a time limit, so a section that hangs or breaks the device affects
+only itself. Wrong results are not timed. One folder holds everything: `figures.jsonl` with the figures so
+far, `log.txt` with the output, and `decisions.txt`. A stage is skipped if less than half of its minutes are
+left of `--minutes`. `--prepare` compiles everything the run needs, without a GPU, so that a machine with a
 GPU compiles nothing.
 """
 
@@ -35,9 +35,9 @@ from typing import TextIO
 
 from pensieve.kernels import choices
 from scripts.gpu_bench.harness import FIGURES, PRELOADED, figures_of, run_section
-from scripts.gpu_bench.stages import STAGES, After, Stage, Step, after, decisions, small
+from scripts.gpu_bench.stages import STAGES, Consequences, Stage, Step, after, decisions, small
 
-LEAST_SECONDS = 5  # with less, a section is not begun; what was ended is gone by then
+LEAST_SECONDS = 5  # with less time left, no section starts; an ended section is gone by then
 
 
 def main(given: list[str] | None = None) -> int:
@@ -60,10 +60,12 @@ def main(given: list[str] | None = None) -> int:
         help="default: $OUT, or bench_gpu_<time> in this folder",
     )
     parser.add_argument(
-        "--minutes", type=float, default=45.0, help="stop after so many (default: 45)"
+        "--minutes", type=float, default=45.0, help="stop after this time (default: 45)"
     )
     parser.add_argument("--small", action="store_true", help="run small shapes only, on any device")
-    parser.add_argument("--prepare", action="store_true", help="compile what a run needs, and end")
+    parser.add_argument(
+        "--prepare", action="store_true", help="compile what a run needs, then exit"
+    )
     arguments = parser.parse_args(given)
     if arguments.prepare:
         from pensieve.kernels import nvrtc
@@ -71,7 +73,7 @@ def main(given: list[str] | None = None) -> int:
         return nvrtc.main(("sm_90a",), chosen=True)
     device = default_device()
     if device == "cpu" and not arguments.small:
-        parser.error("there is no GPU here; --small tries it out on the CPU")
+        parser.error("no GPU found; use --small to try the bench on the CPU")
     folder = arguments.out or Path(
         os.environ.get("OUT") or time.strftime("bench_gpu_%Y%m%d_%H%M%S")
     )
@@ -80,7 +82,7 @@ def main(given: list[str] | None = None) -> int:
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         run = Run(folder, device, arguments.minutes * 60, log)
         run.stages([stage for stage in stages if stage.number in arguments.stages])
-        run.say(f"everything is in {folder}")
+        run.say(f"results are in {folder}")
     return 1 if run.failed else 0
 
 
@@ -91,7 +93,7 @@ def default_device() -> str:
 
 
 class Run:
-    """One run of some stages: its folder, its clock, and what has failed."""
+    """One run of several stages: its folder, its clock, and its failures."""
 
     def __init__(self, folder: Path, device: str, seconds: float, log: TextIO) -> None:
         self.failed: list[str] = []
@@ -99,9 +101,9 @@ class Run:
         self._device = device
         self._ends = time.monotonic() + seconds
         self._log = log
-        self._choices: list[str] = []  # that a stage has made for those behind it
-        # A server without a thread and without the device, which has imported everything, forks a process for
-        # each section: it begins at once.
+        self._choices: list[str] = []  # made by a stage for later stages
+        # The fork server has imported everything and has neither threads nor a device. So the process that it
+        # forks for each section starts at once.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOADED])
 
@@ -115,8 +117,8 @@ class Run:
         for stage in stages:
             left = self._ends - time.monotonic()
             if left < stage.minutes * 60 / 2:
-                minutes = f"{left / 60:.1f} of its {stage.minutes} minutes are left"
-                self.say(f"stage {stage.number} is left out: {minutes}")
+                minutes = f"only {left / 60:.1f} of its {stage.minutes} minutes are left"
+                self.say(f"stage {stage.number} is skipped: {minutes}")
                 continue
             self.say(f"\n== {stage.number}: {stage.title} (about {stage.minutes} minutes)")
             examined = True
@@ -125,14 +127,14 @@ class Run:
                 self._choices.append(means.choices)
                 again = [step for step in stage.steps if step.section == "kernels"]
                 means = self._decide(stage.number, again)
-            if means.stop or means.choices:  # what was switched off is still said to be wrong
+            if means.stop or means.choices:  # a kernel that was switched off still counts as wrong
                 return
         if not examined:
             self.failed.append("all")
             self.say("nothing was examined")
 
-    def _decide(self, number: int, steps: Sequence[Step]) -> After:
-        """Run these steps of a stage, and say what their figures decide."""
+    def _decide(self, number: int, steps: Sequence[Step]) -> Consequences:
+        """Run these steps of a stage, and print what their figures decide."""
         first = len(figures_of(self._folder))
         for step in steps:
             self.step(step)
@@ -144,11 +146,11 @@ class Run:
         return after(number, found)
 
     def step(self, step: Step) -> None:
-        """Run one section in a process, and end it when its time is over."""
+        """Run one section in a process, and end it at its time limit."""
         left = self._ends - time.monotonic()
         limit = min(float(step.seconds), left)
         if left < LEAST_SECONDS:
-            self.say(f"{step.section:10} left out: the time is over")
+            self.say(f"{step.section:10} skipped: no time left")
             return
         given = os.environ.get(choices.VARIABLE, "")
         chosen = ",".join(filter(None, [given, step.choices, *self._choices]))
@@ -175,12 +177,12 @@ class Run:
             process.join()
         finally:
             timer.cancel()
-            if process.is_alive():  # this run is interrupted
+            if process.is_alive():  # this run was interrupted
                 end_process(process.pid)
                 process.join(LEAST_SECONDS)
             reads.close()
         if late.is_set():
-            self._note(step, f"FAILED: it was ended after {limit:.0f} s")
+            self._note(step, f"FAILED: ended after {limit:.0f} s")
         elif process.exitcode and not any(
             each["section"] == step.section and each.get("failed")
             for each in figures_of(self._folder)[before:]
@@ -191,7 +193,7 @@ class Run:
         self.say(f"{'':10} ({time.monotonic() - began:.0f} s)")
 
     def _note(self, step: Step, line: str) -> None:
-        """A failure that the process itself could not write down."""
+        """Record a failure that the process itself could not report."""
         self.failed.append(step.section)
         self.say(f"{step.section:10} {line}")
         reported = {"section": step.section, "small": step.small, "line": line, "failed": True}
@@ -200,7 +202,7 @@ class Run:
 
 
 def end_process(pid: int | None) -> None:
-    """End a section with whatever it started, which is its session; alone, if it has not yet made one."""
+    """Kill a section and everything in its session, or only the process if it has no session yet."""
     if pid is None:
         return
     others = [int(each.name) for each in Path("/proc").glob("[0-9]*")]

@@ -1,8 +1,9 @@
 """Sections `versions`, `sanitizer`, `device` and `swap` of the GPU bench.
 
-`versions` also loads one kernel, so that a device that takes none is known before anything else. `sanitizer`
-runs the smallest shapes of attention under NVIDIA's compute-sanitizer, where that is installed (the package
-nvidia-cuda-sanitizer-api, or a CUDA toolkit). `device` measures the device's own rates, `swap` page moves.
+`versions` also loads one kernel, to find out first whether the device accepts any. `sanitizer` runs the
+smallest shapes of attention under NVIDIA's compute-sanitizer, if it is installed (the package
+nvidia-cuda-sanitizer-api, or a CUDA toolkit). `device` measures the device's own rates. `swap` times page
+moves.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def section_device(bench: Bench) -> None:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     words = [each.view(torch.float32) for each in (source, target)]
-    # By the driver, and by a kernel that writes what it reads: the faster is what the device can do.
+    # By the driver, and by a kernel that writes its input: the faster is the device's rate.
     bench.copy_bandwidth = (
         2
         * size
@@ -82,14 +83,14 @@ def section_device(bench: Bench) -> None:
 
 
 def scattered(bench: Bench) -> tuple[KVMemory, PageMoves]:
-    """Return memory of an 8 B model's shape, and moves of a history's scattered pages, not yet prepared."""
+    """Return memory of an 8 B model's shape, and unprepared moves of a history's scattered pages."""
     pages = -(-(320 if bench.small else 4000) // PAGE)
     shape = ModelShape(4 if bench.small else 32, 32, 8, 128, 1, 1, bench.dtype, 0, 0)
     memory = KVMemory(shape, 4 * pages, 4 * pages, PAGE, bench.device)
-    memory.device_arena.normal_()  # no two pages hold the same
+    memory.device_arena.normal_()  # no two pages have the same contents
     for layer in range(
         shape.num_layers
-    ):  # no copy crosses from one layer's page-locked memory to another's
+    ):  # no copy crosses from one layer's page-locked memory into another's
         memory.host_arena[layer].copy_(memory.device_arena[layer, : memory.host_pages])
     memory.device_arena.neg_()
     draw = torch.Generator().manual_seed(0)
@@ -98,7 +99,7 @@ def scattered(bench: Bench) -> tuple[KVMemory, PageMoves]:
 
 
 def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> float:
-    """Return the seconds of moving these pages, one layer after another, when they were moved right."""
+    """Move these pages layer by layer; return the seconds. PensieveError if the contents are wrong."""
     move = memory.swap_in if direction == "swap_in" else memory.swap_out
     arenas = (memory.host_arena, memory.device_arena)
     source, target = arenas if direction == "swap_in" else arenas[::-1]
@@ -107,17 +108,17 @@ def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> 
         for layer in range(memory.shape.num_layers):
             move(layer, moves)
 
-    target.zero_()  # what another way has moved there
+    target.zero_()  # remove what another way has moved there
     seconds = bench.seconds([layers], graph=False)
     moved = target[:, moves.target_pages.to(target.device)].cpu()
     if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
-        raise PensieveError(f"{direction} moved something else")
+        raise PensieveError(f"{direction} moved wrong contents")
     return seconds
 
 
 @contextmanager
 def _stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """Inside, another stream is the current one, as in the copier: the default one takes no batches."""
+    """Make another stream the current one, as in the copier; the default stream takes no batches."""
     if device.type != "cuda":
         yield
         return
@@ -171,14 +172,14 @@ def section_versions(bench: Bench) -> None:
     shipped = len(list(nvrtc.SHIPPED.glob("*.cubin")))
     bench.report(
         "versions",
-        f"a kernel was loaded for {cuda_launch.architecture(index)}; {shipped} compiled kernels came along",
+        f"loaded a kernel for {cuda_launch.architecture(index)}; found {shipped} compiled kernels",
     )
 
 
 def section_sanitizer(bench: Bench) -> None:
     tool = shutil.which("compute-sanitizer") or _packaged()
     if tool is None or bench.device.type != "cuda":
-        bench.report("sanitizer", "left out: there is no compute-sanitizer here, or no GPU")
+        bench.report("sanitizer", "skipped: no compute-sanitizer or no GPU")
         return
     for name in TOOLS:
         command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-m"]
@@ -186,7 +187,7 @@ def section_sanitizer(bench: Bench) -> None:
         try:
             status, printed = outcome(command, TOOL_SECONDS)
         except subprocess.TimeoutExpired:
-            bench.report("sanitizer", f"{name}: not done after {TOOL_SECONDS} s, left out")
+            bench.report("sanitizer", f"{name}: skipped, not done after {TOOL_SECONDS} s")
             continue
         if status:
             raise PensieveError(f"{name} found something: {printed[-2000:]}")
@@ -194,9 +195,9 @@ def section_sanitizer(bench: Bench) -> None:
 
 
 def outcome(command: list[str], seconds: float) -> tuple[int, str]:
-    """A program's status and what it printed; one that takes longer is ended with whatever it started.
+    """Return a program's status and output; kill it and its children if it takes longer.
 
-    For that it has a group of its own, in the session of this process, which `end_process` ends.
+    It gets its own process group, in the session of this process, which `end_process` ends.
     """
     with subprocess.Popen(
         command,

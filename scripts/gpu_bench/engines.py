@@ -1,19 +1,19 @@
 """Sections `iteration`, `sampler`, `hidden`, `exactness` and `load` of the GPU bench.
 
-`iteration` decodes rows of a context of 1,000 by the executor, alone and beside a piece of a prompt, as
-captured graphs and eagerly: how long the host takes to launch, and how long all of it takes. `sampler` draws
-from rows of logits, by options. `hidden` compares a turn whose history is swapped in with one whose history
-is on the device. `exactness` compares replies under memory pressure with replies where all have room.
+`iteration` decodes rows with a context of 1,000 in the executor, with and without a piece of a prompt, as
+captured graphs and eagerly. It measures the host's launch time and the whole time. `sampler` draws from rows
+of logits, by options. `hidden` compares a turn whose history is swapped in with a turn whose history is on
+the device. `exactness` compares replies under memory pressure with replies without it.
 
 `load` compares throughput with and without memory at equal P90 normalized latency (the time of a turn over
 its output tokens), as the paper does. Conversations like those of ShareGPT arrive at random. Reaction times
-and tiers are shrunk by the same factor (`SHRINK`), which keeps how much idle KV the tiers can hold for how
-long. Each engine's latency is measured at a few rates and interpolated:
+and tier sizes are divided by the same factor (`SHRINK`), so the tiers can hold idle KV for as many
+reaction times as tiers of full size. Each engine's latency is measured at a few rates and interpolated:
 
-    stateless     everything is forgotten when a turn ends, and computed again with the next
-    device only   what the device tier has no room for is forgotten
-    two tiers     the host tier takes it
-    two, LRU      as before, but the least recently used is given up first
+    stateless     a conversation is forgotten at the end of each turn, and computed again
+    device only   KV that the device tier has no room for is dropped
+    two tiers     KV moves to the host tier instead
+    two, LRU      two tiers, evicting the least recently used KV first
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def section_iteration(bench: Bench) -> None:
         ((1, 0), (3, 20)),
         ((1, 0), (16, 0), (64, 0), (128, 0), (0, 512), (16, 64), (64, 448)),
     )
-    sizes = small if bench.small else large  # decodes, and tokens of a prompt beside them
+    sizes = small if bench.small else large  # decodes, and prompt tokens in the same iteration
     turns_max = max(decodes for decodes, _ in sizes) + 1
     pages = -(-context // PAGE)
     kinds = ["eager", "graphs"] if bench.device.type == "cuda" else ["eager"]
     for kind in (*kinds, f"{kinds[-1]}, KV in fp8"):
         graphs, num_pages = not kind.startswith("eager"), turns_max * pages + 1
         if kind.endswith("fp8") and "fp8" in bench.wrong:
-            bench.report("iteration", f"{kind}: left out, its kernels are not right", left_out=kind)
+            bench.report("iteration", f"{kind}: skipped, its kernels are wrong", left_out=kind)
             continue
         of_kind = in_fp8(model) if kind.endswith("fp8") else model
         with bench.noting("iteration", kind, kind=kind), ExitStack() as ends:
@@ -104,13 +104,13 @@ def section_iteration(bench: Bench) -> None:
 def _iterate(
     bench: Bench,
     executor: TorchExecutor,
-    lengths: Sequence[int],  # of the slices, which end at the context's end
+    lengths: Sequence[int],  # of the slices, all of which end at the context's end
     context: int,
     vocab_size: int,
 ) -> tuple[float, float]:
-    """The medians of the host's time and of the whole time, of one iteration alone.
+    """Return the medians of the host's time and of the whole time of one iteration.
 
-    Each row draws a token every time: logits that are no numbers take another way through a kernel.
+    Each row draws a token every time, because NaN logits would take another path through a kernel.
     """
     rows, pages = len(lengths), -(-context // PAGE)
     draw = random.Random(rows)
@@ -226,16 +226,16 @@ def section_hidden(bench: Bench) -> None:
     )
 
 
-BF16_GAP = 2e-2  # of the logits' range: rounding
-FP8_GAP = 0.1  # the same; what is drawn at random lies half of the range below the largest
+BF16_GAP = 2e-2  # share of the logits' range, from rounding
+FP8_GAP = 0.1  # the same for fp8; a random token lies half of the range below the largest
 ROOMS = {"room": (400, 0), "pressure": (60, 40)}  # pages of the device and of the host
 
 
 def section_exactness(bench: Bench) -> None:
-    """The same conversations with room for all, and with a quarter of it: swaps, drops, recompute.
+    """Compare conversations that have room with the same conversations in a quarter of it.
 
-    Sums of floats depend on what else is in a batch, so two replies may differ from where two tokens are
-    equally likely; from there on they are compared with logits, not with each other.
+    Sums of floats depend on the other rows of a batch, so two replies may differ from a near tie on. All
+    tokens are compared with the logits of the plain model, not with the other reply.
     """
     model = random_model(bench.device, bench.small)
     replies: dict[str, list[Talk]] = {}
@@ -256,7 +256,7 @@ def section_exactness(bench: Bench) -> None:
     bench.report(
         "exactness",
         f"{count} tokens of replies, {recomputed} of histories recomputed, 0 wrong; {differ} of "
-        f"{len(replies['room'])} conversations differ from where two tokens were as likely",
+        f"{len(replies['room'])} conversations differ after a near tie",
         parted=differ,
         recomputed=recomputed,
     )
@@ -266,13 +266,13 @@ def section_exactness(bench: Bench) -> None:
 
 
 def _with_fp8(bench: Bench, model: LoadedModel, right: LoadedModel) -> None:
-    """Whether the whole path works, which bytes and their scales go: tokens are near those of the model."""
+    """Check the whole fp8 path: its tokens are near the model's likeliest tokens."""
     if "fp8" in bench.wrong:
-        bench.report("exactness", "KV in fp8: left out, its kernels are not right")
+        bench.report("exactness", "KV in fp8: skipped, its kernels are wrong")
         return
     replies, recomputed = _played(bench, in_fp8(model), "pressure")
     if wrong := wrong_tokens(right, bench.device, replies, FP8_GAP):
-        raise PensieveError(f"{wrong} tokens lie far below those that the model would sample")
+        raise PensieveError(f"{wrong} tokens are far less likely than the model's best token")
     count = sum(len(talk.replied) for talk in replies)
     line = (
         f"KV in fp8: {count} tokens of replies, {recomputed} of histories recomputed, none far off"
@@ -281,7 +281,7 @@ def _with_fp8(bench: Bench, model: LoadedModel, right: LoadedModel) -> None:
 
 
 def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], int]:
-    """The conversations with their replies, and how many tokens of histories were computed again."""
+    """Run the conversations; return them with replies, and the number of recomputed history tokens."""
     turns_max, budget = 8, 128
     pages = ROOMS[name]
     draw = random.Random(3)
@@ -307,14 +307,14 @@ def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], in
         raise PensieveError(f"{people.failures} turns failed")
     recomputed = engine.scheduler.counters.recomputed_tokens
     if name == "pressure" and not recomputed:
-        raise PensieveError("there was no memory pressure: nothing was recomputed")
+        raise PensieveError("no memory pressure: no history was recomputed")
     return talks, recomputed
 
 
 def wrong_tokens(
     model: LoadedModel, device: torch.device, conversations: Sequence[Talk], gap_max: float
 ) -> int:
-    """Of all replies, given the ids before them: tokens whose logit lies far below the largest."""
+    """Count reply tokens whose logit, given all tokens before them, is far below the largest."""
     model.flat.module.set_attn_implementation("sdpa")
     wrong = 0
     for talk in conversations:
@@ -328,7 +328,7 @@ def wrong_tokens(
     return wrong
 
 
-SHRINK = 20  # of reaction times and tiers
+SHRINK = 20  # divides reaction times and tier sizes
 REACTION_SECONDS = 60.0
 
 
@@ -337,16 +337,16 @@ def section_load(bench: Bench) -> None:
     small = bench.small
     rates = (2.0,) if small else (8.0, 16.0, 32.0)  # conversations a second
     runs = len(rates) * len(ENGINES)
-    # A run has its seconds, and a third as much for what is still running then: the section keeps its limit.
+    # A run may take a third longer, for turns that still run at its end. The section keeps its limit.
     seconds = 3.0 if small else min(max(bench.seconds_left - 45, 60) / runs * 0.7, 20.0)
     turns_max, budget = (8, 64) if small else (128, 1024)
-    # What 60 s of reaction would leave idle on 40 GB of KV, all of it by SHRINK.
+    # The idle KV that reactions of 60 s leave on 40 GB of KV, divided by SHRINK.
     device_pages = 60 if small else 300_000 // SHRINK // PAGE * 4
     host_pages = 4 * device_pages
     shape = EngineShape(device_pages, host_pages, budget, turns_max)
     executor = executor_of(model, bench.device, device_pages, host_pages, turns_max)
     reaction = REACTION_SECONDS / SHRINK
-    found: dict[str, list[tuple[float, float]]] = {}  # by kind: (P90 latency, tokens a second)
+    found: dict[str, list[tuple[float, float]]] = {}  # kind -> (P90 latency, tokens/s)
     for rate in rates:
         for kind in ENGINES:
             vocab_size = model.shape.vocab_size
@@ -377,7 +377,7 @@ def section_load(bench: Bench) -> None:
                 )
     executor.close()
     if "stateless" not in found:
-        raise PensieveError("nothing is known of the stateless engine, so nothing is compared")
+        raise PensieveError("the stateless engine has no figures, so nothing is compared")
     limit = statistics.median(p90 for p90, _ in found["stateless"])
     at_limit = {name: throughput_at(points, limit) for name, points in found.items()}
     for name, throughput in at_limit.items():
@@ -391,7 +391,7 @@ def section_load(bench: Bench) -> None:
 
 
 def throughput_at(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """Where the line through (P90, tokens a second) meets the limit; its end where it does not."""
+    """Return where the line through (P90, tokens/s) meets the limit, or its end if it does not."""
     ordered = sorted(points)
     for (low, before), (high, after) in itertools.pairwise(ordered):
         if low <= limit <= high and high > low:

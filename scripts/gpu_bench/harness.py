@@ -1,9 +1,9 @@
 """Run one section of the GPU bench: its process, the device, timing and figures.
 
-`__main__.py` starts a process for each section and ends it. Figures go to `figures.jsonl` as they come, so a
-process that is ended leaves what it had measured. On a GPU each call is captured in a graph and replayed over
-inputs that take turns, so neither Python nor the cache is measured. Shares are shares of the device's own
-rates, which section `device` wrote before.
+`__main__.py` starts and ends a process for each section. Figures are appended to `figures.jsonl` at once, so
+a process that is killed leaves its results. On a GPU each call is captured in a graph and replayed over
+alternating inputs, so neither Python nor the cache is measured. Shares are relative to the device's own
+rates, which section `device` has measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Run = Callable[[], object]
 
 
 def figures_of(folder: Path) -> list[dict[str, Any]]:
-    """What was reported so far; a line whose process was ended while it wrote is left out."""
+    """Return the figures so far; skip lines that were cut off when their process was killed."""
     path = folder / FIGURES
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -48,18 +48,18 @@ def figures_of(folder: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Bench:
-    """The device, what was measured of it, and where figures go."""
+    """The device, its measured rates, and the file for figures."""
 
     device: torch.device
     small: bool
     out: TextIO
     limit_seconds: float
     began: float
-    copy_bandwidth: float = 0.0  # bytes read and written a second
-    matrix_rate: float = 0.0  # operations a second
-    bus: dict[str, float] | None = None  # bytes a second, "swap_in" and "swap_out"
-    wrong: frozenset[str] = frozenset()  # of `stages.KERNELS`: not found right
-    failed: bool = False  # something failed that was noted
+    copy_bandwidth: float = 0.0  # bytes read and written per second
+    matrix_rate: float = 0.0  # operations per second
+    bus: dict[str, float] | None = None  # bytes per second, by "swap_in" and "swap_out"
+    wrong: frozenset[str] = frozenset()  # kinds of `stages.KERNELS` that are wrong or unchecked
+    failed: bool = False  # a failure was reported
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,9 +77,9 @@ class Bench:
 
     @contextmanager
     def noting(self, section: str, what: str, **figures: Any) -> Iterator[None]:
-        """What fails inside is reported, and what comes behind it is examined all the same.
+        """Report a failure inside the block and continue behind it.
 
-        That ends the section where the device is in an error that sticks: all else would only repeat it.
+        If the device is in an error state that lasts, end the section instead: all else would fail, too.
         """
         try:
             yield
@@ -87,7 +87,7 @@ class Bench:
             self.failed = True
             line = f"{what}: FAILED: {type(error).__name__}: {error}"
             self.report(section, line, what=what, failed=True, **figures)
-            if not isinstance(error, PensieveError):  # which says all that there is to say
+            if not isinstance(error, PensieveError):  # its message is complete
                 traceback.print_exc(file=sys.stderr)
             try:
                 self.synchronize()
@@ -99,7 +99,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, runs: Sequence[Run], repeats: int = 5, *, graph: bool = True) -> float:
-        """The median time of one call, the runs by turns."""
+        """Return the median time of one call; the runs alternate."""
         if self.device.type == "cuda" and graph:
             runs = [captured(run) for run in runs]
         for run in runs:
@@ -129,14 +129,14 @@ class Bench:
 
 
 def share_of(rate: float, whole: float | None, what: str) -> tuple[float | None, str]:
-    """Which part of a rate of the device another one is, and in words; None if nobody has measured that."""
+    """Return a rate as a share of a device rate, and in words; None if the device rate is unknown."""
     if not whole:
         return None, f"{what} is unknown"
     return rate / whole, f"{rate / whole:.0%} of {what}"
 
 
 def captured(run: Run) -> Run:
-    """A graph of one call, to be replayed."""
+    """Capture one call as a graph that can be replayed."""
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -153,13 +153,13 @@ def check(name: str, answer: torch.Tensor, right: torch.Tensor) -> float:
     return check_close(name, answer, right, TOLERANCE)
 
 
-# Sections, by the module that has them.
+# Section -> the module that has it.
 SECTIONS = {
     **dict.fromkeys(("versions", "device", "sanitizer", "swap"), "device"),
     **dict.fromkeys(("kernels", "attention", "decode", "prefill"), "kernels"),
     **dict.fromkeys(("iteration", "sampler", "hidden", "exactness", "load"), "engines"),
 }
-# What a process imports, so that all of it can be imported once for all processes.
+# Modules that the fork server imports once for all processes.
 PRELOADED = (
     *(f"scripts.gpu_bench.{module}" for module in dict.fromkeys(SECTIONS.values())),
     "transformers.models.llama.modeling_llama",
@@ -175,8 +175,8 @@ def run_section(
     chosen: str,
     output: Connection,
 ) -> None:
-    """What the process does: run one section, print to `output`, and end with status 0 or 1."""
-    os.setsid()  # so that whatever it starts can be ended with it (`end_process`)
+    """Run one section in this process, print to `output`, and exit with status 0 or 1."""
+    os.setsid()  # so that `end_process` can also end its child processes
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
@@ -186,7 +186,7 @@ def run_section(
 def succeeded(
     name: str, folder: Path, device: str, seconds: float, small: bool, chosen: str | None = None
 ) -> bool:
-    """Run one section with these choices (None: those of the process); why one fails is a figure, too."""
+    """Run one section with these choices (None: the process's own); report a failure as a figure."""
     with (folder / FIGURES).open("a", encoding="utf-8") as out, torch.inference_mode():
         bench = Bench(torch.device("cpu"), small, out, seconds, time.perf_counter())
         try:
@@ -208,7 +208,7 @@ def succeeded(
 
 
 def recall(bench: Bench, folder: Path) -> None:
-    """The device's rates, as section `device` last wrote them for shapes of this size; what is wrong."""
+    """Read what section `device` last measured for shapes of this size, and the wrong kernels."""
     for reported in figures_of(folder):
         if reported["section"] != "device" or reported["small"] != bench.small:
             continue
@@ -220,7 +220,7 @@ def recall(bench: Bench, folder: Path) -> None:
 
 
 def section_named(name: str) -> Callable[[Bench], None]:
-    """Return the function of the section; nothing else is imported."""
+    """Return the function of the section; import only its module."""
     module = importlib.import_module(f"scripts.gpu_bench.{SECTIONS[name]}")
     section: Callable[[Bench], None] = getattr(module, f"section_{name}")
     return section

@@ -1,10 +1,10 @@
 """Sections `kernels`, `attention`, `decode` and `prefill` of the GPU bench.
 
-`kernels` only checks. The others check their shapes again and time them: a shape that fails costs itself
-alone, and KV in fp8 comes when all shapes have their figures.
+`kernels` only checks. The other sections check their shapes again and time them. A shape that fails affects
+only itself. KV in fp8 comes last.
 
-As a program (`python -m scripts.gpu_bench.kernels DEVICE`) it runs the kernels that read and write KV on the
-smallest shapes that reach all of their parts, for tools under which a kernel takes seconds.
+As a program (`python -m scripts.gpu_bench.kernels DEVICE`), the module runs the kernels that read and write
+KV on the smallest shapes that reach all their parts, for tools that make a kernel take seconds.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from scripts.gpu_bench.harness import Bench, Run, captured, check, share_of
 from scripts.gpu_bench.pages import Paged, baselines, usable
 from scripts.gpu_bench.stages import OPTIONAL
 
-# Slices (start, length) of at most 32 rows for any group up to eight, and of any number of rows.
+# Slices (start, length): at most 32 rows for any group of up to eight heads, and any number of rows.
 SLICES = {
     "narrow": [(0, 1), (31, 1), (63, 1), (700, 3), (200, 0), (500, 4), (4000, 3), (12_000, 1)],
     "wide": [(0, 1), (0, 33), (32, 8), (500, 130), (200, 0), (7, 40), (4000, 3), (3000, 300)],
 }
-ROTATED_BYTES = 512 << 20  # of inputs that take turns: several times the cache
+ROTATED_BYTES = 512 << 20  # total size of alternating inputs: several times the cache
 
 
 class Timed(NamedTuple):
-    """What was timed over keys and values in elements."""
+    """A measurement with keys and values in elements, not fp8."""
 
     what: str
     slices: list[tuple[int, int]]
-    copies: int  # of inputs over KV in fp8 that are to take turns
+    copies: int  # of alternating inputs for KV in fp8
     seconds: float
 
 
@@ -79,7 +79,7 @@ def section_kernels(bench: Bench) -> None:
     with_rest = {kind: partial(bench.noting, "kernels", kind, kind=kind) for kind in OPTIONAL}
     for kind, check_it in checks.items():
         if kind == "draw" and not choices.current.radix:
-            bench.report("kernels", "draw: left out, tokens are drawn by sorting", kind=kind)
+            bench.report("kernels", "draw: skipped, tokens are drawn by sorting", kind=kind)
             continue
         with with_rest.get(kind, nullcontext)(), _naming(kind):
             for dtype in (torch.bfloat16, torch.float16):
@@ -89,7 +89,7 @@ def section_kernels(bench: Bench) -> None:
 
 @contextmanager
 def _naming(kind: str) -> Iterator[None]:
-    """Write on whatever is raised inside which kernel it is about (`stages.KERNELS`)."""
+    """Add to each exception the kind of kernel that it is about (`stages.KERNELS`)."""
     try:
         yield
     except Exception as error:
@@ -104,7 +104,7 @@ def _check_attention(paged: Paged, where: str) -> float:
         paged.out.fill_(float("nan"))
         captured(paged.run)()
         if not torch.equal(paged.out, answer):
-            raise PensieveError(f"{where}: a captured graph gives another answer")
+            raise PensieveError(f"{where}: a captured graph gives another result")
     return worst
 
 
@@ -117,13 +117,13 @@ def check_write(device: torch.device, dtype: torch.dtype) -> None:
     write_kv(key, value, slots, arena[:, 0], arena[:, 1])
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
     if not torch.equal(arena, right):
-        raise PensieveError(f"write_kv {dtype} writes something else")
+        raise PensieveError(f"write_kv {dtype} writes wrong contents")
     if device.type == "cuda":
         check_rotation(device, dtype)
 
 
 def check_rotation(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> None:
-    """Keys that are rotated on their way to the pages, as in a fused layer; half of a head is not rotated."""
+    """Check keys that are rotated while they are written, as in a fused layer; half of each head is not."""
     rows = torch.randn(50, 16, 128, device=device).to(dtype)
     query, key, value = torch.split(rows, [8, 4, 4], dim=1)
     angles = (torch.rand(50, 32, device=device) * 6).repeat(1, 2)
@@ -142,19 +142,19 @@ def check_rotation(device: torch.device, dtype: torch.dtype, *, fp8: bool = Fals
     if scales is None:
         check_close("rotate_and_write_kv of keys", written[:, 0].to(dtype), keys, tolerance)
         right = value.float()
-    else:  # by half a step at most: a sum that was rounded otherwise may take the other one of two bytes
+    else:  # by half a step at most: a sum that was rounded differently may give the neighbouring byte
         factor = scales[0, :, None]
         near = keys.clamp(-448 * factor, 448 * factor)
         limits = (near.abs() * 2**-4).maximum(factor * 2**-10) * 1.01
         if not ((written[:, 0] * factor - near).abs() <= limits).all():
-            raise PensieveError(f"rotate_and_write_kv {dtype} writes other keys as fp8")
+            raise PensieveError(f"rotate_and_write_kv {dtype} writes wrong keys as fp8")
         right = to_fp8(value, scales[1]).float()
     if not torch.equal(written[:, 1], right):
-        raise PensieveError(f"rotate_and_write_kv {dtype} writes other values")
+        raise PensieveError(f"rotate_and_write_kv {dtype} writes wrong values")
     others = torch.ones(len(by_slot), dtype=torch.bool, device=device)
     others[slots] = False
     if by_slot.float()[others].any():
-        raise PensieveError(f"rotate_and_write_kv {dtype} writes elsewhere, too")
+        raise PensieveError(f"rotate_and_write_kv {dtype} also writes elsewhere")
 
 
 def _rotated(rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _rotated(rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> to
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype, *, small: bool) -> None:
-    """Attention over pages of bytes, with scales of their heads, and what writes them."""
+    """Check attention over fp8 pages with scales per head, and the kernels that write them."""
     slices = [each for each in SLICES["wide"] if not small or sum(each) <= 800]
     for head_size in (64, 128) if small else cuda.HEAD_SIZES:
         paged = Paged.of(device, slices, 8, 2, head_size, dtype, fp8=True)
@@ -174,7 +174,7 @@ def _check_fp8(device: torch.device, dtype: torch.dtype, *, small: bool) -> None
 
 
 def check_write_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    """Byte for byte what torch rounds to; what is too large is cut off, what is not finite is NaN."""
+    """Check that fp8 bytes equal torch's; values that are too large saturate, and non-finite give NaN."""
     arena, right = (torch.zeros(9, 2, 4, PAGE, 128, device=device).to(FP8.element) for _ in "12")
     key, value = (torch.randn(50, 4, 128, device=device).to(dtype) * 3 for _ in range(2))
     most = torch.finfo(dtype).max
@@ -186,7 +186,7 @@ def check_write_fp8(device: torch.device, dtype: torch.dtype) -> None:
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1], scales)
     found, expected = (each.float().nan_to_num(999.0) for each in (arena, right))  # one NaN
     if not torch.equal(found, expected):
-        raise PensieveError(f"write_kv {dtype} rounds to other bytes of fp8")
+        raise PensieveError(f"write_kv {dtype} rounds to wrong fp8 bytes")
     if device.type == "cuda":
         check_rotation(device, dtype, fp8=True)
 
@@ -199,11 +199,11 @@ def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
     copy_pages(source, target, sources, targets, num_slots)
     reference.copy_pages(source, right, sources, targets, num_slots)
     if not torch.equal(target, right):
-        raise PensieveError(f"copy_pages {dtype} copies something else")
+        raise PensieveError(f"copy_pages {dtype} copies wrong contents")
 
 
 def _check_draw(device: torch.device, dtype: torch.dtype) -> None:
-    """The search in each row draws what sorting it draws; logits of two bytes, so that many are equal."""
+    """Check that the search draws the same tokens as sorting; two-byte logits have many ties."""
     samplings = [
         Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         for temperature in (0.3, 1.0, 5.0)
@@ -232,7 +232,7 @@ def _check_fused(device: torch.device, dtype: torch.dtype) -> None:
         (residual + added).float(), (4096,), weight.float(), eps=1e-5
     )
     if not torch.equal(whole, residual + added):
-        raise PensieveError(f"add_and_norm {dtype} adds something else")
+        raise PensieveError(f"add_and_norm {dtype} gives a wrong sum")
     check_close("add_and_norm", normed, right, {dtype: 4e-2})
     out = torch.empty(70, 2048, dtype=dtype, device=device)
     cuda_launch.launch(gate_and_multiply_launch(residual, out), device)
@@ -321,7 +321,7 @@ def section_decode(bench: Bench) -> None:
 
 
 def _decode_shared(bench: Bench, what: str, batch: int, front: int, own: int) -> None:
-    """All begin with the same `front` pages, which are read for all at once, or by each."""
+    """Time slices with the same first `front` pages: read once for all, and once for each."""
     slices = [(front * PAGE + own - 1, 1)] * batch
     times = {}
     for shared in (True, False):
@@ -331,7 +331,7 @@ def _decode_shared(bench: Bench, what: str, batch: int, front: int, own: int) ->
     speed = times[False] / times[True]
     bench.report(
         "decode",
-        f"{what}: {times[True] * 1e6:.1f} us, {speed:.2f} x the speed of reading them for each",
+        f"{what}: {times[True] * 1e6:.1f} us, {speed:.2f} x the speed of separate reads",
         shared_seconds=times[True],
         shared_speed=speed,
     )
@@ -395,11 +395,11 @@ def _prefill(bench: Bench, what: str, start: int, length: int, batch: int) -> Ti
 
 
 def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
-    """The same over KV in fp8, 32/8 heads of 128, against the seconds that it took over elements."""
+    """Time the same shapes over KV in fp8, 32/8 heads of 128, relative to KV in elements."""
     for what, slices, copies, other in found:
         name = f"{what}, KV in fp8"
         if "fp8" in bench.wrong:
-            bench.report(section, f"{name}: left out, its kernels are not right")
+            bench.report(section, f"{name}: skipped, its kernels are wrong")
             continue
         with bench.noting(section, name):
             inputs = [
@@ -416,12 +416,12 @@ def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
             )
 
 
-# Narrow of both sizes, wide, and one that is cut.
+# Narrow slices of both sizes, a wide one, and one that is split.
 SMALLEST = [(0, 1), (31, 8), (70, 40), (600, 1)]
 
 
 def run_smallest(device: torch.device) -> None:
-    """Keys and values are bfloat16, then bytes (fp8)."""
+    """Run the smallest shapes with KV in bfloat16, then in fp8."""
     for fp8 in (False, True):
         for head_size in (64, 128):
             paged = Paged.of(device, SMALLEST, 4, 1, head_size, torch.bfloat16, fp8=fp8)

@@ -1,6 +1,6 @@
-"""What sections with a model share: random weights in the shape of Llama 3 8B, an executor and an engine.
+"""Random weights in the shape of Llama 3 8B, an executor and an engine, for sections that need a model.
 
-Conversations like ShareGPT's are played to the engine, without a daemon.
+Conversations like those of ShareGPT are played to the engine directly, without a daemon.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ CONTEXT_MAX = 16_384
 GREEDY = Sampling(ignore_eos=True, max_tokens=100_000)
 
 
-class Mute:
-    """A tokenizer for tokens that mean nothing."""
+class SilentTokenizer:
+    """A tokenizer for tokens without a meaning."""
 
     def is_silent(self, token_id: int) -> bool:
         return False
@@ -63,9 +63,9 @@ class Mute:
 
 
 def random_model(device: torch.device, small: bool, *, plain: bool = False) -> LoadedModel:
-    """A model in the shape of Llama 3 8B (small: a few tiny layers), made on the device that uses it.
+    """Make a model in the shape of Llama 3 8B on the device; with `small`, a few tiny layers.
 
-    Always the same weights; `plain` leaves the layers as transformers has them.
+    The weights are always the same. With `plain` the layers stay as transformers has them.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,7 +83,7 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
     )
     with torch.device("meta"):
         module = LlamaForCausalLM(config)
-    rotary = type(module.model.rotary_emb)(config)  # whose frequencies are no weights
+    rotary = type(module.model.rotary_emb)(config)  # its frequencies are not weights
     module = module.to(torch.bfloat16).to_empty(device=device)
     torch.manual_seed(0)
     module.model.rotary_emb = rotary.to(device)
@@ -108,10 +108,10 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
 
 
 def in_fp8(model: LoadedModel) -> LoadedModel:
-    """The same with its KV kept in fp8.
+    """Return the model with its KV kept in fp8.
 
-    Its keys and values are of the size of one, which fits whichever scale they have.  Neighbors have others,
-    so that a scale of another layer, head or side does not go unseen.
+    Keys and values are about 1, which any of these scales can represent. Neighbouring layers, heads and sides
+    have different scales, so that a wrong scale is noticed.
     """
     shape = model.shape
     exponents = tuple(
@@ -134,9 +134,9 @@ def executor_of(
     graphs: bool = True,
     filled: bool = False,
 ) -> TorchExecutor:
-    """With `filled` its device pages hold numbers, as if whoever decodes had computed a history."""
+    """Return an executor; with `filled`, its device pages hold random numbers, like a computed history."""
     if isinstance(model.flat.whole, FusedModel) and model.flat.whole.graphs is not None:
-        model.flat.whole.graphs = None  # of an executor before, which keep its memory
+        model.flat.whole.graphs = None  # graphs of an earlier executor hold its memory
         torch.cuda.empty_cache()
     memory = KVMemory(model.shape, device_pages, host_pages, PAGE, device)
     if filled:
@@ -151,7 +151,7 @@ def executor_of(
             raise PensieveError(f"no graphs: {captured.failure}")
         if failure := capture_pieces(model.flat, memory, TOKENS_MAX):
             raise PensieveError(f"no graphs of pieces: {failure}")
-    tokenizer: Any = Mute()
+    tokenizer: Any = SilentTokenizer()
     sampler = Sampler(model.shape.vocab_size)
     return TorchExecutor(model, memory, sampler, tokenizer, graphs=captured)
 
@@ -161,21 +161,21 @@ TURNS_MEAN, INPUT_MEAN, OUTPUT_MEAN = 5.56, 37.8, 204.6
 
 @dataclass
 class Talk:
-    """A conversation: what a person will send in it, and its tokens so far."""
+    """A conversation: the messages that its user will send, and its tokens so far."""
 
     name: str
     messages: list[array[int]]
-    outputs: list[int]  # how many tokens each reply has
+    outputs: list[int]  # tokens of each reply
     reactions: list[float]
     tokens: array[int] = field(default_factory=lambda: array("I"))
-    replied: list[int] = field(default_factory=list)  # positions of tokens of replies
+    replied: list[int] = field(default_factory=list)  # positions of reply tokens
     turn: int = 0
 
 
 def talks(
     rate: float, seconds: float, reaction: float, vocab_size: int, seed: int
 ) -> list[tuple[float, Talk]]:
-    """(arrival, conversation), with the mean lengths of ShareGPT's."""
+    """Draw (arrival, conversation) pairs with the mean lengths of ShareGPT."""
     draw = random.Random(seed)
     found: list[tuple[float, Talk]] = []
     now = 0.0
@@ -206,22 +206,24 @@ ENGINES = (
 
 
 class Conversations:
-    """Sends each message when its time has come, and keeps the times of what comes back."""
+    """Send each message at its time, and record the times of the replies."""
 
     def __init__(self, stateless: bool, began: float) -> None:
         self.mailbox = Mailbox()
         self._stateless = stateless
         self._began = began
         self._due: list[tuple[float, int, Talk]] = []
-        self._running: dict[int, tuple[Talk, float, int]] = {}  # talk, submitted at, its output
+        self._running: dict[
+            int, tuple[Talk, float, int]
+        ] = {}  # talk, submission time, output tokens
         self._num_turns = 0
-        self.latencies: list[float] = []  # normalized, of turns that ended
+        self.latencies: list[float] = []  # normalized, of completed turns
         self.output_tokens = 0
         self.failures = 0
-        self.num_cut = 0  # turns that were cancelled because the time was over
+        self.num_cut = 0  # turns that were cancelled at the end
 
     def cut(self) -> None:
-        """Cancel what runs."""
+        """Cancel all running turns."""
         self.num_cut = len(self._running)
         for number, (talk, _, _) in self._running.items():
             self.mailbox.put(CancelTurn(number, len(talk.tokens)))
@@ -285,7 +287,7 @@ def engine_of(
     shape: EngineShape,
     people: Conversations,
 ) -> Engine:
-    """Around an executor that is kept, a cache and a scheduler that know nothing yet."""
+    """Return an engine with an empty cache and scheduler around an existing executor."""
     layers = model.shape
     cost = CostProfile.analytic(
         layers.num_parameters, layers.num_layers, layers.num_heads, layers.head_size, PAGE
@@ -308,9 +310,9 @@ def serve(
     seconds: float,
     grace: float = math.inf,
 ) -> tuple[Conversations, float]:
-    """Conversations for so long, and how long it was.
+    """Play conversations for `seconds`; return them and the time it took.
 
-    What is running then is waited for, for `grace` seconds; what runs even then is cancelled (`num_cut`).
+    Running turns then get `grace` seconds to end. The remaining ones are cancelled (`num_cut`).
     """
     began = time.perf_counter()
     people = Conversations(kind.stateless, began)

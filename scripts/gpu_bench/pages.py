@@ -1,4 +1,4 @@
-"""Attention over scattered pages as the kernels take it, the right answer, and torch's fused attention."""
+"""Inputs of attention over scattered pages, the right result, and torch's fused attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from scripts.gpu_bench.harness import check
 
 @dataclass
 class Paged:
-    """What a kernel is given for some slices."""
+    """The inputs of a kernel for some slices."""
 
     query: torch.Tensor
     arena: torch.Tensor
@@ -44,7 +44,7 @@ class Paged:
     def of(
         cls,
         device: torch.device,
-        slices: list[tuple[int, int]],  # (start, length), each of a turn of its own
+        slices: list[tuple[int, int]],  # (start, length), each of its own turn
         heads: int,
         kv_heads: int,
         head_size: int,
@@ -55,7 +55,7 @@ class Paged:
         front: int = 0,
         shared: bool = True,
     ) -> Paged:
-        """All slices begin with the same `front` pages, which are read once if they are `shared`."""
+        """Make slices that begin with the same `front` pages, which are read once if `shared`."""
         draw = torch.Generator(device=device).manual_seed(seed)
         ends = [start + length for start, length in slices]
         per_turn = -(-max(ends) // PAGE)
@@ -70,7 +70,7 @@ class Paged:
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
         table = order[: len(slices) * per_turn].view(len(slices), per_turn).int()
         table[:, :front] = table[0, :front]
-        for index, end in enumerate(ends):  # slots that were never written are NaN
+        for index, end in enumerate(ends):  # slots that were never written hold NaN
             if end % PAGE:
                 wide[int(table[index, end // PAGE]), :, :, end % PAGE :] = float("nan")
         lengths = [length for _, length in slices]
@@ -126,13 +126,13 @@ class Paged:
         return out
 
     def wide(self) -> torch.Tensor:
-        """What the pages hold, in float32."""
+        """Return the contents of the pages in float32."""
         if self.kv_scales is None:
             return self.arena.float()
         return self.arena.float() * self.kv_scales[:, :, None, None]
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in one piece, (batch, kv_heads, context, D); all slices of one length."""
+        """Return contiguous keys and values, (batch, kv_heads, context, D), for slices of one length."""
         table, offsets, _, starts, _ = self.page_index
         context = int(starts[0]) + int(offsets[1])
         arena = self.arena if self.kv_scales is None else self.wide().to(self.query.dtype)
@@ -153,7 +153,7 @@ def baselines(
     keys: Tensor,  # (batch, kv_heads, context, D)
     values: Tensor,
 ) -> dict[str, Attend]:
-    """By name, what may be called; not all of it works with each torch and shape: see `usable`."""
+    """Return the ways to call torch's attention by name; `usable` says which of them work here."""
     batch, queries, heads, head_size = query.shape
     kv_heads, context = keys.shape[1:3]
     rows = query.transpose(1, 2)  # (batch, heads, queries, D)
@@ -208,21 +208,19 @@ def baselines(
             ways[f"{name}, loop"] = partial(loop, backend, attn_mask)
         if group > 1:
             ways[f"{name}, folded"] = partial(folded, backend, 0, batch)
-        if (
-            queries == context > 1
-        ):  # a mask of numbers costs more than causality that a kernel knows of
+        if queries == context > 1:  # a mask costs more than causality that the kernel knows
             ways[f"{name}, causal"] = partial(grouped, backend, 0, batch, None, True)
     return ways
 
 
 def _tried(run: Attend, is_cuda: bool) -> Tensor:
-    """Run it twice, without torch's warnings about each kernel that it cannot take; raise if it waits."""
+    """Run it twice without torch's warnings about unsuitable kernels; raise if it synchronizes."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         answer = run().clone()
         if not is_cuda:
             return answer
         try:
-            torch.cuda.set_sync_debug_mode("error")  # what waits cannot be captured
+            torch.cuda.set_sync_debug_mode("error")  # a call that synchronizes cannot be captured
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -232,7 +230,7 @@ def _tried(run: Attend, is_cuda: bool) -> Tensor:
 def usable(
     ways: dict[str, Attend], right: Tensor, report: Callable[[str], None]
 ) -> dict[str, Attend]:
-    """Those that this torch can do here, and does right; what it does wrong is reported and left out."""
+    """Return the ways that work here and give the right result; report those with a wrong result."""
     found = {}
     for name, run in ways.items():
         try:
@@ -242,9 +240,9 @@ def usable(
         try:
             check(f"torch ({name})", answer, right)
         except PensieveError as error:
-            report(f"left out: {error}")
+            report(f"skipped: {error}")
             continue
         found[name] = run
     if not found:
-        raise PensieveError("none of torch's fused kernels takes this shape")
+        raise PensieveError("none of torch's fused kernels supports this shape")
     return found

@@ -1,11 +1,11 @@
-"""The order in which a GPU is examined, and what each stage's figures decide.
+"""Define the stages in which a GPU is examined, and what each stage's figures decide.
 
-Time on a machine with a GPU is short, so what must be right comes first, then what is likely to be slow,
-and the long runs last: where time is short, the last stages are left out.  A stage is a list of steps, each
-a section of the bench in a process of its own with a limit of its own: what hangs, or leaves the device in an
-error that sticks, costs that step alone.
+Time on a machine with a GPU is short. So correctness comes first, then what is likely to be slow, and the
+long runs last. If time runs out, the last stages are skipped. A stage is a list of steps. Each step is a
+section of the bench, in its own process with a time limit: a hang or a lasting device error affects only that
+step.
 
-The functions are pure: figures in, sentences (`decisions`) and consequences (`after`) out.
+The functions are pure: they turn figures into sentences (`decisions`) and consequences (`after`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Figures = Mapping[str, Any]  # one line of figures.jsonl
 
 class Step(NamedTuple):
     section: str
-    seconds: int  # after which it is ended
+    seconds: int  # time limit
     small: bool = False
     choices: str = ""  # of kernels/choices.py
 
@@ -41,7 +41,7 @@ STAGES = (
             Step("device", 60, small=True),
             Step(
                 "kernels", 120, small=True, choices=GUARDED
-            ),  # and compiled here, if nobody did before
+            ),  # also compiles them, if that was not done before
             Step("swap", 45, small=True),
             Step("sanitizer", 150, small=True),
         ),
@@ -87,56 +87,58 @@ STAGES = (
 
 
 def small(stages: Iterable[Stage]) -> list[Stage]:
-    """The same steps on small shapes."""
+    """Return the stages with all steps on small shapes."""
     return [
         stage._replace(steps=tuple(step._replace(small=True) for step in stage.steps))
         for stage in stages
     ]
 
 
-class After(NamedTuple):
-    """What a stage means for those behind it."""
+class Consequences(NamedTuple):
+    """The consequences of a stage for later stages."""
 
     stop: bool = False
-    choices: str = ""  # for all later steps; section `kernels` is run again with them
+    choices: str = ""  # for all later steps; section `kernels` runs again with them
 
 
 # What section `kernels` checks, in this order.
 KERNELS = {
-    "narrow": "the kernel for narrow items is wrong: stop here and mend it",
-    "wide": "Hopper's kernel is wrong: it is switched off (hopper=0), and the run goes on",
-    "write": "the kernel that writes keys and values is wrong: stop here and mend it",
-    "copy": "the kernel that copies pages is wrong: stop here and mend it",
-    "draw": "the search that draws tokens is wrong: it is switched off (radix=0), and the run goes on",
-    "fused": "the kernels between a layer's products are wrong: stop here and mend them",
-    "fp8": "the kernels for KV in fp8 are wrong: no --kv-dtype fp8 until they are mended; the run goes on",
+    "narrow": "the kernel for narrow items is wrong: stop and fix it",
+    "wide": "Hopper's kernel is wrong: it is switched off (hopper=0), and the run continues",
+    "write": "the kernel that writes keys and values is wrong: stop and fix it",
+    "copy": "the kernel that copies pages is wrong: stop and fix it",
+    "draw": "the search that draws tokens is wrong: it is switched off (radix=0), and the run continues",
+    "fused": "the kernels between a layer's products are wrong: stop and fix them",
+    "fp8": "the kernels for KV in fp8 are wrong: do not use --kv-dtype fp8 before a fix; the run continues",
 }
-OPTIONAL = ("fp8",)  # nobody uses it who does not ask for it
+OPTIONAL = ("fp8",)  # used only on request
 SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
 
 
-def after(number: int, found: Sequence[Figures]) -> After:
-    """Stage 1 alone has consequences: wrong kernels are switched off, or end the run."""
+def after(number: int, found: Sequence[Figures]) -> Consequences:
+    """Return the consequences. Only stage 1 has any: wrong kernels are switched off or end the run."""
     if number != 1:
-        return After()
+        return Consequences()
     if any(each["section"] == "versions" and each.get("failed") for each in found):
-        return After(stop=True)
+        return Consequences(stop=True)
     needed = [kind for kind in found_wrong(found) if kind not in OPTIONAL]
     if needed and needed[-1] in SWITCHED_OFF:
-        return After(choices=SWITCHED_OFF[needed[-1]])
-    return After(stop=bool(needed) or "narrow" not in _right_kernels(found))
+        return Consequences(choices=SWITCHED_OFF[needed[-1]])
+    return Consequences(stop=bool(needed) or "narrow" not in _right_kernels(found))
 
 
 def _right_kernels(found: Sequence[Figures]) -> set[str | None]:
-    return {each.get("kind") for each in of(found, "kernels") if not each.get("failed")}
+    return {
+        each.get("kind") for each in section_figures(found, "kernels") if not each.get("failed")
+    }
 
 
 def found_wrong(found: Sequence[Figures]) -> list[str]:
-    """Which of `KERNELS` section `kernels` found wrong, in the order in which it came to them.
+    """Return which of `KERNELS` section `kernels` found wrong, in the order of its checks.
 
-    A process that was ended could not say it: then it is the first that it had not come to an end with.
+    If the process was killed without a report, this is the first kernel that it had not finished.
     """
-    wrong = [each for each in of(found, "kernels") if each.get("failed")]
+    wrong = [each for each in section_figures(found, "kernels") if each.get("failed")]
     kinds = [each["kind"] for each in wrong if each.get("kind") in KERNELS]
     if any(each.get("kind") not in KERNELS for each in wrong):
         known = _right_kernels(found) | set(kinds)
@@ -145,11 +147,11 @@ def found_wrong(found: Sequence[Figures]) -> list[str]:
 
 
 def wrong_kernels(found: Sequence[Figures]) -> frozenset[str]:
-    """All that section `kernels`, when it last came to them, did not find right; none if it has not been run.
+    """Return the kernels that section `kernels` did not find right in its last run; none if it never ran.
 
-    It ends at the first that is wrong and not optional, so those behind it count as wrong, too: nobody knows.
+    The section ends at the first wrong kernel that is not optional, so all later ones count as wrong.
     """
-    examined = of(found, "kernels")
+    examined = section_figures(found, "kernels")
     wrong = set(KERNELS) if examined else set()
     for each in examined:
         if each.get("failed"):
@@ -159,8 +161,8 @@ def wrong_kernels(found: Sequence[Figures]) -> frozenset[str]:
     return frozenset(wrong) - {""}
 
 
-def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
-    """The figures of a section that have all of these fields."""
+def section_figures(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
+    """Return the figures of a section that have all of these fields."""
     return [
         each
         for each in found
@@ -169,44 +171,51 @@ def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
 
 
 def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> list[str]:
-    """What the figures of a stage say is to be done, in sentences; `wanted` are its sections."""
+    """Return in sentences what to do after a stage; `wanted` are its sections."""
     failed = [each for each in found if each.get("failed")]
     wrong = sorted({each["section"] for each in failed})
-    missing = [name for name in wanted if not of(found, name)]
+    missing = [name for name in wanted if not section_figures(found, name)]
     sentences = [
         _of_failures(name, [each for each in failed if each["section"] == name]) for name in wrong
     ]
-    sentences += [f"{name}: it was not examined" for name in missing]
+    sentences += [f"{name}: not examined" for name in missing]
     whole = not wrong and not missing
     match number:
         case 1:
             if kernels := found_wrong(found):
                 sentences += [KERNELS[kind] for kind in kernels]
             elif "narrow" in _right_kernels(found):
-                sentences.append("the kernels agree with the reference: go on")
+                sentences.append("the kernels agree with the reference: continue")
             else:
-                sentences.append("nobody knows whether the kernels are right: stop here")
+                sentences.append("the kernels were not all checked: stop here")
         case 2:
             sentences.append(
-                "whole paths agree: figures mean something"
+                "whole paths agree: figures are meaningful"
                 if whole
-                else "figures mean nothing until all of it was examined and is right"
+                else "figures are meaningless until everything was examined and is right"
             )
         case 3:
-            shares = [of(found, name, "share") for name in ("decode", "prefill") if name in wanted]
+            shares = [
+                section_figures(found, name, "share")
+                for name in ("decode", "prefill")
+                if name in wanted
+            ]
             fine = "every share is above its limit" if all(shares) else "some shares are unknown"
             sentences += _of_kernels(found) or [fine] * (whole and bool(shares))
         case 4:
             sentences += _of_iterations(found) or ["nothing is above its limit"] * whole
         case 5:
-            for each in of(found, "attention", "mean"):
+            for each in section_figures(found, "attention", "mean"):
                 mean = each["mean"]
                 what = "tune the path for at most 32 rows" if mean > 1 else "nothing to do"
                 sentences.append(
-                    f"attention {each['heads']}: {mean:.2f} x torch (to be at most 1.0): {what}"
+                    f"attention {each['heads']}: {mean:.2f} x torch (should be at most 1.0): {what}"
                 )
         case 6:
-            best = {each["kind"]: each["ratio"] for each in of(found, "load", "kind", "ratio")}
+            best = {
+                each["kind"]: each["ratio"]
+                for each in section_figures(found, "load", "kind", "ratio")
+            }
             sentences += [
                 f"throughput at equal latency, {kind}: {ratio:.2f} x stateless"
                 for kind, ratio in best.items()
@@ -215,56 +224,54 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
 
 
 def _of_failures(section: str, failed: Sequence[Figures]) -> str:
-    """A part that failed has a name; where nobody could write one down, all of the section has failed."""
+    """Name the parts that failed; without names, the whole section has failed."""
     parts = [each.get("what") for each in failed]
     if not all(parts):
-        return f"{section}: it failed; mend it before its figures are believed"
-    return (
-        f"{section}: a part of it failed, and the rest was examined: {'; '.join(map(str, parts))}"
-    )
+        return f"{section}: failed; fix it before trusting its figures"
+    return f"{section}: parts of it failed, and the rest was examined: {'; '.join(map(str, parts))}"
 
 
 def _of_kernels(found: Sequence[Figures]) -> list[str]:
     sentences = []
-    for each in of(found, "decode", "share"):
+    for each in section_figures(found, "decode", "share"):
         if each["share"] < 0.8:
             sentences.append(
-                f"decode reaches {each['share']:.0%} of the bandwidth, below 80 %: the merge "
+                f"decode reaches {each['share']:.0%} of the bandwidth, below 80 %: look at the merge "
                 f"inside the kernel ({each['line']})"
             )
-    for each in of(found, "prefill", "share"):
+    for each in section_figures(found, "prefill", "share"):
         if each["share"] < 0.6:
             sentences.append(
-                f"prefill reaches {each['share']:.0%} of the product's rate, below 60 %: ping-pong of the "
-                f"warpgroups ({each['line']})"
+                f"prefill reaches {each['share']:.0%} of the product's rate, below 60 %: look at the "
+                f"ping-pong of the warpgroups ({each['line']})"
             )
-    for each in of(found, "decode", "fp8_speed"):
+    for each in section_figures(found, "decode", "fp8_speed"):
         if each["fp8_speed"] < 1.5:
             sentences.append(
-                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 that its bytes allow: see whether "
-                f"what unpacks it is the limit ({each['line']})"
+                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 x that its bytes allow: check "
+                f"whether unpacking is the limit ({each['line']})"
             )
     return sentences
 
 
 def _of_iterations(found: Sequence[Figures]) -> list[str]:
     sentences = []
-    for each in of(found, "sampler", "seconds"):
+    for each in section_figures(found, "sampler", "seconds"):
         if each["seconds"] > 0.5e-3:
             sentences.append(
-                f"the sampler takes {each['seconds'] * 1e3:.2f} ms ({each['kind']}): it is first"
+                f"the sampler takes {each['seconds'] * 1e3:.2f} ms ({each['kind']}): improve it first"
             )
-    for each in of(found, "iteration", "host_seconds", "seconds"):
-        if each["kind"].startswith("eager"):  # which graphs replace
+    for each in section_figures(found, "iteration", "host_seconds", "seconds"):
+        if each["kind"].startswith("eager"):  # replaced by graphs
             continue
         if each["host_seconds"] > each["seconds"] - each["host_seconds"]:
             sentences.append(
-                f"{each['kind']} at {each['rows']} rows: the host is most of an iteration: fewer "
+                f"{each['kind']} at {each['rows']} rows: the host takes most of an iteration: reduce "
                 "launches between the pieces"
             )
-    for each in of(found, "hidden", "ratio"):
+    for each in section_figures(found, "hidden", "ratio"):
         if each["ratio"] > 1.05:
             sentences.append(
-                f"a history from the host costs {each['ratio']:.2f} x: see who waits for whom"
+                f"a history from the host costs {each['ratio']:.2f} x: find out what waits for the copy"
             )
     return sentences

@@ -1,4 +1,4 @@
-"""Measurements and simulations that `scripts/measure NAME` runs, a module each.
+"""Measurements and simulations that `scripts/measure NAME` runs, one per module.
 
 planning    what a decision of the scheduler costs
 service     tokens that the service delivers, and what a turn costs it, without a model
@@ -8,9 +8,9 @@ shared_pages  attention over pages that several slices begin with
 loops       replies that loop, of 200 talks, by sampling values and API
 batch       what a batch takes, by how it shares prefixes
 
-By simulation, of a machine that machine_options names:
+Simulations of a machine from machine_options:
 
-machines    how many machines a load needs, with how much host memory (replica: one of them)
-servers     single requests, beside the schedules of vLLM, Orca and FastServe (schedules)
+machines    number of machines for a load, and their host memory (replica: one of them)
+servers     single requests, compared with the schedules of vLLM, Orca and FastServe (schedules)
 batch_simulation    a batch that shares prefixes
 """

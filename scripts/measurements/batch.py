@@ -1,15 +1,15 @@
-"""Measure what a batch of requests takes, by how it shares prefixes.
+"""Measure the time of a batch of requests, by how the requests share prefixes.
 
-The requests are those of batch_simulation.py, fewer of them; they go through the
-engine of a daemon, in this process, as background turns, once in each way of sharing:
+The requests are those of batch_simulation.py, but fewer. They run through a daemon's engine in this process,
+as background turns, once with each way of sharing:
 
-    groups    as the daemon runs a job: requests with a common prefix together, after it was computed once
-    lru       in the order of the file, each as a fork of the latest request that begins like it; a
-              conversation stays until the cache evicts it, what was used last is kept longest
+    groups    like a job of the daemon: requests with a common prefix together, which is computed once
+    lru       in the order of the file, each as a fork of the latest request with a common prefix; a
+              conversation stays until the cache evicts it, least recently used first
     off       each request by itself
 
-The cache is as large for all of them, and there is no host tier.  Replies have a fixed length.  All ways must
-give the same replies, token for token, or the bench fails: nothing is compared that is not equal.
+All ways have a cache of the same size and no host tier. Replies have a fixed length. If the replies of the
+ways differ in any token, the measurement fails.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pensieve.launch.model_folder import load_texts
 from pensieve.sampling import Sampling
 from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
-DEGREE = 7.0  # how many requests have the prefix of one, on average
-DISTANCE = 400 / 3000  # of requests of one prefix in the file, as a share of it
-_NUMBERS = count(1)  # an engine sees none twice
+DEGREE = 7.0  # mean number of requests that share a request's prefix
+DISTANCE = 400 / 3000  # between requests of one prefix, as a share of the file
+_NUMBERS = count(1)  # an engine must see each number only once
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Row:
     seconds: float
     prompt_tokens_per_second: float
     output_tokens_per_second: float
-    saving: float  # the share of the prompts' tokens that was found in the cache
+    saving: float  # share of prompt tokens that were in the cache
     suspensions: int
 
 
 class _Sink:
-    """Collects what the engine publishes."""
+    """A sink that collects what the engine publishes."""
 
     def __init__(self) -> None:
         self.events: list[EngineEvent] = []
@@ -68,9 +68,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", default="0.37B", help="0.03B, 0.37B or 1.1B (default: 0.37B)")
     for name, default, what in (
         ("requests", 60, "how many"),
-        ("prefix", 1100, "tokens that requests of a group begin with, on average"),
-        ("own", 400, "tokens of a request's own, on average"),
-        ("output", 32, "tokens of each reply"),
+        ("prefix", 1100, "mean tokens of a group's common prefix"),
+        ("own", 400, "mean tokens of a request after its prefix"),
+        ("output", 32, "tokens per reply"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=default, help=f"{what} (default: {default})"
@@ -106,7 +106,7 @@ def compared(folder: Path, shape: BatchShape, output_tokens: int, settings: Sett
         for sharing in SHARINGS:
             row, replies[sharing] = _one(built, mailbox, sink, requests, sharing)
             if replies[sharing] != replies[SHARINGS[0]]:
-                raise PensieveError(f"the replies of {sharing} are others")
+                raise PensieveError(f"the replies with {sharing} differ")
             rows.append(row)
             print(f"{line_of(row)}; {row.seconds / rows[0].seconds:.2f} x")
     finally:

@@ -1,30 +1,30 @@
-"""Simulate a batch of requests through the daemon's own engine, with and without its prefixes.
+"""Simulate a batch of requests through the daemon's own engine, with and without shared prefixes.
 
-What is compared is how requests share (engine/batch_run.py): `groups`, as the daemon runs a job; `lru`, in
-the order of the file with a cache that keeps what was used last; `off`, each by itself.  The engine, its
-cache and the limits on what runs at once are the same.
+The simulation compares the ways to share (engine/batch_run.py): `groups`, like a job of the daemon; `lru`, in
+the order of the file with an LRU cache; `off`, each request by itself. The engine, its cache and the limits
+on concurrent turns are the same.
 
-The shapes are those of BatchLLM's evaluation (section 6), as far as it tells them:
+The shapes are those of BatchLLM's evaluation (section 6), as far as it describes them:
 
     snippets     3,000 requests; 1,100 tokens of prefix and 400 of their own; share degree 7
     ranking      1,000 requests; 770 and 978; 11.36
     2000/200x16  prefix, own tokens and share degree of its microbenchmarks
 
-What it does not tell is assumed:
+The rest is assumed:
 
-* A share degree is the mean over requests, and groups have geometric sizes: a mean of 7 over requests is one
-  of 4 over groups.  So 55 % of the tokens of `snippets` need not be computed, as reported; were every group
-  of 7, it were 63 %.  The microbenchmarks' groups are all of one size.
-* `snippets` begin with 60 tokens of instructions that all of them share, which is the one per cent that one
-  prefix for each request cannot save.
-* Lengths lie evenly between a half and one and a half of their mean.  Replies have 100 tokens, with which the
-  rate of `snippets` without sharing comes out as reported; a request allows 256.
-* The file is in no order, but requests of one prefix lie near one another: each at a distance from a place of
-  its group, drawn from a normal distribution of `apart` requests.  It is such that a cache that keeps what
-  was used last, of the reported machine's size, saves of `snippets` what was reported, 44 %.
+* A share degree is the mean over requests, and group sizes are geometric: a mean of 7 over requests is a mean
+  of 4 over groups. So 55 % of the tokens of `snippets` need not be computed, as reported. With groups of
+  exactly 7 it would be 63 %. The groups of the microbenchmarks have one size.
+* All `snippets` begin with 60 common tokens of instructions. This is the one per cent that one prefix per
+  request cannot save.
+* Lengths are uniform between 0.5 and 1.5 times their mean. Replies have 100 tokens, which reproduces the
+  reported rate of `snippets` without sharing; a request allows 256.
+* The file has no order, but requests of one prefix lie near each other: their distances from a place of the
+  group have a normal distribution of `apart` requests. The value reproduces that an LRU cache of the reported
+  machine's size saves 44 % of `snippets`.
 
-Attention over a shared page is charged to each request that reads it, although kernels may read it once for a
-group.  So what groups bring to attention is not in these figures.
+Attention over a shared page is charged to each request that reads it, although kernels may read the page once
+for a group. So the gain of groups in attention is not in these figures.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ SHARINGS: tuple[PrefixSharing, ...] = ("groups", "lru", "off")
 
 @dataclass(frozen=True)
 class BatchShape:
-    """What the requests of a batch are like; lengths and the share degree are means."""
+    """The requests of a batch; lengths and the share degree are means."""
 
     requests: int
     prefix_tokens: int
     own_tokens: int
     share_degree: float  # over requests
-    instructions_tokens: int = 0  # of the prefix, that all requests begin with
+    instructions_tokens: int = 0  # part of the prefix, with which all requests begin
     output_tokens: int = 100
-    output_tokens_max: int = 256  # that a request allows
-    varies: bool = True  # else all groups and lengths are alike
-    apart: float = math.inf  # how far from one another those of a prefix lie in the file
+    output_tokens_max: int = 256  # limit of a request
+    varies: bool = True  # False: all groups and lengths are equal
+    apart: float = math.inf  # distance in the file between requests of one prefix
 
 
 SHAPES = {
@@ -85,14 +85,14 @@ SHAPES = {
 
 
 def shape_named(name: str) -> BatchShape:
-    """One of `SHAPES`, or PREFIX/OWNxDEGREE; ValueError: it is neither."""
+    """Return one of `SHAPES`, or the shape PREFIX/OWNxDEGREE; ValueError for other names."""
     if name in SHAPES:
         return SHAPES[name]
     lengths, _, degree = name.partition("x")
     prefix, _, own = lengths.partition("/")
     shape = BatchShape(1000, int(prefix), int(own), int(degree), varies=False)
     if min(shape.own_tokens, shape.prefix_tokens, shape.share_degree) < 1:
-        raise ValueError(f"{name!r}: lengths and the share degree are at least 1")
+        raise ValueError(f"{name!r}: lengths and the share degree must be at least 1")
     return shape
 
 
@@ -103,7 +103,7 @@ class DrawnRequest:
 
 
 def drawn_batch(shape: BatchShape, seed: int) -> list[DrawnRequest]:
-    """In the order of the file."""
+    """Draw the requests in the order of the file."""
     choose = random.Random(seed)
 
     def length(mean: int) -> int:
@@ -125,7 +125,7 @@ def drawn_batch(shape: BatchShape, seed: int) -> list[DrawnRequest]:
 
 
 def _group_size(shape: BatchShape, choose: random.Random) -> int:
-    """Geometric sizes with a mean of m have one of 2 m - 1 over their members."""
+    """Draw a group size. Geometric sizes with mean m have a mean of 2 m - 1 over their members."""
     if not shape.varies:
         return int(shape.share_degree)
     mean = (shape.share_degree + 1) / 2
@@ -135,11 +135,11 @@ def _group_size(shape: BatchShape, choose: random.Random) -> int:
 
 
 class _Executor(ModelledExecutor):
-    """Replies end before they have the length that their requests allow."""
+    """An executor whose replies end before the limit of their requests."""
 
     def __init__(self, cost: CostModel, clock: VirtualClock, watch: Any) -> None:
         super().__init__(cost, clock, watch)
-        self.output_tokens: dict[int, int] = {}  # by turn_id, that are left
+        self.output_tokens: dict[int, int] = {}  # turn_id -> tokens that are left
 
     def collect(self) -> Outcome:
         outcome = super().collect()
@@ -175,7 +175,7 @@ class BatchSetting:
 
 
 class BatchSimulator:
-    """One batch, from its first message to its last event."""
+    """The simulation of one batch, from its first message to its last event."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class BatchSimulator:
 
 
 def bounds(batch: Sequence[DrawnRequest]) -> dict[str, float]:
-    """What could be saved: with one prefix for each request, and with prefixes within one another."""
+    """Return the possible savings: with one prefix per request, and with nested prefixes."""
     prompts = [each.prompt for each in batch]
     return {"one_prefix": saving(prefix_groups(prompts), prompts), "tree": saving_of_tree(prompts)}
 
@@ -277,7 +277,7 @@ def main(given: Sequence[str] | None = None) -> None:
     progress = Progress()
     for seed in range(arguments.seeds):
         batch = drawn_batch(shape, seed)
-        print(f"seed {seed}: could be saved " + str(bounds(batch)))
+        print(f"seed {seed}: possible savings " + str(bounds(batch)))
         for sharing, figures in found.items():
             progress(f"seed {seed}, {sharing}")
             simulator = BatchSimulator(setting, batch, shape.output_tokens_max, sharing)

@@ -20,8 +20,8 @@ from typing import Any
 from pensieve.bench.bench_daemon import serving
 from pensieve.client.client import Client
 
-# Python imports this module in each process that has its folder on the path. Files are noted as long as the
-# file `on` is there, and each process writes them down when it is gone.
+# Python imports this module in each process that has its folder on the path. It records files while the file
+# `on` exists. Each process writes its list when `on` is removed.
 HOOK = """
 import json, os, sys, threading, time
 folder = {folder!r}
@@ -57,7 +57,7 @@ WAIT_SECONDS = 30.0
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure files_entered", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--list", action="store_true", help="print the names of the files")
     arguments = parser.parse_args(given)
     for name, files in measured().items():
         print(f"{name}: {len(files)} files")
@@ -66,7 +66,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def measured() -> dict[str, set[str]]:
-    """Return the files entered, by the kind of turn."""
+    """Return the files with functions that ran, by the kind of turn."""
     with tempfile.TemporaryDirectory(prefix="pensieve-entered-") as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(HOOK.format(folder=name))
@@ -127,7 +127,7 @@ def _post(url: str, body: dict[str, Any]) -> Any:
 
 def _second_turn(folder: Path, turn: Callable[[], object]) -> set[str]:
     turn()
-    time.sleep(SETTLE_SECONDS)  # whatever follows the end of the first
+    time.sleep(SETTLE_SECONDS)  # for work after the end of the first turn
     (folder / "on").touch()
     _files(folder, "*.begun")
     turn()
@@ -145,7 +145,7 @@ def _second_turn(folder: Path, turn: Callable[[], object]) -> set[str]:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of this pattern, once there is one of each process."""
+    """Wait until each process has written a file of this pattern; return the files."""
     deadline = time.monotonic() + WAIT_SECONDS
     while len(found := list(folder.glob(pattern))) < NUM_PROCESSES:
         if time.monotonic() > deadline:

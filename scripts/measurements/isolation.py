@@ -1,10 +1,10 @@
-"""Measure what one tenant notices of another one that does its worst.
+"""Measure the effect of a tenant that does its worst on another tenant.
 
-A real `pensieve serve` on one core, with arithmetic instead of a model, and two tenants. The quiet one talks
-in a few conversations. The noisy one (noisy_tenant.py), which may run one turn at once and use ten tokens per
-second, comes and goes: a round is some seconds without it and as many with it (another such tenant each time,
-which owes nothing yet). The times to the first token and the gaps of the quiet tenant are compared. The noisy
-one computes only while nobody else wants the core, since its own machine would be another one.
+A real `pensieve serve` runs on one core, with arithmetic instead of a model, and serves two tenants. The
+quiet tenant talks in a few conversations. The noisy tenant (noisy_tenant.py) may run one turn at once and use
+ten tokens per second. A round is some seconds without a noisy tenant and as many seconds with one, each time
+a new tenant with an unused quota. The measurement compares the quiet tenant's first-token times and gaps. The
+noisy tenant's process computes only while the core is idle, since in reality it would run on another machine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from scripts.measurements.processes import pinned
 ROOT = Path(__file__).parents[2]
 ITERATION_SECONDS = 0.01
 CONVERSATIONS = 4
-PAUSE_SECONDS = 0.05  # of a person, between a reply and the next message
+PAUSE_SECONDS = 0.05  # of the user, between a reply and the next message
 REPLY_TOKENS = 24
 TURNS_OF_A_CONVERSATION = 50
-QUIET_SECONDS = 2.0  # after the noise has begun or ended
+QUIET_SECONDS = 2.0  # after the noise begins or ends
 
 
 @dataclass
@@ -49,19 +49,19 @@ class Times:
     refused: int = 0
 
 
-class Found(NamedTuple):
-    alone: Times  # of the quiet tenant
+class IsolationTimes(NamedTuple):
+    alone: Times  # the quiet tenant without noise
     beside: Times
-    noise: Counter[str]  # what the noisy tenant was answered
+    noise: Counter[str]  # the answers that the noisy tenant got
 
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure isolation", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="without and with it (default: 3)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each half (default: 15)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="per half round (default: 15)")
     arguments = parser.parse_args(given)
     alone, beside, noise = compared(arguments.rounds, arguments.seconds)
-    print(f"{'the quiet tenant, ms':22}{'alone':>8}{'beside the noisy one':>22}{'ratio':>8}")
+    print(f"{'the quiet tenant, ms':22}{'alone':>8}{'with the noisy one':>22}{'ratio':>8}")
     for name in ("first", "gaps"):
         for share in (0.5, 0.99):
             before, after = (percentile(getattr(each, name), share) for each in (alone, beside))
@@ -69,17 +69,17 @@ def main(given: Sequence[str] | None = None) -> None:
             print(f"{label:22}{before * 1e3:8.1f}{after * 1e3:22.1f}{after / before:8.2f}")
     print(
         f"{len(alone.first)} and {len(beside.first)} turns, {alone.refused} and {beside.refused} refused; "
-        f"the noisy tenant was answered {dict(noise)}"
+        f"the answers of the noisy tenant: {dict(noise)}"
     )
 
 
-def compared(num_rounds: int, seconds: float) -> Found:
+def compared(num_rounds: int, seconds: float) -> IsolationTimes:
     quiet, quiet_entry = new_token("quiet", False)
     noisy = [
         new_token(f"noisy-{number}", False, turns_max=1, tokens_per_second=10.0)
         for number in range(num_rounds)
     ]
-    found = Found(Times(), Times(), Counter())
+    found = IsolationTimes(Times(), Times(), Counter())
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         token_file = Path(folder) / "tokens.toml"
         token_file.write_text(quiet_entry + "".join(entry for _, entry in noisy))
@@ -93,13 +93,13 @@ def compared(num_rounds: int, seconds: float) -> Found:
                     asyncio.run(measure(daemon.address, quiet, seconds, found.beside))
                 time.sleep(QUIET_SECONDS)
     if not found.alone.first or not found.beside.first:
-        raise InvalidArgument("seconds", "are too few for a turn")
+        raise InvalidArgument("seconds", "too few: no turn was measured")
     return found
 
 
 @contextmanager
 def _noise(address: str, token: str, codes: Counter[str]) -> Iterator[None]:
-    """The noisy tenant, from when its calls are answered; its counts of the answers join `codes`."""
+    """Run the noisy tenant inside the block, from its first answer on; add its answers to `codes`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.measurements.noisy_tenant", address, token],
         stdout=subprocess.PIPE,
@@ -110,7 +110,7 @@ def _noise(address: str, token: str, codes: Counter[str]) -> Iterator[None]:
     try:
         line = process.stdout.readline()
         if not line:
-            raise InvalidArgument("noise", "ended before it began")
+            raise InvalidArgument("noise", "the noisy tenant ended before it began")
         yield
     finally:
         process.terminate()

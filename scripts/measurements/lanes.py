@@ -1,15 +1,15 @@
-"""Measure how many turns daemons commit to one database, by the threads with which each of them writes.
+"""Measure how many turns daemons commit to one database, by the number of their writing threads (lanes).
 
-A daemon is a process with the real store and neither engine nor clients. Each talker has conversations of its
-own and says one turn after the other: look_up and begin_turn in one job of its lane, finish_turn in another.
-A lane is a thread. With one talker there is no lane: it calls the store itself. `--store` is a PostgreSQL
-database (docs/postgresql.md says how to have one without installing PostgreSQL) or a file of SQLite. Compare
-figures of one run only: they share the disk. `--sync-ms` makes each sync of this host's daemons slower, to
-see what a slow disk would do (SQLite alone; it needs a C compiler).
+A daemon is a process with the real store, without an engine or clients. Each talker has its own conversations
+and sends one turn after another: look_up and begin_turn in one job of its lane, finish_turn in another. With
+one talker there is no lane: it calls the store itself. `--store` is a PostgreSQL database (docs/postgresql.md
+says how to get one without installing PostgreSQL) or a SQLite file. Compare only figures of one run, because
+they share the disk. `--sync-ms` slows down each sync of this host's daemons, to simulate a slow disk (SQLite
+only; it needs a C compiler).
 
-Beside each figure is how long the disk took for a sync right before, and how long a transaction waited for
-its turn among the daemons that write (only one at a time writes to a file of SQLite). Before a figure is
-printed, every conversation is read back: it must have the revision of its last turn.
+Each figure comes with the disk's sync time directly before, and with the time that a transaction waited for
+its turn to write (only one daemon at a time can write to a SQLite file). Before a figure is printed, every
+conversation is read back: it must have the revision of its last turn.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.records import NewConversation, NewMessage, NewTurn
 from scripts.measurements.processes import counts
 
-CONVERSATIONS = 8  # of each thread
+CONVERSATIONS = 8  # per thread
 SYNCS = 50
 TAIL_TOKENS = 32
 TOKENS_IN, TOKENS_OUT = 60, 60
-BEGIN_SECONDS = 10.0  # until turns count: in that time all processes have begun
+BEGIN_SECONDS = 10.0  # before turns count; all processes have started by then
 T = TypeVar("T")
-names = count(time.time_ns())  # so that a database can be measured again
+names = count(time.time_ns())  # unique, so that a database can be used again
 
 
 SLOW_SYNC = """
@@ -56,7 +56,7 @@ SLOW(fdatasync)
 
 
 class Talker:
-    """Turns in conversations of its own, on a store of whatever kind."""
+    """A client of the store that runs turns in its own conversations."""
 
     def __init__(self, store: ConversationStore, name: str, lane: Executor | None = None) -> None:
         self._store, self._lane = store, lane
@@ -68,7 +68,7 @@ class Talker:
     def talk(self, from_: float, until: float) -> list[float]:
         """Return the seconds of each turn that began after `from_`."""
         if time.monotonic() > from_:
-            raise Unavailable("the replicas did not begin in time")
+            raise Unavailable("the replicas did not start in time")
         seconds, number = [], 0
         while (began := time.monotonic()) < until:
             self._turn(self._names[number % CONVERSATIONS], f"r{number}")
@@ -89,7 +89,7 @@ class Talker:
         store = self._store
         found, known, _ = store.look_up(name, request_id, TAIL_TOKENS)
         if known is not None:
-            raise Unavailable(f"{name} has had {request_id} before it was said")
+            raise Unavailable(f"{name} already has {request_id}")
         question = NewMessage("user", "q" * 4 * TOKENS_IN, range(TOKENS_IN))
         request = NewTurn(request_id, [question], expected_revision=found.revision)
         return store.begin_turn(name, request).turn.turn_id
@@ -107,11 +107,11 @@ class Talker:
                 )
 
 
-class Found(NamedTuple):
-    turns: list[float]  # the seconds of each
-    commits: list[float]  # of the latest
+class LaneTimes(NamedTuple):
+    turns: list[float]  # seconds per turn
+    commits: list[float]  # seconds of the latest commits
     num_commits: int
-    waits: list[float]  # for the write lock of a shared file, of the latest transactions
+    waits: list[float]  # for the write lock of a SQLite file, of the latest transactions
     cpu_seconds: float
 
 
@@ -122,16 +122,16 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--lanes", type=counts, default=(1, 16), metavar="N,N,…")
     parser.add_argument("--daemons", type=counts, default=(1, 3), metavar="N,N,…")
-    parser.add_argument("--talkers", type=int, help="of each daemon (default: as many as lanes)")
-    parser.add_argument("--sync-ms", type=int, default=0, help="by which each sync is slower")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each figure (default: 5)")
+    parser.add_argument("--talkers", type=int, help="per daemon (default: the number of lanes)")
+    parser.add_argument("--sync-ms", type=int, default=0, help="delay of each sync")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per figure (default: 5)")
     parser.add_argument(
         "--disk",
         type=Path,
         metavar="FOLDER",
-        help="where a sync is measured (default: beside the file of SQLite, or the temporary folder)",
+        help="where to measure syncs (default: the folder of the SQLite file, or the temporary folder)",
     )
-    parser.add_argument("--pairs", type=int, default=3, help="how often (default: 3)")
+    parser.add_argument("--pairs", type=int, default=3, help="repeats (default: 3)")
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         if arguments.sync_ms:
@@ -140,7 +140,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def slow_syncs(folder: Path, milliseconds: int) -> None:
-    """Let programs that begin from now on wait so long before each sync."""
+    """Delay each sync of programs that start from now on."""
     source, library = folder / "slow.c", folder / "slow.so"
     source.write_text(SLOW_SYNC)
     command = ["cc", "-shared", "-fPIC", f"-DMICROSECONDS={1000 * milliseconds}"]
@@ -165,9 +165,9 @@ def measure(arguments: argparse.Namespace) -> None:
                     f"{num_daemons} daemons of {num_lanes} lanes, {num_talkers} turns at once: "
                     f"{len(turns) / arguments.seconds:,.0f} turns/s, a turn p50 {_quantile(turns, 0.5)}, p99 "
                     f"{_quantile(turns, 0.99)}; a commit p50 {_quantile(commits, 0.5)}, p99 "
-                    f"{_quantile(commits, 0.99)}, {2 * len(turns) / num_commits:.1f} calls in each; waiting "
+                    f"{_quantile(commits, 0.99)}, {2 * len(turns) / num_commits:.1f} calls each; waiting "
                     f"for the write lock {wait}; a sync p50 {_quantile(syncs, 0.5)}; "
-                    f"{cpu / len(turns) * 1e3:.2f} ms of CPU a turn beside the server's",
+                    f"{cpu / len(turns) * 1e3:.2f} ms of CPU per turn, without the server",
                     flush=True,
                 )
 
@@ -177,7 +177,7 @@ def _quantile(seconds: Sequence[float], share: float) -> str:
 
 
 def sync_seconds(disk: Path) -> list[float]:
-    """Return how long it takes to have a page on the disk, some times."""
+    """Return the seconds of several syncs of one page."""
     found = []
     with tempfile.TemporaryFile(dir=disk) as file:
         for _ in range(SYNCS):
@@ -191,8 +191,8 @@ def sync_seconds(disk: Path) -> list[float]:
 
 def measured(
     url: str, num_daemons: int, num_lanes: int, seconds: float, num_talkers: int = 0
-) -> Found:
-    """Without `num_talkers` there are as many as lanes."""
+) -> LaneTimes:
+    """Run the daemons and return their figures; `num_talkers` 0: as many as lanes."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(num_daemons, context) as processes:
         from_ = time.monotonic() + BEGIN_SECONDS
@@ -209,7 +209,7 @@ def measured(
             for _ in range(num_daemons)
         ]
         found = [each.result() for each in running]
-    return Found(
+    return LaneTimes(
         [turn for each in found for turn in each.turns],
         [commit for each in found for commit in each.commits],
         sum(each.num_commits for each in found),
@@ -220,7 +220,7 @@ def measured(
 
 def _daemon(
     url: str, name: str, num_lanes: int, num_talkers: int, from_: float, until: float
-) -> Found:
+) -> LaneTimes:
     with (
         tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder,
         ConversationStore.open(
@@ -244,7 +244,7 @@ def _daemon(
         turns = [turn for each in running for turn in each.result()]
         figures, used = store.figures, time.process_time() - cpu
         committed = (list(figures.commit_seconds), figures.num_commits - num_commits)
-        return Found(turns, *committed, list(figures.wait_seconds), used)
+        return LaneTimes(turns, *committed, list(figures.wait_seconds), used)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The options of simulations that say which model is on which machine."""
+"""Command-line options of simulations: the model and the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pensieve.sim.sweep import Room
 
 @dataclass(frozen=True)
 class Machine:
-    """What an engine runs on."""
+    """The costs and the memory of an engine."""
 
     cost: CostModel
     device_tokens: int
@@ -26,8 +26,10 @@ class Machine:
 def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="llama3-8b")
     parser.add_argument("--hardware", choices=sorted(HARDWARE), default="h200")
-    parser.add_argument("--devices", type=int, default=1, help="that share each layer (default: 1)")
-    parser.add_argument("--cost", type=Path, help="of a profile, instead of a model on hardware")
+    parser.add_argument("--devices", type=int, default=1, help="tensor parallel (default: 1)")
+    parser.add_argument(
+        "--cost", type=Path, help="file of a profile, instead of model and hardware"
+    )
     for tier in ("device", "host"):
         parser.add_argument(
             f"--{tier}-tokens", type=tokens, default=AUTO, help="(default: as many as fit)"
@@ -53,7 +55,7 @@ def machine_of(arguments: argparse.Namespace) -> Machine:
 
 
 class Progress:
-    """Lines on standard error, with the seconds since the beginning."""
+    """Print lines to standard error with the seconds since the start."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

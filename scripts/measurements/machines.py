@@ -1,10 +1,10 @@
-"""Plan how many machines a load needs, and with how much host memory.
+"""Plan the number of machines for a load, and their host memory.
 
-A rate of conversations is carried by one replica if, after the warm-up, the P99 of the time between the
-tokens of a reply, the median time to the first token and the median time in the queue (2 s) are within
-limits. Host memory is tried from none upward, each time twice as much, until it is never full or adds
-nothing. The smallest size that carries within 5 % of the best is the one to buy. A conversation stays with
-its replica, so the number of replicas follows from what one carries.
+A replica carries a rate of conversations if, after the warm-up, three figures meet their limits: the P99 time
+between the tokens of a reply, the median time to the first token, and the median time in the queue (2 s).
+Host memory is doubled from zero until it is never full or adds nothing. The smallest size within 5 % of the
+best rate is chosen. A conversation stays on its replica, so the number of replicas follows from the rate of
+one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pensieve.sim.workload import HABITS
 from scripts.measurements.machine_options import Progress, add_machine, machine_of, ms
 from scripts.measurements.replica import Load, Replica, run_replica
 
-BETTER = 1.04  # by what more host memory must raise the rate for the search to go on
+BETTER = 1.04  # gain in rate from more host memory for which the search continues
 ENOUGH = 0.95  # of the best rate
-PROMPTS_SHARE = 0.75  # of the time between tokens: what prompts may take of it
+PROMPTS_SHARE = 0.75  # of the time between tokens that prompts may use
 
 
 class HostMemory(NamedTuple):
-    """A size of host memory, and the rate that it carries."""
+    """A size of host memory, and the rate that a replica carries with it."""
 
     host_tokens: int
     rate: float
@@ -39,12 +39,10 @@ def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure machines", description=__doc__)
     add_machine(parser)
     parser.add_argument("--workload", choices=sorted(HABITS), default="sharegpt")
-    parser.add_argument(
-        "--rate", type=float, default=50.0, help="conversations a second (default: 50)"
-    )
+    parser.add_argument("--rate", type=float, default=50.0, help="conversations/s (default: 50)")
     parser.add_argument("--tbt-p99", type=float, default=0.1, help="seconds (default: 0.1)")
     parser.add_argument("--ttft-p50", type=float, default=1.0, help="seconds (default: 1)")
-    parser.add_argument("--seconds", type=float, help="that count (default: two reaction times)")
+    parser.add_argument("--seconds", type=float, help="measured time (default: two reaction times)")
     parser.add_argument("--reaction", type=float, help="seconds (default: the workload's)")
     arguments = parser.parse_args(given)
     machine = machine_of(arguments)
@@ -83,9 +81,9 @@ def needed(rate_each: float, wanted: float) -> int:
 
 
 def budget_within(cost: CostModel, slo: Slo, most: int, least: int) -> int:
-    """Tokens of an iteration: `most`, halved until an iteration full of prompts fits between two tokens.
+    """Halve the token budget from `most` until an iteration full of prompts fits between two tokens.
 
-    It must leave time for the contexts of the turns that generate beside it.
+    It must also leave time for the contexts of the generating turns.
     """
     limit = PROMPTS_SHARE * slo.tbt_p99_seconds
     while most // 2 >= least and cost.iteration_seconds([(0, most)]) > limit:
@@ -94,7 +92,7 @@ def budget_within(cost: CostModel, slo: Slo, most: int, least: int) -> int:
 
 
 def first_guess(replica: Replica, load: Load) -> float:
-    """A low estimate of the rate, from what a turn costs in a full batch."""
+    """Return a low estimate of the rate, from the cost of a turn in a full batch."""
     decode = replica.cost.iteration_seconds([(1000, 1001)] * 32) / 32
     prompt = replica.cost.dense_seconds_per_token * load.habits.input_tokens
     turn = prompt + decode * load.habits.output_tokens
@@ -104,7 +102,7 @@ def first_guess(replica: Replica, load: Load) -> float:
 def host_memories(
     replica: Replica, load: Load, slo: Slo, host_tokens_max: int, progress: Callable[[str], None]
 ) -> list[HostMemory]:
-    """Each size of host memory that was tried, with the rate that it carries."""
+    """Try sizes of host memory; return each with the rate that a replica carries."""
     tried: list[HostMemory] = []
     for host_tokens in _sizes(replica.device_tokens, host_tokens_max):
         sized = replace(replica, host_tokens=host_tokens)
@@ -116,7 +114,7 @@ def host_memories(
                 sized.check_served(row)
                 verdict = ", ".join(slo.violations(row)) or "carried"
                 progress(
-                    f"{sized.host_tokens:,} tokens on the host, {rate:.3g} a second: {verdict}"
+                    f"{sized.host_tokens:,} tokens on the host, {rate:.3g} conversations/s: {verdict}"
                 )
             return rows[rate]
 
@@ -147,7 +145,7 @@ def _sizes(device_tokens: int, most: int) -> Iterator[int]:
 
 
 def recommended(tried: Sequence[HostMemory]) -> HostMemory:
-    """The smallest host memory that carries nearly as much as any."""
+    """Return the smallest host memory that carries nearly the best rate."""
     best = max(each.rate for each in tried)
     return next(each for each in tried if each.rate >= ENOUGH * best)
 

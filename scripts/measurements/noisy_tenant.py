@@ -1,8 +1,8 @@
-"""A tenant that does its worst to a daemon, until it is ended (isolation.py starts it as a process).
+"""A tenant that does its worst to a daemon until it is killed (isolation.py starts this process).
 
-Everything at once that one token can do: requests as large as they may be and larger ones, floods of reads
-and creates, texts as long as the context, turns of the highest priority that are left early, deletions, forks
-and warms.  What it is answered does not matter; it counts the codes, a line of JSON a second.
+It does everything at once that one token allows: requests of and above the maximum size, floods of reads and
+creates, texts as long as the context, turns of the highest priority that are abandoned early, deletions,
+forks and warms. It counts the status codes of the answers and prints a line of JSON each second.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pensieve.core.turn import PRIORITY_MAX
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
-WORKERS = 4  # of each kind
-CALLS_BEGUN_MAX = 200  # per second and worker: the tenant's own machine is not what is measured
+WORKERS = 4  # per kind
+CALLS_BEGUN_MAX = 200  # per second and worker: the tenant's own machine is not measured
 WORDS = "what it is to be remembered by a machine, and what it is not, "
 LONG = WORDS * 4_000  # about a quarter of a million characters
 GIVE_UP_SECONDS = 30.0
@@ -68,7 +68,7 @@ class NoisyTenant:
         return f"noise-{os.getpid()}-{next(self._numbers)}"
 
     async def prepare(self) -> None:
-        """A conversation to read, fork and write to; and as many others as its limits admit."""
+        """Create a conversation to read, fork and write to, and as many others as the limits allow."""
         await self._ask(
             "CreateConversation", pb.CreateConversationRequest(conversation_id=self._base)
         )
@@ -156,13 +156,13 @@ async def main(address: str, token: str) -> None:
             for kind in tenant.kinds()
             for _ in range(WORKERS)
         ]
-        while not any(worker.done() for worker in workers):  # which is a mistake of ours
+        while not any(worker.done() for worker in workers):  # a worker ends only by a bug
             await asyncio.sleep(1.0)
             print(json.dumps(codes), flush=True)
         await asyncio.gather(*workers)
 
 
 if __name__ == "__main__":
-    # Whoever else wants the core has it at once: with nice(19) a client waits up to 3 ms for it.
+    # Any other process gets the core at once. With nice(19) a client would wait up to 3 ms for it.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     asyncio.run(main(sys.argv[1], sys.argv[2]))

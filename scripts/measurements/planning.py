@@ -1,7 +1,7 @@
-"""Measure what a decision of the scheduler costs: `plan` and `commit` of the real scheduler and cache.
+"""Measure the cost of a scheduling decision: `plan` and `commit` of the real scheduler and cache.
 
-256 turns generate, the host tier is full, and numbers of cached conversations grow. The executor answers at
-once, so what is timed is bookkeeping alone. Garbage collection stays on.
+256 turns generate, the host tier is full, and the number of cached conversations grows. The executor answers
+at once, so only bookkeeping is timed. Garbage collection stays on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 from scripts.measurements.processes import counts
 
-CONVERSATIONS = (1_000, 10_000, 100_000)  # cached; together they fill both tiers
+CONVERSATIONS = (1_000, 10_000, 100_000)  # cached; they fill both tiers
 RUNNING, ITERATIONS = 256, 2000
 
 
 class Planned(NamedTuple):
     chunks: int
-    seconds: list[float]  # of each iteration
+    seconds: list[float]  # per iteration
     reclaimed: float  # pages per iteration
     dropped: float
 
@@ -60,11 +60,11 @@ def measure(
     num_running: int = RUNNING,
     num_iterations: int = ITERATIONS,
 ) -> Planned:
-    """Times of plan + commit, checked: the cache's invariants hold before and after."""
+    """Time plan + commit, and check the cache's invariants before and after."""
     choose = random.Random(1)
     cost = CostProfile.analytic(8_000_000_000, num_layers=32, num_heads=32, head_size=128)
-    # Contexts of 512 to 32,768 tokens; of most cached ones only the end is still resident, so a cached
-    # conversation holds ten chunks, or more where few of them have to fill both tiers.
+    # Contexts of 512 to 32,768 tokens. Most cached conversations have only their end resident: ten chunks, or
+    # more if a few conversations must fill both tiers.
     contexts = [int(512 * 64 ** choose.random()) for _ in range(num_running)]
     running_pages = sum(-(-context // 32) + 8 for context in contexts)
     device_pages = int(running_pages / 0.6)
@@ -104,7 +104,7 @@ def measure(
                 cache.finish_copy(copy.copy_id, now)
 
     def remember(name: str, tokens: int, history: int) -> None:
-        """As if a turn had come and gone."""
+        """Leave the KV of a completed turn in the cache."""
         turn = turn_of(name, tokens, history)
         while type(found := cache.begin(turn, now, 0, {})).__name__ == "Shortage":
             finish_swap_outs()
@@ -115,7 +115,7 @@ def measure(
             chunk.filled = min(32, tokens - 32 * chunk.index)
         cache.end(turn, now, tokens)
 
-    # 1. the cached: one in ten shares a system prompt with others
+    # 1. cached conversations: one in ten shares a system prompt
     prefixes = [f"prefix-{i}" for i in range(max(num_conversations // 1000, 4))]
     for name in prefixes:
         remember(name, 512, 0)
@@ -136,7 +136,7 @@ def measure(
             )
         finish_swap_outs()
 
-    # 2. the running
+    # 2. running turns
     for i, context in enumerate(contexts):
         scheduler.submit(turn_of(f"running-{i}", context, 0), now)
     while len(scheduler.running) < num_running or any(
@@ -150,7 +150,7 @@ def measure(
     num_chunks = sum(len(conv.chunks()) for conv in cache.conversations.values())
     before = (cache.counters.reclaimed, cache.counters.dropped)
 
-    # 3. the timed: each fourth iteration one turn ends and a cached conversation comes back
+    # 3. timed: every fourth iteration a turn ends and a cached conversation returns
     seconds: list[float] = []
     resting = [name for name in cache.conversations if name.startswith("cached")]
     choose.shuffle(resting)

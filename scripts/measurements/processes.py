@@ -1,4 +1,4 @@
-"""Processes of a measurement: a daemon on a core of its own, and the CPU time that a process has used."""
+"""Processes of a measurement: a daemon on its own core, and the CPU time of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve.bench.bench_daemon import BenchDaemon, serving
 
 @contextlib.contextmanager
 def pinned(flags: Sequence[str], iteration_seconds: float = 0.0) -> Iterator[BenchDaemon]:
-    """A daemon without a model on the first core; its engine and this process have the others."""
+    """Run a daemon without a model on the first core; its engine and this process use the others."""
     cores = sorted(os.sched_getaffinity(0))
     with serving(flags, {"PENSIEVE_ENGINE": f"echo:{iteration_seconds}"}) as daemon:
         try:
@@ -30,11 +30,11 @@ def _child(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of all threads of a process, in user and kernel mode; a tick of the clock is 10 ms."""
+    """Return the CPU time of all threads of a process, in user and kernel mode, to within 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse an option of numbers with commas between."""
+    """Parse numbers with commas between them."""
     return tuple(int(each) for each in text.split(","))

@@ -1,12 +1,12 @@
-"""One engine under a load that has gone on for long: the daemon's scheduler and cache on a virtual clock.
+"""Simulate one engine under a load that has lasted for long: the daemon's scheduler on a virtual clock.
 
-A short simulation must not begin with an empty system. `steady_load` supposes that the load has gone on for a
-long time: every conversation that began before the simulation, and still has turns to come, is in progress.
-Its log so far arrives in one turn, at the time when its last turn ended. Until `Window.free_until` nothing
-takes time, so these logs are in the cache when the simulation proper begins.
+A short simulation must not begin with an empty system. `steady_load` assumes that the load has lasted for a
+long time: every conversation that began earlier and still has turns to come is in progress. Its log arrives
+in one turn, at the time when its last turn ended. Until `Window.free_until` nothing takes time, so these logs
+are in the cache when the actual simulation begins.
 
-Turns that still wait when the simulation stops count with the time waited so far, so that an overloaded
-replica does not look well because most turns never began.
+Turns that still wait when the simulation stops count with the time waited so far. So an overloaded replica
+does not look good because most turns never began.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import Habits, drawn
 
-LIFETIMES_BEFORE = 6.0  # mean durations of a conversation that the load has gone on for
+LIFETIMES_BEFORE = 6.0  # time that the load has lasted, in mean durations of a conversation
 REACTION_TIMES_FREE = 5.0  # mean reaction times until `free_until`; longer pauses are cut to that
-REFUSED_SHARE = (
-    0.01  # of the turns that begin; with more, the load is not the one that was planned for
-)
+REFUSED_SHARE = 0.01  # of the turns that begin; with more, the load differs from the planned load
 
 
 class Window(NamedTuple):
-    """Times of a simulation."""
+    """The times of a simulation."""
 
-    free_until: float  # before it nothing takes time
-    counted_from: float  # turns that begin before it are simulated and do not count
+    free_until: float  # nothing takes time before
+    counted_from: float  # earlier turns are simulated and not counted
     ends: float
 
     @property
@@ -52,13 +50,13 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """Conversations drawn from habits, at a rate that can be set."""
+    """Random conversations with the given habits, at an adjustable rate."""
 
     habits: Habits
     reaction_seconds: float | None = None
-    seconds: float | None = None  # that count; None: two reaction times, a minute or more
+    seconds: float | None = None  # counted; None: two reaction times, a minute or more
     seed: int = 0
-    seconds_per_token: float = 0.03  # of a reply: decides which conversations are in progress
+    seconds_per_token: float = 0.03  # of replies; decides which conversations are in progress
 
     @property
     def reaction(self) -> float:
@@ -67,7 +65,7 @@ class Load:
 
     @property
     def mean_seconds(self) -> float:
-        """Of a conversation."""
+        """Return the mean duration of a conversation."""
         reply = self.seconds_per_token * self.habits.output_tokens
         return self.habits.turns_mean * (self.reaction + reply)
 
@@ -79,7 +77,7 @@ class Load:
         return Window(free_until, counted_from, counted_from + seconds)
 
     def arrivals(self, rate: float) -> Iterator[Arrival]:
-        """In the order of their times."""
+        """Yield the arrivals in the order of their times."""
         free_until, _, ends = self.window
         before = LIFETIMES_BEFORE * self.mean_seconds
         seconds = before + ends - free_until
@@ -90,11 +88,11 @@ class Load:
 def steady_load(
     arrivals: Iterable[Arrival], before: float, free_until: float, seconds_per_token: float
 ) -> Iterator[Arrival]:
-    """A load that has gone on for `before` seconds when the clock shows `free_until`.
+    """Yield a load that has lasted for `before` seconds at `free_until`.
 
     `arrivals` are whole conversations, one after another, in the order of their first turns.
     """
-    pending: list[tuple[float, int, list[Arrival]]] = []  # a time, and the arrivals of it
+    pending: list[tuple[float, int, list[Arrival]]] = []  # time, number, arrivals of that time
     groups = groupby(arrivals, key=lambda arrival: arrival.conversation)
     for number, (name, group) in enumerate(groups):
         turns = list(group)
@@ -118,7 +116,7 @@ def steady_load(
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine: what it costs and holds."""
+    """One engine: its costs, memory and scheduler settings."""
 
     cost: CostModel
     device_tokens: int
@@ -126,9 +124,9 @@ class Replica:
     policy: str = DEFAULT
     token_budget: int = 2048
     turns_max: int = 256
-    tbt_seconds: float = 0.0  # objective of the scheduler's; 0: none
+    tbt_seconds: float = 0.0  # objective of the scheduler; 0: none
     phases: str = "unified"
-    stages: int = 1  # of a pipeline, with an iteration in each; the cost is that of one
+    stages: int = 1  # of a pipeline, one iteration in each; the cost is that of one stage
 
     def simulator(self, window: Window) -> Simulator:
         return Simulator(
@@ -150,7 +148,7 @@ class Replica:
         )
 
     def check(self, slo: Slo, input_tokens: float) -> None:
-        """Raises Impossible, with the reason, if a turn alone on the machine is too slow."""
+        """Raise Impossible with the reason if even a lone turn is too slow."""
         lone = self.cost.iteration_seconds([(0, 1)])
         if lone > slo.tbt_p99_seconds:
             raise Impossible(
@@ -168,16 +166,16 @@ class Replica:
             )
 
     def check_served(self, row: Row) -> None:
-        """Raises Impossible if figures are good only because turns were refused (one may be chance)."""
+        """Raise Impossible if the figures are good only because turns were refused (one may be chance)."""
         if row["refused"] > max(REFUSED_SHARE * row["asked"], 1):
             raise Impossible(
-                f"{row['refused'] / row['asked']:.1%} of the turns are longer than what the device tier of "
+                f"{row['refused'] / row['asked']:.1%} of the turns are longer than the device tier of "
                 f"{self.device_tokens:,} tokens can hold"
             )
 
 
 class Admitted:
-    """An observer of the engine: how long turns were queued, and in which tier their histories were found."""
+    """An engine observer: the queueing times of turns, and the tiers where their histories were found."""
 
     def __init__(self, since: float) -> None:
         self.queued = Distribution()
@@ -211,7 +209,7 @@ class Admitted:
 
 
 def run_replica(replica: Replica, arrivals: Iterable[Arrival], window: Window) -> Row:
-    """The figures of one replica under these arrivals."""
+    """Return the figures of one replica under these arrivals."""
     simulator = replica.simulator(window)
     admitted = Admitted(window.counted_from)
     simulator.engine.observe(admitted)
@@ -220,11 +218,11 @@ def run_replica(replica: Replica, arrivals: Iterable[Arrival], window: Window) -
 
 
 def row_of(simulators: Sequence[Simulator], admitted: Admitted, window: Window) -> Row:
-    """The figures of engines that share their counts; those of one engine, as a rule."""
+    """Return the figures of engines that share their counts, usually of one engine."""
     counts = simulators[0].counts
     for simulator in simulators:
         now = simulator.clock.now()
-        for turn in simulator.scheduler.turns():  # those that wait count as if they ended now
+        for turn in simulator.scheduler.turns():  # waiting turns count as if they ended now
             usage = turn.usage
             admitted.add(usage)
             if usage.first_token_at is None and usage.submitted_at >= window.counted_from:

@@ -1,14 +1,13 @@
-"""Schedules of other servers, to compare with: Orca's, vLLM's and FastServe's, on the simulator's costs and
-clock.
+"""Schedules of other servers to compare with: Orca, vLLM and FastServe, on the simulator's costs and clock.
 
-These are servers of requests: no conversation, no cache between requests. A schedule decides which requests
-are in the next iteration, and holds KV for them. A request in it computes all that it lacks (its prompt,
-whole; or what was lost, with the tokens that it has already written) and writes one token.
+These servers have requests, but no conversations and no cache between requests. A schedule decides which
+requests are in the next iteration, and holds their KV. A request in an iteration computes all missing KV (its
+whole prompt; or what was lost, including the tokens it has generated) and generates one token.
 
-    arrive → [waits] → plan, plan, … (one token each) → the last of its tokens → gone
+    arrive → [waits] → plan, plan, … (one token each) → last token → gone
 
-An iteration takes what the cost model says of its slices, in one pass, as those of the daemon's own scheduler
-do (sim/executor.py), and the figures are the same `SimulationFigures`.
+An iteration takes the cost model's time for its slices in one pass, like those of the daemon's own scheduler
+(sim/executor.py). The figures are the same `SimulationFigures`.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from pensieve.sim.trace import Arrival
 
 @dataclass(eq=False, slots=True)
 class Request:
-    number: int  # in the order in which they came
+    number: int  # in the order of arrival
     arrived: float
     prompt_tokens: int
-    output_tokens: int  # it ends with so many; no schedule looks at it
-    num_outputs: int = 0  # that it has
-    computed: int = 0  # positions whose KV is there
-    last_token: float | None = None  # when it came
+    output_tokens: int  # length of its reply; no schedule looks at it
+    num_outputs: int = 0  # generated so far
+    computed: int = 0  # positions with KV
+    last_token: float | None = None  # time of its last token
 
     @property
     def length(self) -> int:
-        """With its next iteration, KV of so many positions is there."""
+        """Return the number of positions with KV after its next iteration."""
         return self.prompt_tokens + self.num_outputs
 
     @property
@@ -50,24 +49,24 @@ class Schedule(Protocol):
     def arrive(self, request: Request) -> None: ...
 
     def plan(self, now: float) -> Sequence[Request]:
-        """Who is in the next iteration; nobody: all wait, or there are none."""
+        """Return the requests of the next iteration; empty if all wait or there are none."""
         ...
 
     def ran(self, requests: Sequence[Request], begun: float, ended: float) -> None:
-        """Their tokens are there; who has ended leaves."""
+        """Note that these requests got their tokens; remove those that have ended."""
         ...
 
     def wakes_at(self) -> float:
-        """When it may plan more than now although nobody arrives; inf: never."""
+        """Return when `plan` may return more without an arrival; inf: never."""
         ...
 
     def check(self) -> None:
-        """That it holds no more KV than there is room for."""
+        """Check that no more KV is held than fits."""
         ...
 
 
 class ScheduleRun:
-    """One schedule and its requests, from the first arrival to the last token."""
+    """A run of one schedule, from the first arrival to the last token."""
 
     def __init__(self, schedule: Schedule, cost: IterationCost) -> None:
         self.schedule = schedule
@@ -95,9 +94,9 @@ class ScheduleRun:
                 continue
             moment = min((ahead.at or 0.0) if ahead is not None else math.inf, schedule.wakes_at())
             if moment == math.inf:
-                assert self.counts.turns == self.counts.begun, "somebody waits for nothing"
+                assert self.counts.turns == self.counts.begun, "a request waits for nothing"
                 return self.counts
-            assert moment >= clock.now(), "what it waits for has happened"
+            assert moment >= clock.now(), "the awaited event is in the past"
             clock.advance_to(moment)
 
     def _arrive(self, arrival: Arrival) -> None:
@@ -139,18 +138,18 @@ class ScheduleRun:
 class OrcaSchedule:
     """Orca's schedule: iterations, first come first served, KV reserved for the longest context.
 
-    An iteration is composed anew each time, of all who run: prompts and turns that generate in one batch
-    (selective batching). A request is admitted when a contiguous piece of KV for its longest length is free,
-    and keeps it until it ends. A request names no limit of its own here, so the longest length is the model's
-    context: all pieces are of one size, and there are `device tokens / context` of them. Nobody overtakes and
-    nobody is preempted.
+    Each iteration is composed anew from all running requests: prompts and decodes in one batch (selective
+    batching). A request is admitted when a contiguous piece of KV for its longest length is free, and keeps
+    it until it ends. Requests have no limit of their own here, so the longest length is the model's context:
+    all pieces have one size, and there are `device tokens / context` of them. No request overtakes another,
+    and none is preempted.
     """
 
     def __init__(self, device_tokens: int, context_max: int, requests_max: int) -> None:
         self.num_places = min(device_tokens // context_max, requests_max)
         assert self.num_places >= 1, "not one longest request fits"
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # in the order in which they came
+        self._running: list[Request] = []  # in the order of arrival
 
     def arrive(self, request: Request) -> None:
         self._waiting.append(request)
@@ -173,22 +172,22 @@ class OrcaSchedule:
 
 
 BLOCK_TOKENS = 16
-SPARE_BLOCKS_SHARE = 0.01  # that a prompt leaves free
+SPARE_BLOCKS_SHARE = 0.01  # blocks that must stay free when a prompt is admitted
 
 
 class VllmSchedule:
-    """vLLM's schedule, of 2023: paged KV, first come first served, prompts first, the latest is preempted.
+    """vLLM's schedule of 2023: paged KV, first come first served, prompts first, preempt the latest.
 
-    KV lies in blocks of 16 tokens, of which a request takes one when its last one is full. An iteration is of
-    one kind:
+    KV lies in blocks of 16 tokens. A request takes a block when its last one is full. An iteration has one
+    kind:
 
-        prompts    of those who wait, in their order, as long as blocks for them are free (and 1 % of all
-                   blocks beyond) and their tokens are at most `batch_tokens_max` together; whole ones
-        decodes    of all who run, when no prompt can be admitted
+        prompts    whole prompts of waiting requests, in their order, as long as blocks for them are free
+                   (plus 1 % of all blocks) and they have at most `batch_tokens_max` tokens together
+        decodes    of all running requests, when no prompt can be admitted
 
-    When a decode needs a block and there is none, the latest of those who run is preempted: it gives up its
-    KV, waits in front of all, and computes its prompt and what it has written again (recomputation, vLLM's
-    default for requests with one reply; nothing goes to the host).
+    If a decode needs a block and none is free, the latest running request is preempted. It gives up its KV,
+    waits at the front, and computes its prompt and its generated tokens again (recomputation, vLLM's default
+    for requests with one reply; nothing goes to the host).
     """
 
     def __init__(
@@ -200,9 +199,9 @@ class VllmSchedule:
         self._batch_tokens_max = max(batch_tokens_max, context_max)
         self._requests_max = requests_max
         self._free = self.num_blocks
-        self._blocks: dict[Request, int] = {}  # of those who run
+        self._blocks: dict[Request, int] = {}  # of running requests
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # in the order in which they came
+        self._running: list[Request] = []  # in the order of arrival
         self.num_preemptions = 0
 
     def arrive(self, request: Request) -> None:
@@ -228,7 +227,7 @@ class VllmSchedule:
         return admitted
 
     def _decodes(self) -> list[Request]:
-        """All who run; the latest give up their blocks to earlier ones that lack one."""
+        """Return the running requests; preempt the latest ones if earlier ones lack a block."""
         kept: list[Request] = []
         left = deque(self._running)
         while left:
@@ -283,28 +282,28 @@ STARVING_SECONDS = 10.0
 SPARE_SHARE = 0.1  # of the places
 
 
-class Where(Enum):
-    """Of a job's KV."""
+class KvPlace(Enum):
+    """KvPlace a job's KV is."""
 
-    NEW = auto()  # there is none yet
+    NEW = auto()  # no KV yet
     DEVICE = auto()
-    OUT = auto()  # on its way to the host
+    OUT = auto()  # being copied to the host
     HOST = auto()
     IN = auto()
 
 
-ON_DEVICE = (Where.DEVICE, Where.OUT, Where.IN)
-ON_HOST = (Where.HOST, Where.OUT, Where.IN)
+ON_DEVICE = (KvPlace.DEVICE, KvPlace.OUT, KvPlace.IN)
+ON_HOST = (KvPlace.HOST, KvPlace.OUT, KvPlace.IN)
 
 
 @dataclass(eq=False, slots=True)
 class Job:
     request: Request
     level: int
-    entered: int  # its level, as the so-manieth
+    entered: int  # sequence number of its entry into the level
     last_ran: float
     used_seconds: float = 0.0  # in its level
-    where: Where = Where.NEW
+    where: KvPlace = KvPlace.NEW
 
     @property
     def order(self) -> tuple[int, int]:
@@ -312,29 +311,29 @@ class Job:
 
 
 class FastServeSchedule:
-    """FastServe's schedule: a skip-join multi-level feedback queue, with KV that goes to the host and back.
+    """FastServe's schedule: a skip-join multi-level feedback queue, with KV that swaps to the host and back.
 
-    Nobody knows how long a reply will be. So whoever has had little time goes first (which approximates the
-    shortest remaining time): there are levels with quanta that double, the first of one iteration of a turn
-    that generates alone.
+    The length of a reply is unknown. So a job that has used little time goes first, which approximates the
+    shortest remaining time. The levels have quanta that double; the first is one iteration of a lone
+    generating turn.
 
-        joins      the highest level whose quantum its prompt's iteration fits into (it skips those above, in
-                   which it would only be demoted)
+        joins      the highest level whose quantum fits its prompt's iteration (higher levels are skipped,
+                   since they would only demote it)
         demoted    to the end of the next level, when it has used its level's quantum
         promoted   to the end of the first level, when it has not run for `STARVING_SECONDS`
 
-    Preemption is between iterations.  KV is reserved as Orca's is, for the longest context, in places on the
-    device; whoever loses its place keeps its KV on the host:
+    Preemption is between iterations. Like in Orca, KV is reserved for the longest context, in places on the
+    device. A job that loses its place keeps its KV on the host:
 
         NEW → DEVICE ⇄ (copied OUT, HOST, copied IN)
 
-    Who would run soonest is known from the queue's order. The first of it, as many as there are places but
-    for a few (`SPARE_SHARE`), are `wanted`; a place is kept for each wanted one that has none, and a few for
-    whoever comes (proactive swapping): while too few are free, the last in the order that is not wanted is
-    copied out. Copies take the link, one after another each way, beside iterations; whose KV is being copied
-    does not run, and its place is free when it is out. All others with a place run, wanted or not: nothing is
-    idle while there is work. On the host KV takes what it is long, and who finds no room there loses no
-    place.
+    The queue's order predicts which jobs run next. The first jobs, as many as there are places minus a few
+    (`SPARE_SHARE`), are `wanted`. Places are kept free for wanted jobs without a place, and a few for new
+    arrivals (proactive swapping): while too few are free, the last job in the order that is not wanted is
+    copied out. Copies in each direction take turns on the link, in parallel with iterations. A job does not
+    run while its KV is copied, and its place is free when the copy has ended. All other jobs with a place
+    run, wanted or not, so nothing is idle while there is work. KV on the host takes its actual length. A job
+    for which the host has no room keeps its place.
     """
 
     def __init__(
@@ -354,8 +353,8 @@ class FastServeSchedule:
         self._cost, self._copy_seconds = cost, copy_seconds
         self.quanta = _quanta(cost, context_max)
         self._jobs: dict[Request, Job] = {}
-        self._counts = dict.fromkeys(Where, 0)
-        self._copies: list[tuple[float, Job]] = []  # when they are through
+        self._counts = dict.fromkeys(KvPlace, 0)
+        self._copies: list[tuple[float, Job]] = []  # end of the copy, job
         self._out_free = self._in_free = 0.0
         self._num_entered = 0
         self.num_preemptions = 0
@@ -366,14 +365,14 @@ class FastServeSchedule:
         level = next((n for n in range(last) if self.quanta[n] >= prompt_seconds), last)
         job = Job(request, level, self._next_entry(), request.arrived)
         self._jobs[request] = job
-        self._counts[Where.NEW] += 1
+        self._counts[KvPlace.NEW] += 1
 
     def plan(self, now: float) -> Sequence[Request]:
         self._end_copies(now)
         self._promote(now)
         ordered = sorted(self._jobs.values(), key=lambda job: job.order)
         wanted = ordered[: self.num_places - self._num_spare]
-        lacking = [job for job in wanted if job.where in (Where.NEW, Where.HOST)]
+        lacking = [job for job in wanted if job.where in (KvPlace.NEW, KvPlace.HOST)]
         num_placed = 0
         for job in lacking:
             if not self._num_free:
@@ -382,51 +381,51 @@ class FastServeSchedule:
             num_placed += 1
         if len(ordered) > self.num_places - self._num_spare:
             self._make_room(ordered, set(wanted), len(lacking) - num_placed, now)
-        return [job.request for job in ordered if job.where is Where.DEVICE]
+        return [job.request for job in ordered if job.where is KvPlace.DEVICE]
 
     @property
     def _num_free(self) -> int:
         return self.num_places - sum(self._counts[where] for where in ON_DEVICE)
 
     def _give_place(self, job: Job, now: float) -> None:
-        if job.where is Where.NEW:
-            self._move(job, Where.DEVICE)
+        if job.where is KvPlace.NEW:
+            self._move(job, KvPlace.DEVICE)
             return
         self._in_free = max(now, self._in_free) + self._copy_seconds(job.request.computed)
         self._copies.append((self._in_free, job))
-        self._move(job, Where.IN)
+        self._move(job, KvPlace.IN)
 
     def _make_room(
         self, ordered: Sequence[Job], wanted: set[Job], num_lacking: int, now: float
     ) -> None:
-        """Copies out those that run last, until there is room for who lacks a place and for who comes."""
-        room = self._num_free + self._counts[Where.OUT]
+        """Copy out the jobs that run last, until there is room for waiting jobs and new arrivals."""
+        room = self._num_free + self._counts[KvPlace.OUT]
         needed = max(num_lacking, self._num_spare)
         for job in reversed(ordered):
             if room >= needed or job in wanted:
-                break  # wanted ones are the first: from here on there are only those
+                break  # wanted jobs come first, so only wanted ones are left
             tokens = job.request.computed
-            if job.where is Where.DEVICE and tokens <= self._host_free:
+            if job.where is KvPlace.DEVICE and tokens <= self._host_free:
                 self._host_free -= tokens
                 self._out_free = max(now, self._out_free) + self._copy_seconds(tokens)
                 self._copies.append((self._out_free, job))
-                self._move(job, Where.OUT)
+                self._move(job, KvPlace.OUT)
                 self.num_preemptions += 1
                 room += 1
 
     def _end_copies(self, now: float) -> None:
         for ended, job in self._copies:
-            if ended <= now and job.where is Where.IN:
+            if ended <= now and job.where is KvPlace.IN:
                 self._host_free += job.request.computed
-                self._move(job, Where.DEVICE)
+                self._move(job, KvPlace.DEVICE)
             elif ended <= now:
-                self._move(job, Where.HOST)
+                self._move(job, KvPlace.HOST)
         self._copies = [copy for copy in self._copies if copy[0] > now]
 
     def _promote(self, now: float) -> None:
         for job in self._jobs.values():
             if job.level and now - job.last_ran >= STARVING_SECONDS:
-                job.last_ran = now  # it waits anew
+                job.last_ran = now  # its waiting time begins again
                 self._enter(job, 0)
 
     def ran(self, requests: Sequence[Request], begun: float, ended: float) -> None:
@@ -448,7 +447,7 @@ class FastServeSchedule:
         self._num_entered += 1
         return self._num_entered
 
-    def _move(self, job: Job, where: Where) -> None:
+    def _move(self, job: Job, where: KvPlace) -> None:
         self._counts[job.where] -= 1
         self._counts[where] += 1
         job.where = where
@@ -461,20 +460,21 @@ class FastServeSchedule:
 
     def check(self) -> None:
         places = [job.where for job in self._jobs.values()]
-        assert all(self._counts[where] == places.count(where) for where in Where)
+        assert all(self._counts[where] == places.count(where) for where in KvPlace)
         assert sum(self._counts[where] for where in ON_DEVICE) <= self.num_places
         on_host = sum(job.request.computed for job in self._jobs.values() if job.where in ON_HOST)
         assert self._host_free == self.host_tokens - on_host >= 0
         copied = {job for _, job in self._copies}
         assert all(
-            (job.where in (Where.OUT, Where.IN)) == (job in copied) for job in self._jobs.values()
+            (job.where in (KvPlace.OUT, KvPlace.IN)) == (job in copied)
+            for job in self._jobs.values()
         )
         for request, job in self._jobs.items():
-            assert job.where is not Where.NEW or not request.computed
+            assert job.where is not KvPlace.NEW or not request.computed
 
 
 def _quanta(cost: IterationCost, context_max: int) -> list[float]:
-    """Double until a longest prompt and a longest reply fit into the last, alone."""
+    """Double the quanta until the last one fits a longest prompt and a longest reply alone."""
     quanta = [cost.decode_seconds(1, 1)]
     longest = cost.iteration_seconds([(0, context_max)]) + context_max * quanta[0]
     while quanta[-1] < longest:

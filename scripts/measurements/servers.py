@@ -1,18 +1,18 @@
 """Simulate one load through the daemon's own engine, and through the schedules of other servers.
 
-The load is single requests that come at random (the first rounds of conversations), as in the evaluation of
-FluidInfer, whose figures these are in shape: the normalized latency over the rate (the mean over requests of
-the time from arrival to end, over the tokens of the reply), and the latency bound (the longest time between
-two tokens of one reply).  All requests are served to their end and counted.
+The load is single requests that arrive at random (the first rounds of conversations), as in the evaluation of
+FluidInfer. So are the figures: the normalized latency over the rate (the mean over requests of the time from
+arrival to end, over the tokens of the reply), and the latency bound (the longest time between two tokens of
+one reply). All requests are served to their end and counted.
 
-    resident    the daemon's own scheduler, all running turns on the device
-    streamed    the same, which streams turns that the device has no room for (core/streaming.py)
+    resident    the daemon's own scheduler, with all running turns on the device
+    streamed    the same, and turns that the device has no room for are streamed (core/streaming.py)
     vllm        paged KV, prompts first, preemption by recomputing
     orca        KV reserved for the longest context, first come first served
     fastserve   a multi-level feedback queue; KV reserved, and swapped
 
-They have the same costs, clock and tiers, and the same limit on how many run at once.  The daemon's is told
-to forget a conversation when its turn has ended, so that it has no cache that the others lack.
+They have the same costs, clock, tiers and limit on concurrent requests. The daemon's scheduler forgets a
+conversation when its turn has ended, so it has no cache that the others lack.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from scripts.measurements.schedules import (
 )
 
 WORKLOAD = "first-rounds"
-BATCH_TOKENS_MAX = 2048  # of an iteration
-PROMPT_SECONDS = 0.05  # a daemon's default
-PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of it
-MEAN_CONTEXT = 465  # of a running request, over time: long replies take more of it
+BATCH_TOKENS_MAX = 2048  # per iteration
+PROMPT_SECONDS = 0.05  # the daemon's default
+PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of the workload
+MEAN_CONTEXT = 465  # of a running request, over time: long replies take more time
 OURS = ("resident", "streamed")
-STAGING_SHARE = 0.1  # of the device tier, that the arenas take of its memory
+STAGING_SHARE = 0.1  # memory of the staging arenas, relative to the device tier
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
-FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # of the rate that memory carries
-LIMIT_FACTOR = 1.5  # of an iteration of as many as the device holds
-REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # of a run, where nobody says
+FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # of the rate that fills the memory
+LIMIT_FACTOR = 1.5  # of an iteration of all turns that the device holds
+REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # per run, by default
 
 
 @dataclass(frozen=True)
 class ServingSetting:
-    """What all systems have."""
+    """The costs, memory and limits that all systems share."""
 
     cost: CostModel
     device_tokens: int
@@ -68,37 +68,37 @@ class ServingSetting:
 
     @property
     def unloaded_seconds(self) -> float:
-        """The normalized latency of a mean request that is alone."""
+        """Return the normalized latency of a lone average request."""
         prompt = self.cost.iteration_seconds([(0, PROMPT_TOKENS)])
         decode = self.cost.decode_seconds(1, MEAN_CONTEXT)
         return prompt / OUTPUT_TOKENS + decode
 
     @property
     def turns_held(self) -> int:
-        """How many requests the device holds, with contexts of the mean length."""
+        """Return how many requests of average context the device holds."""
         return max(min(self.device_tokens // MEAN_CONTEXT, self.turns_max), 1)
 
     @property
     def num_requests(self) -> int:
-        """Of a run, so that the device is filled several times, as far as that takes not too long.
+        """Return the requests of a run: enough to fill the device several times, in acceptable time.
 
-        In a shorter one a queue cannot become long, and every rate seems to be carried.
+        In a shorter run no queue can become long, and every rate seems to be carried.
         """
         return min(max(10 * self.turns_held, REQUESTS_MIN), REQUESTS_MAX)
 
     @property
     def limit_seconds(self) -> float:
-        """A normalized latency at which memory is full and not much waits."""
+        """Return a normalized latency at which the memory is full and few requests wait."""
         return LIMIT_FACTOR * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
 
     @property
     def rate_held(self) -> float:
-        """Requests a second that it carries with so many, were they all mean ones."""
+        """Return the rate in requests/s at which `turns_held` average requests run."""
         decodes = OUTPUT_TOKENS * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
         return 1 / (decodes / self.turns_held + self.cost.piece_seconds(0, PROMPT_TOKENS))
 
     def rates(self) -> list[float]:
-        """Some around it."""
+        """Return rates around `rate_held`."""
         return [float(f"{factor * self.rate_held:.2g}") for factor in FACTORS]
 
 
@@ -111,14 +111,14 @@ def counts_of(
     setting: ServingSetting,
     arrivals: Iterator[Arrival],
 ) -> SimulationFigures:
-    """The figures of one system under that load."""
+    """Return the figures of one system under this load."""
     if system in OURS:
         return _ours(setting, system == "streamed").run(arrivals)
     return ScheduleRun(_schedule(system, setting), setting.cost).finish(arrivals)
 
 
 def _ours(setting: ServingSetting, streams: bool) -> Simulator:
-    """The daemon's own."""
+    """Return a simulator of the daemon's own scheduler."""
     cost, device_pages, staging_pages = setting.cost, setting.device_tokens // CHUNK_TOKENS, 0
     if streams:
         device_pages = int(device_pages / (1 + STAGING_SHARE))
@@ -133,7 +133,7 @@ def _ours(setting: ServingSetting, streams: bool) -> Simulator:
         cost=cost.computing,
         stream="auto" if streams else "off",
         copy_seconds=cost.copy_seconds(CHUNK_TOKENS),
-        group_seconds=0.0,  # simulated groups take none
+        group_seconds=0.0,  # simulated groups take no time
     )
     return Simulator(
         cost,
@@ -158,9 +158,9 @@ def _schedule(system: str, setting: ServingSetting) -> Schedule:
 
 
 def sustained(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """The highest rate whose latency is at most the limit, of (rate, latency) by rate.
+    """Return the highest rate with a latency of at most the limit; `points` are (rate, latency) by rate.
 
-    On the straight line between two; 0: no rate's is, inf: every rate's is.
+    Interpolates between two rates. 0: no rate meets the limit; inf: all rates do.
     """
     if points[0][1] > limit:
         return 0.0
@@ -173,13 +173,11 @@ def sustained(points: Sequence[tuple[float, float]], limit: float) -> float:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure servers", description=__doc__)
     add_machine(parser)
-    parser.add_argument(
-        "--rate", type=float, action="append", help="requests a second (default: some)"
-    )
+    parser.add_argument("--rate", type=float, action="append", help="requests/s (default: several)")
     parser.add_argument("--seeds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--requests", type=int, help="of each run")
+    parser.add_argument("--requests", type=int, help="per run")
     parser.add_argument(
-        "--link", type=float, help="GB/s of all links between devices and host, each way"
+        "--link", type=float, help="GB/s of all links between devices and host, in each direction"
     )
     arguments = parser.parse_args(given)
     machine = machine_of(arguments)
@@ -194,7 +192,7 @@ def main(given: Sequence[str] | None = None) -> None:
     limit = 1000 * setting.limit_seconds
     print(
         f"{cost.source}; link {cost.link_bytes_per_second / 1e9:.0f} GB/s; {setting.device_tokens:,} tokens "
-        f"of KV on the device; {num_requests:,} requests a run; alone, a request takes "
+        f"of KV on the device; {num_requests:,} requests per run; alone, a request takes "
         f"{1000 * setting.unloaded_seconds:.1f} ms/token; the device holds {setting.turns_held} at once"
     )
     rows: dict[tuple[str, float], list[Figures]] = {}  # by seed
@@ -210,7 +208,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 class Figures(NamedTuple):
-    normalized: float  # ms a token
+    normalized: float  # ms per token
     bound: float  # ms, the longest time between two tokens of a reply
     tokens_per_second: float
 
@@ -224,7 +222,7 @@ def figures_of(counts: SimulationFigures) -> Figures:
 
 
 def tables(rows: dict[tuple[str, float], list[Figures]], limit: float) -> Iterator[str]:
-    """Medians over the seeds, with the least and the most."""
+    """Yield tables of the medians over the seeds, with the least and the most."""
     systems, rates = (list(dict.fromkeys(each)) for each in zip(*rows, strict=True))
     for index, title in enumerate(
         ("normalized latency, ms/token", "latency bound, ms", "tokens/s")

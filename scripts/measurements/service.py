@@ -1,12 +1,12 @@
-"""Measure how many tokens the service itself delivers, or what a turn costs it.
+"""Measure how many tokens the service itself delivers, or how much CPU time a turn takes.
 
-A real `pensieve serve` on one core, with arithmetic instead of a model; engine and clients have the other
-cores. Every stream is one conversation with one long turn. Tokens that arrive at the clients are counted,
-from the first to the last, and the gaps between the messages of a stream.
+A real `pensieve serve` runs on one core, with arithmetic instead of a model. The engine and the clients have
+the other cores. Every stream is one conversation with one long turn. The measurement counts the tokens that
+arrive at the clients, from the first to the last, and the gaps between the messages of a stream.
 
-With --history the same short turns are run in conversations with histories of several lengths. The engine
-knows the tokens of a conversation while it holds KV of it, so what the service spends on a turn should not
-depend on the length.
+With --history the same short turns run in conversations with histories of several lengths. The engine knows
+the tokens of a conversation while it holds its KV, so the service's time per turn should not depend on the
+length.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.v1 import conversation_pb2 as pb
 from scripts.measurements.processes import counts, cpu_seconds, pinned
 
-PIECE_WORDS = 4000  # of a message that fills a history
+PIECE_WORDS = 4000  # of the messages that fill a history
 TURN_TOKENS = 4
-ROUNDS = 5  # in each of which every conversation gets its share of the turns
+ROUNDS = 5  # each conversation gets its share of the turns in each round
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -37,11 +37,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--streams", type=int, default=256, help="turns that run at once (default: 256)"
     )
+    parser.add_argument("--tokens", type=int, default=400, help="per reply; with --history: turns")
     parser.add_argument(
-        "--tokens", type=int, default=400, help="of each reply; with --history: turns"
-    )
-    parser.add_argument(
-        "--iteration-seconds", type=float, default=0.0, help="for a token of each turn"
+        "--iteration-seconds", type=float, default=0.0, help="time of an iteration (default: 0)"
     )
     parser.add_argument("--history", type=counts, metavar="N,N,…", help="tokens of conversations")
     arguments = parser.parse_args(given)
@@ -114,12 +112,12 @@ async def delivered(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> D
         seconds = time.perf_counter() - first
         cpu = cpu_seconds(daemon.pid) - cpu
     if not gaps:
-        raise InvalidArgument("tokens", "are so few that each stream was one message")
+        raise InvalidArgument("tokens", "too few: each stream was one message")
     return Delivered(counted, num_messages, seconds, gaps, cpu)
 
 
 class TurnCost(NamedTuple):
-    """Of one turn, the median over the rounds."""
+    """The cost of one turn, as the median over the rounds."""
 
     history_tokens: int
     service_cpu_seconds: float
@@ -137,9 +135,7 @@ def turn_costs(daemon: BenchDaemon, histories: Sequence[int], num_turns: int) ->
                 cpu = cpu_seconds(daemon.pid)
                 firsts = [_turn(talk) for _ in range(each)]
                 found.append(((cpu_seconds(daemon.pid) - cpu) / each, statistics.median(firsts)))
-                talk.rewind(
-                    state.revision
-                )  # so that turns neither lengthen it nor fill the context
+                talk.rewind(state.revision)  # so that turns do not lengthen the history
     return [
         TurnCost(
             state.num_tokens, *(statistics.median(column) for column in zip(*found, strict=True))
@@ -149,7 +145,7 @@ def turn_costs(daemon: BenchDaemon, histories: Sequence[int], num_turns: int) ->
 
 
 def _filled(client: Client, num_tokens: int) -> Conversation:
-    """A conversation with at least so many tokens, the last of which the engine has KV for."""
+    """Return a conversation with at least `num_tokens` tokens, whose KV the engine holds."""
     talk = client.conversation(f"history-{num_tokens}")
     talk.ask("Good morning.", max_tokens=TURN_TOKENS)
     while (missing := num_tokens - (before := talk.get().num_tokens)) > 0:

@@ -1,10 +1,10 @@
 """Measure attention over pages that slices share.
 
-Each row is one shape: slices of one query each, whose contexts begin with the same pages and go on with their
-own. The attention is computed twice: the shared pages are read once for the rows of many slices, or each
-slice reads all of its pages. Both must be equal to the last bit; nothing is timed before. They run by turns,
-on several copies of the inputs, and the ratio is the median of the pairs' ratios. Where nothing is shared,
-LAYERS times the same attention are timed with the search for shared pages before them and without, as in an
+Each row is one shape: slices of one query each, whose contexts begin with the same pages and continue with
+their own. The attention is computed twice: with the shared pages read once for many slices, and with all
+pages read by each slice. Before anything is timed, both results must be equal to the last bit. The two
+alternate, on several copies of the inputs, and the ratio is the median of the pairs' ratios. Without shared
+pages, LAYERS attentions are timed with and without the search for shared pages before them, as in an
 iteration.
 """
 
@@ -52,8 +52,8 @@ class Times(NamedTuple):
     seconds: float
     alone_seconds: float
     ratio: float
-    unshared_ratio: float  # where nothing is shared: the search and LAYERS layers, over the layers
-    search_seconds: float  # once for an iteration's layers
+    unshared_ratio: float  # without shared pages: the search and LAYERS layers, over the layers
+    search_seconds: float  # once for all layers of an iteration
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -63,7 +63,9 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="for each median (default: 9)")
     arguments = parser.parse_args(given)
     if arguments.shared < SHARED_MIN * SLOTS:
-        parser.error(f"--shared is at least {SHARED_MIN * SLOTS}: less is not looked for")
+        parser.error(
+            f"--shared must be at least {SHARED_MIN * SLOTS}: fewer tokens are never shared"
+        )
     print(machine())
     for dtype, (heads, kv_heads), size in product(("bfloat16", "float32"), HEADS, (64, 128)):
         shape = Shape(arguments.batch, arguments.shared, OWN, heads, kv_heads, size, dtype)

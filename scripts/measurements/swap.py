@@ -1,9 +1,8 @@
-"""Measure what it costs that a history is not on the device.
+"""Measure the time to the first token when a history is not on the device.
 
-The same message is sent to a conversation with a history of `--history` tokens, again and again, with its KV
-on the device, in the host tier, and dropped, and the time to the first token is compared. In between the
-conversation is rewound, so that every time is that of the same turn. Its reply must be the same, and its
-usage must say that its KV was in that tier.
+The same message is sent repeatedly to a conversation with a history of `--history` tokens: with its KV on the
+device, in the host tier, and dropped. The conversation is rewound in between, so that all times are of the
+same turn. Its reply must always be the same, and its usage must report the right tier.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from pensieve.client.admin import Admin
 from pensieve.client.client import Client
 from pensieve.errors import PensieveError
 
-DEFAULT_MODEL = "0.37B"  # random weights of that shape
-TIERS = ("device", "host", "dropped")  # where the history's KV is; the last is none
-EVICT_SECONDS = 10.0  # for a history to leave the device
+DEFAULT_MODEL = "0.37B"  # random weights of this shape
+TIERS = ("device", "host", "dropped")  # where the history's KV is; dropped: nowhere
+EVICT_SECONDS = 10.0  # limit for a history to leave the device
 REPLY_TOKENS = 4
 MESSAGE_TOKENS = 64
 
@@ -79,7 +78,7 @@ def first_tokens(folder: Path, history: int, repeats: int) -> dict[str, list[flo
                     temperature=0.0,
                 )
                 next(iter(stream))
-                if number:  # the first time is for warming up
+                if number:  # the first time is a warm-up
                     times[tier].append(time.perf_counter() - began)
                 replies.add(stream.reply.token_ids)
                 usage = stream.reply.usage

@@ -1,10 +1,10 @@
-"""Published figures computed again by simulation: what scripts/reproduce_figures runs.
+"""Published figures computed again by simulation, for scripts/reproduce_figures.
 
-scenario         a system under a load of drawn conversations
+scenario         a system under a load of random conversations
 equal_latency    the load at which a system's P90 latency reaches a limit
-study            what all figures share: models, memory, seeds, and every simulation that was run
+study            models, memory, seeds and simulations that all figures share
 pensieve_paper   figures 3.12 to 3.16 and 3.18 of the Pensieve paper
 sarathi_paper    table 4 of the Sarathi-Serve paper
-sarathi_capacity figures 9 to 11 of it; pipeline: a model in stages
+sarathi_capacity its figures 9 to 11; pipeline: a model in stages
 tables           figures as Markdown and as JSON
 """

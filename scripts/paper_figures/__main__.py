@@ -1,8 +1,8 @@
-"""The command behind scripts/reproduce_figures: published figures by simulation, beside what was published.
+"""Compute published figures by simulation, and compare them with the papers (scripts/reproduce_figures).
 
-Into a folder go all figures as one sheet, and as a table: `figures.md` for people, `figures.json` with
-the curves.  Nothing here is measured on a GPU: the scheduler and the cache are the daemon's, and time is what
-pensieve/sim/cost.py says.
+A folder gets all figures as one sheet and as tables: `figures.md` for people, and `figures.json` with the
+curves. Nothing is measured on a GPU: the scheduler and the cache are the daemon's, and times come from
+pensieve/sim/cost.py.
 """
 
 from __future__ import annotations
@@ -51,36 +51,36 @@ FIGURES: dict[str, Callable[[Study], Iterator[Line]]] = {
 def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="scripts/reproduce_figures",
-        description="Computes figures of the Pensieve, Sarathi-Serve and Baton papers by simulation: plots, "
-        "and a table with the paper's number beside ours, over several seeds. All figures take about an hour "
-        "of an idle core, one of them one to seven minutes; the folder is written after each figure.",
+        description="Compute figures of the Pensieve, Sarathi-Serve and Baton papers by simulation: plots, "
+        "and a table with the paper's numbers and ours, over several seeds. All figures take about an hour "
+        "of an idle core, each of them one to seven minutes. The folder is written after each figure.",
     )
     command.add_argument(
-        "folder", nargs="?", type=Path, default=FOLDER, help=f"written there (default: {FOLDER})"
+        "folder", nargs="?", type=Path, default=FOLDER, help=f"output folder (default: {FOLDER})"
     )
     command.add_argument(
         "--figure",
         action="append",
         choices=list(FIGURES),
-        help="only this one; may be given several times (default: all)",
+        help="only this figure; may be repeated (default: all)",
     )
     command.add_argument(
         "--seeds",
         type=int,
         metavar="N",
-        help=f"each figure is computed so many times, with other conversations (default: {Extent().seeds})",
+        help=f"number of runs per figure, with different conversations (default: {Extent().seeds})",
     )
     command.add_argument(
         "--seconds",
         type=float,
         metavar="N",
-        help="so long a time counts of each simulation (default: "
+        help="measured time of each simulation (default: "
         f"{Extent().seconds:g}, or {Extent().grouped_seconds:g} for models whose query heads share KV)",
     )
     command.add_argument(
         "--quick",
         action="store_true",
-        help="seconds: every row, of one seed and from too short a time to mean anything",
+        help="run for seconds only: every row, with one seed and too little time to be meaningful",
     )
     command.add_argument(
         "--svg", action="store_true", help="draw figures.svg (default: figures.png)"
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
             lines.append(line)
             paper = f"the paper: {line.paper}" if line.paper else "no number in the paper's text"
             progress(f"{line.figure}, {line.what}: {line.shown} ({paper})")
-        _write(arguments, lines, study)  # what is known, even if the rest is interrupted
+        _write(arguments, lines, study)  # keeps the results if a later figure is interrupted
     shown = arguments.folder / ("figures.json" if arguments.json else "figures.md")
     print(shown.read_text(encoding="utf-8"), end="")
     return 0
@@ -129,18 +129,18 @@ def _extent(arguments: argparse.Namespace) -> Extent:
     extent = QUICK if arguments.quick else Extent()
     if arguments.seeds is not None:
         if arguments.seeds < 1:
-            raise ConfigError("--seeds is 1 or more")
+            raise ConfigError("--seeds must be 1 or more")
         extent = replace(extent, seeds=arguments.seeds)
     if arguments.seconds is not None:
         if arguments.seconds <= 0:
-            raise ConfigError("--seconds is above 0")
+            raise ConfigError("--seconds must be above 0")
         seconds = arguments.seconds
         extent = replace(extent, seconds=seconds, grouped_seconds=seconds)
     return extent
 
 
 def sheet(study: Study, quick: bool) -> Sheet:
-    """Every figure, as a panel."""
+    """Draw every figure as a panel of one sheet."""
     seeds = study.extent.seeds
     lines = "first seed" if seeds == 1 else f"first of {seeds} seeds, the others thin"
     facts = [

@@ -1,22 +1,21 @@
-"""Tables 1 and 2 of the Baton paper: all queries are there at first; how long until the last reply has ended?
+"""Tables 1 and 2 of the Baton paper: given all queries at the start, when has the last reply ended?
 
-    static          a batch is composed once, padded to its longest prompt, and runs until its longest reply
-                    has ended (the paper's "Benchmark")
-    static, ahead   the same, with prompts computed ahead in groups of like length ("PD")
-    whole prompts   who has ended leaves the batch and the next comes in; its prompt is computed whole, while
+    static          compose a batch once, pad it to its longest prompt, and run it until its longest reply has
+                    ended (the paper's "Benchmark")
+    static, ahead   the same, with prompts computed ahead in groups of similar length ("PD")
+    whole prompts   replace each ended query of the batch by the next one; its prompt is computed whole while
                     the others wait (the paper's "Baton", "equivalent to Orca")
-    ours            the scheduler as it is, prompts in pieces beside the replies, with as many turns; compared
-                    with the paper's "Baton-PD", which computes prompts before there is a place
+    ours            the scheduler as it is: prompts in pieces, together with the replies, and as many turns;
+                    compared with the paper's "Baton-PD", which computes prompts before there is a place
     ours, elastic   as many turns as memory has room for
 
-Llama-2-7B on an RTX A6000 (table 1) and on an RTX 4090 (table 2), by data sheets like all else here.  The
-paper ran transformers, whose steps take longer than what the weights allow: so ratios are compared, not
-seconds.  Lengths are drawn uniformly: 3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen
-to 400", 24 to 200 for the second set; 1.3 tokens a word.
+Llama-2-7B on an RTX A6000 (table 1) and on an RTX 4090 (table 2), by data sheets. The paper ran transformers,
+whose steps take longer than the weights require, so ratios are compared, not seconds. Lengths are uniform:
+3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen to 400", 24 to 200 for the second set; 1.3
+tokens per word.
 
-**Idle computation** is what is computed for a slot that has ended, or for padding, of all positions that
-are computed.  The scheduler has none, by construction; the share of the static batches is what its
-simulation pads.
+**Idle computation** is the share of computed positions that belong to ended queries or to padding. The
+scheduler has none by construction. The share of the static batches is what the simulation pads.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Static(NamedTuple):
 
 
 def first_set(seed: int, times: int, count: int = 120) -> list[Query]:
-    """Long prompts, long replies, and neither, as 1 : 1 : 2; all lengths so many times as long."""
+    """Draw long prompts, long replies, and neither, as 1 : 1 : 2; all lengths are multiplied by `times`."""
     drawn = random.Random(seed)
 
     def length(is_long: bool) -> int:
@@ -83,7 +82,7 @@ def second_set(seed: int, count: int = 30) -> list[Query]:
 
 
 def static(cost: CostModel, queries: Sequence[Query], batch: int, ahead: bool) -> Static:
-    """Batches in the order of the queries; a slot is free when its whole batch has ended."""
+    """Run batches in the order of the queries; a slot is free when its whole batch has ended."""
     seconds, computed, needed = 0.0, 0, sum(sum(each) for each in queries)
     groups = sorted(queries) if ahead else list(queries)
     for first in range(0, len(groups), batch):
@@ -108,7 +107,7 @@ def simulated(
     scheduler: SchedulerConfig,
     phases: str,
 ) -> float:
-    """Seconds until the last reply has ended, by the daemon's scheduler."""
+    """Return the seconds until the last reply has ended with the daemon's scheduler."""
     simulator = Simulator(
         cost,
         policy_named("lru", cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS),
@@ -132,7 +131,7 @@ def tables_1_and_2(study: Study) -> Iterator[Line]:
 def table(
     study: Study, name: str, hardware: HardwarePreset, published: Mapping[int, tuple[float, ...]]
 ) -> Iterator[Line]:
-    """How many times as fast as static batches, by the size of a batch."""
+    """Yield the speed over static batches, by batch size."""
     cost, tokens = CostModel.of(MODEL, hardware), device_tokens_of(MODEL, hardware)
     for batch, seconds in published.items():
         study.progress(f"{name}, batches of {batch}")

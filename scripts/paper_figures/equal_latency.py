@@ -1,16 +1,16 @@
-"""The load at which a system's P90 latency reaches a limit, and how well it is known.
+"""Find the load at which a system's P90 latency reaches a limit.
 
-The papers compare throughputs at equal latency, so each system needs the rate of conversations at which the
-P90 of its normalized latency (a turn's seconds over its output tokens) reaches the limit.  The P90 does not
-only rise with the rate: near the limit it may exceed it, fall below it again and exceed it once more.  Then
-"the load at the limit" depends on where a search starts.  This search does not:
+The papers compare throughputs at equal latency. So each system needs the rate of conversations at which the
+P90 of its normalized latency (a turn's seconds over its output tokens) reaches the limit. Near the limit the
+P90 may cross it several times as the rate rises, and the result of a usual search depends on where it starts.
+This search does not:
 
 1. Rates lie on one grid, the powers of `GRID_RATIO`, the same for all systems and seeds.
-2. The grid is scanned from `CONFIRMING` rates in a row within the limit up to `CONFIRMING` rates in a row
+2. The grid is scanned from `CONFIRMING` consecutive rates within the limit to `CONFIRMING` consecutive rates
    beyond it.
-3. What is reported is the first upward crossing: halved a few times, and interpolated in what is left of it.
-4. `num_upward` counts the upward crossings among the scanned rates, and `last_bracket` is the highest, so
-   that a report can say where the limit is crossed more than once.
+3. The result is the first upward crossing, halved a few times and then interpolated.
+4. `num_upward` counts the upward crossings among the scanned rates, and `last_bracket` is the highest one, so
+   that a report can mention several crossings.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any, NamedTuple
 
 GRID_RATIO = 1.25
 CONFIRMING = 3
-BEGIN = 0.7  # of the guess: where the scan begins
+BEGIN = 0.7  # of the guess: the first scanned rate
 SCANNED_MAX = 40  # rates of the grid
 
 Row = dict[str, Any]
 
 
 class Crossing(NamedTuple):
-    """Where a system's P90 reaches the limit for the first time, seen from below."""
+    """The lowest rate at which a system's P90 crosses the limit."""
 
     rate: float  # conversations per second
     tokens_per_second: float
-    row: Row  # the figures at the highest rate before it
-    bracket: tuple[float, float]  # the rates on the grid between which it lies
-    last_bracket: tuple[float, float]  # the same of the highest upward crossing
+    row: Row  # the figures at the highest rate before the crossing
+    bracket: tuple[float, float]  # the grid rates around the crossing
+    last_bracket: tuple[float, float]  # the grid rates around the highest upward crossing
     num_upward: int  # upward crossings among the scanned rates
     reached: bool  # False: the limit is beyond the scanned rates, and this is the nearest of them
 
@@ -47,7 +47,7 @@ def first_crossing(
     halvings: int = 2,
     scanned_max: int = SCANNED_MAX,
 ) -> Crossing:
-    """`guess` says where the scan begins, and hardly what it finds."""
+    """Return the first crossing. `guess` sets where the scan begins and hardly affects the result."""
     rows: dict[float, Row] = {}
 
     def p90(rate: float) -> float:
@@ -67,7 +67,7 @@ def first_crossing(
     for _ in range(halvings):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if p90(middle) <= limit_ms else (low, middle)
-    share = 0.0  # between a rate that is served and one at which no turn ends there is nothing
+    share = 0.0  # do not interpolate towards a rate at which no turn ends
     if math.isfinite(p90(high)) and p90(low) > 0:
         share = math.log(limit_ms / p90(low)) / math.log(p90(high) / p90(low))
 
@@ -87,7 +87,7 @@ def first_crossing(
 
 
 def _scan(within: Callable[[float], bool], guess: float, scanned_max: int) -> list[float]:
-    """The rates of the grid that were looked at, in order."""
+    """Return the grid rates that were tried, in order."""
     least = most = math.floor(math.log(BEGIN * guess) / math.log(GRID_RATIO))
     below: list[bool] = [within(GRID_RATIO**least)]
     while len(below) < scanned_max:

@@ -1,14 +1,14 @@
 """Figures 3.12 to 3.16 and 3.18 of the Pensieve paper (Yu, 2024).
 
-Conversations like ShareGPT's, models of the paper's table 3.1.  What is compared is one engine with itself
-under options that `pensieve simulate` has as well:
+The conversations are like those of ShareGPT, and the models are those of the paper's table 3.1. One engine is
+compared with itself under options that `pensieve simulate` also has:
 
     Pensieve      the scheduler as it is, policy `value`
     GPU cache     no host tier
     stateless     each turn computes its history again, in the same batches
     vLLM-like     stateless, whole prompts in passes of their own
     old kernel    either, with attention that reads a group's keys and values once per query head
-    half memory   either, with memory read at half the rate, computing as before
+    half memory   either, with half the memory bandwidth and the same compute rate
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pensieve.sim.cost import MODELS, CostModel, ModelPreset
 from scripts.paper_figures.scenario import Scenario
 from scripts.paper_figures.study import P90, THROUGHPUT, Line, Panel, Spread, Study, ratio
 
-VLLM_TOKENS = 16_384  # of prompts in a pass: the longest context
+VLLM_TOKENS = 16_384  # prompt tokens per pass: the longest context
 Options = dict[str, Any]
 VLLM: Options = {"stateless": True, "phases": "separate", "token_budget": VLLM_TOKENS}
 SYSTEMS: dict[str, Options] = {
@@ -40,9 +40,9 @@ class Gain:
     figure: str
     model: str
     num_gpus: int
-    guesses: tuple[float, float, float, float]  # by system: about the rate at the limit
+    guesses: tuple[float, float, float, float]  # approximate rate at the limit, by system
     paper: str
-    lower_latency: str = ""  # of GPU cache below vLLM-like, in the paper
+    lower_latency: str = ""  # of GPU cache relative to vLLM-like, in the paper
 
 
 GAINS = {
@@ -57,7 +57,7 @@ GAINS = {
 
 
 def gains(study: Study, figure: str) -> Iterator[Line]:
-    """Throughput over each of the other systems at equal latency."""
+    """Yield the throughput over each of the other systems at equal latency."""
     gain = GAINS[figure]
     model = gain.model
     systems = {
@@ -110,7 +110,7 @@ def _changed(
     guesses: tuple[float, float],
     what: str,
 ) -> Line:
-    """Pensieve over vLLM-like, both on a machine that differs from the assumed one."""
+    """Compare Pensieve with vLLM-like on a machine that differs from the assumed one."""
     named = {f"{name} ({label})": scenario for name, scenario in systems.items()}
     ours, theirs = (
         study.throughputs(f"figure {gain.figure}, {gain.model}, {name}", scenario, guess)
@@ -121,14 +121,14 @@ def _changed(
 
 
 def _old_kernel(scenario: Scenario, model: ModelPreset) -> Scenario:
-    """Attention as it was in 2023: a group's query heads read their keys and values each for itself."""
+    """Return a scenario with the attention of 2023: each query head reads its keys and values separately."""
     cost = scenario.cost
     slower = cost.attention_seconds_per_key * model.heads / model.kv_heads
     return replace(scenario, cost=replace(cost, attention_seconds_per_key=slower))
 
 
 def _half_memory(scenario: Scenario) -> Scenario:
-    """Reading weights and KV takes twice as long; computing does not."""
+    """Return a scenario in which reading weights and KV takes twice as long, and computing does not."""
     cost = scenario.cost
     slower: CostModel = replace(
         cost,
@@ -139,7 +139,7 @@ def _half_memory(scenario: Scenario) -> Scenario:
 
 
 def _note_history(study: Study, figure: str, systems: dict[str, Scenario]) -> None:
-    """What the runs at the limit computed again: that is what the systems differ in."""
+    """Note how much history each system recomputed at the limit, which explains their difference."""
     found = []
     for name in ("Pensieve", "GPU cache", "vLLM-like"):
         rows = [each.row for each in study.at_limit(name, systems[name], 1.0)]
@@ -155,7 +155,7 @@ def _note_history(study: Study, figure: str, systems: dict[str, Scenario]) -> No
 
 
 def policies(study: Study) -> Iterator[Line]:
-    """Figure 3.14: the same load under LRU, under cost over idle time, and under learned returns."""
+    """Figure 3.14: compare LRU, cost over idle time, and learned returns under the same load."""
     gain = GAINS["3.12a"]
     scenario = study.scenario(gain.model)
     crossings = study.at_limit("figure 3.14, the load", scenario, gain.guesses[0])
@@ -237,7 +237,7 @@ def _single(values: list[float], form: str) -> str:
 
 
 def long_conversations(study: Study) -> Iterator[Line]:
-    """Figure 3.15: only conversations of five turns and more."""
+    """Figure 3.15: compare under conversations of five turns and more."""
     for figure, model, guesses, paper in (
         ("3.15a", "opt-13b", (0.5, 0.3), "1.3 x"),
         ("3.15b", "llama2-13b-gqa", (1.8, 0.6), "1.7 x"),
@@ -246,7 +246,7 @@ def long_conversations(study: Study) -> Iterator[Line]:
             name: study.scenario(
                 model,
                 turns_min=5,
-                seconds=2 * study.seconds_of(model),  # there are fewer such conversations
+                seconds=2 * study.seconds_of(model),  # such conversations are rarer
                 **SYSTEMS[name],
             )
             for name in ("Pensieve", "vLLM-like")
@@ -262,7 +262,7 @@ def long_conversations(study: Study) -> Iterator[Line]:
 
 
 def reactions(study: Study) -> Iterator[Line]:
-    """Figure 3.16: the time between a reply and the next message."""
+    """Figure 3.16: vary the time between a reply and the next message."""
     gain = GAINS["3.12b"]
     model = gain.model
     vllm = study.scenario(model, **VLLM)
@@ -285,7 +285,7 @@ def reactions(study: Study) -> Iterator[Line]:
 
 
 def phases(study: Study) -> Iterator[Line]:
-    """Figure 3.18: prompts beside the turns that generate, or in passes of their own."""
+    """Figure 3.18: run prompts together with the generating turns, or in passes of their own."""
     gain = GAINS["3.12b"]
     model = gain.model
     systems = {

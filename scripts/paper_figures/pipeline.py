@@ -1,21 +1,21 @@
-"""A model in pipeline stages, served by one of our engines, or by one for each batch that is in flight.
+"""Simulate a model in pipeline stages, with one engine or with one engine for each batch in flight.
 
-With P stages, P batches are in flight, each in another stage.  No turn's next token can be computed before
-the last one has been through all stages, so a turn is in one of these batches and no other.
+With P stages, P batches are in flight, each in another stage. The next token of a turn cannot be computed
+before the last one has left all stages, so a turn is in only one of these batches.
 
-**One engine** has P iterations in flight, as the daemon's with `--pipeline-stages` (core/pipeline_stages.py).
+**One engine** has P iterations in flight, like the daemon with `--pipeline-stages` (core/pipeline_stages.py).
 
-**P engines** have a batch each: each has its scheduler and its part of the memory for KV, and every new
-request goes to the next one (vLLM calls them virtual engines).  What they share is the stages.
+**P engines** have one batch each. Each has its scheduler and its part of the memory for KV, and new requests
+go to the engines in turn (vLLM calls them virtual engines). They share the stages.
 
-An iteration goes through the stages in their order, and waits for each until it is free:
+An iteration goes through the stages in order, and waits for each until it is free:
 
     begins in stage i  =  max(ends in stage i - 1, the stage's last iteration ended)
 
-So when iterations of different lengths alternate, a stage stands idle behind the longer one: a bubble.  With
-an engine for each batch that of another engine is the only one that it can meet, and stages are taken in the
-order in which iterations are launched, since the engine whose clock is furthest behind always steps first.
-What stages send to one another takes no time.
+So when iterations of different lengths alternate, a stage is idle behind the longer one: a bubble. Stages are
+taken in the order in which iterations are launched, because the engine whose clock is furthest behind always
+steps first. So with one engine per batch, an iteration waits only for the iterations of the other engines.
+Communication between stages takes no time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.measurements.replica import Admitted, Replica, Window, row_of
 
 
 def stage_of(cost: CostModel, num_stages: int) -> CostModel:
-    """The cost of one stage, where `cost` is that of all layers on the devices of one stage."""
+    """Return the cost of one stage; `cost` is that of all layers on the devices of one stage."""
     return replace(
         cost,
         dense_seconds_per_token=cost.dense_seconds_per_token / num_stages,
@@ -45,13 +45,13 @@ def stage_of(cost: CostModel, num_stages: int) -> CostModel:
 
 
 class Stages:
-    """When each stage will be free."""
+    """When each stage becomes free."""
 
     def __init__(self, num_stages: int) -> None:
         self._free = [0.0] * num_stages
 
     def pass_through(self, now: float, seconds: float) -> float:
-        """When an iteration that is launched now, and takes so long in each stage, leaves the last one."""
+        """Launch an iteration that takes `seconds` in each stage; return when it leaves the last one."""
         at = now
         for index, free in enumerate(self._free):
             at = self._free[index] = max(at, free) + seconds
@@ -59,7 +59,7 @@ class Stages:
 
 
 class StagedExecutor(ModelledExecutor):
-    """Iterations of one engine, `depth` of them in flight, in stages that it shares with the others."""
+    """An executor with `depth` iterations of one engine in flight, in stages shared with other engines."""
 
     def __init__(
         self, stages: Stages, cost: CostModel, clock: VirtualClock, phases: str, depth: int
@@ -74,9 +74,9 @@ class StagedExecutor(ModelledExecutor):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Replicas over the same stages; `engine` is one of them, and its cost that of a stage.
+    """Engines over the same stages. `engine` describes each of them; its cost is that of a stage.
 
-    It is the only one if it has the stages itself.
+    There is only one engine if it handles the stages itself.
     """
 
     engine: Replica
@@ -88,7 +88,7 @@ class Pipeline:
 
 
 def run_pipeline(pipeline: Pipeline, arrivals: Iterable[Arrival], window: Window) -> Row:
-    """The figures of all engines together."""
+    """Return the figures of all engines together."""
     number, stages = pipeline.num_engines, Stages(pipeline.num_stages)
     admitted = Admitted(window.counted_from)
     simulators: list[Simulator] = []

@@ -1,23 +1,23 @@
 """Figures 9 to 11 of the Sarathi-Serve paper (Agrawal et al., 2024): capacity, and the cost of pieces.
 
-Figures 9 and 10: the highest load (requests per second, each of a conversation of its own, of which nothing
-is in memory) at which the P99 between tokens is within an objective and the median time in the queue within
-2 s.  Mistral-7B on one A100-80GB and Yi-34B on two (figure 9); LLaMA2-70B on eight A40 and Falcon-180B on
-eight A100-80GB, in two pipeline stages of four each (figure 10; pipeline.py: the first two systems are one
-engine, as the daemon with `--pipeline-stages 2`, the others an engine for each batch in flight).  Two data
-sets, and these systems, all of them our scheduler and cache:
+Figures 9 and 10 show the highest load at which the P99 between tokens meets an objective and the median time
+in the queue is within 2 s. Each request is a conversation of its own without cached history. Figure 9:
+Mistral-7B on one A100-80GB and Yi-34B on two. Figure 10: LLaMA2-70B on eight A40 and Falcon-180B on eight
+A100-80GB, in two pipeline stages of four each (pipeline.py). There the first two systems are one engine, like
+the daemon with `--pipeline-stages 2`, and the others are one engine per batch in flight. There are two data
+sets, and these systems, all with our scheduler and cache:
 
     Sarathi         a token budget of 512 (strict) or 2,048 (relaxed; LLaMA2-70B 1,536), as in the paper
-    by objective    `--tbt`: as many prompt tokens as are predicted to end within 0.9 of the objective
-    vLLM            whole prompts, as many as the longest context has tokens, in passes of their own
-    Orca            whole prompts, any number, beside the turns that generate; memory for the longest
-                    context is set aside for each turn, so few turns run at once
+    by objective    `--tbt`: as many prompt tokens as should end within 0.9 of the objective
+    vLLM            whole prompts, up to the longest context in tokens, in passes of their own
+    Orca            whole prompts, any number, together with the generating turns; memory for the longest
+                    context is reserved for each turn, so few turns run at once
 
-The objectives are the paper's rule, 5 and 25 times an iteration of 32 turns behind 4,096 tokens, applied to
-the simulated machine.  Rates lie on a grid with steps of 2^(1/8), the same for all systems and seeds.
+The objectives follow the paper's rule: 5 and 25 times an iteration of 32 turns with contexts of 4,096 tokens,
+on the simulated machine. Rates lie on a grid with steps of 2^(1/8), the same for all systems and seeds.
 
-Figure 11: the time of one prompt in pieces over its time in one, alone on the machine.  No load is drawn for
-it, so seeds are all alike.
+Figure 11 shows the time of one prompt in pieces over its time in one piece, alone on the machine. It has no
+random load, so all seeds are equal.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from scripts.paper_figures.pipeline import Pipeline, run_pipeline, stage_of
 from scripts.paper_figures.study import GPU, Line, Panel, Spread, Study, ratio
 
 STRICT, RELAXED = "strict", "relaxed"
-TIMES = {STRICT: 5.0, RELAXED: 25.0}  # of an iteration of
+TIMES = {STRICT: 5.0, RELAXED: 25.0}  # multiples of an iteration of
 BATCH, CONTEXT = 32, 4096
-BY_OBJECTIVE_TOKENS = 8192  # of an iteration, at most
-AIM = 0.9  # of the objective: iterations are filled up to what they are aimed at, and P99 is beside it
-GRID_STEPS = 8  # in a doubling of the rate
+BY_OBJECTIVE_TOKENS = 8192  # at most, per iteration
+AIM = 0.9  # of the objective: iterations are filled up to their target, so the P99 is close to it
+GRID_STEPS = 8  # per doubling of the rate
 RATE_LEAST = 0.02
 OURS, BY_OBJECTIVE, VLLM, ORCA = "Sarathi", "by objective", "vLLM", "Orca"
 WORKLOADS = {"requests": "openchat_sharegpt4", "documents": "arxiv_summarization"}
@@ -59,32 +59,32 @@ class Machine:
     """A model on its GPUs, as in the paper."""
 
     model: ModelPreset
-    hardware: HardwarePreset  # of a stage
+    hardware: HardwarePreset  # of one stage
     num_stages: int
-    guess: float  # requests per second: where a search begins, a power of two
+    guess: float  # requests/s at which a search begins, a power of two
     paper: dict[
         tuple[str, str, str], str
-    ]  # what its text says of capacity: data set, objective, over
+    ]  # capacities in the paper's text, by data set, objective, compared system
     budgets: dict[str, int] = field(default_factory=lambda: {STRICT: 512, RELAXED: 2048})
 
     @property
     def device_tokens(self) -> int:
-        """Of all stages."""
+        """Return the tokens of KV in all stages together."""
         whole = replace(self.hardware, devices=self.hardware.devices * self.num_stages)
         return device_tokens_of(self.model, whole)
 
     @property
     def cost(self) -> CostModel:
-        """Of a stage; of the model where there is one."""
+        """Return the cost of one stage; of the whole model if there is one stage."""
         return stage_of(CostModel.of(self.model, self.hardware), self.num_stages)
 
     @property
     def decode_seconds(self) -> float:
-        """Of the iteration that objectives are multiples of."""
+        """Return the time of the iteration that the objectives are multiples of."""
         return self.num_stages * self.cost.iteration_seconds([(CONTEXT, CONTEXT + 1)] * BATCH)
 
     def systems(self, workload: str, slo: str) -> dict[str, Pipeline]:
-        """What does not depend on the objective is the same for both."""
+        """Return the systems; those that ignore the objective are equal for both objectives."""
         context_max, stages = HABITS[workload].context_max, self.num_stages
         tokens = self.device_tokens // stages
         plain = Replica(self.cost, tokens, 0, "value")
@@ -133,13 +133,13 @@ MACHINES = {
 
 @dataclass
 class Capacities:
-    """The highest rates, and every simulation that was run for them."""
+    """The highest rates, and all simulations that were run for them."""
 
     study: Study
     _rows: dict[tuple[Pipeline, str, int, int], Row] = field(default_factory=dict)
 
-    def of(self, replica: Pipeline, workload: str, slo: Slo, guess: float) -> list[float]:
-        """By seed; 0 where no rate is low enough."""
+    def rates(self, replica: Pipeline, workload: str, slo: Slo, guess: float) -> list[float]:
+        """Return the highest rate by seed; 0 if no rate is low enough."""
         found: list[float] = []
         extent = self.study.extent
         for seed in range(extent.seeds):
@@ -178,7 +178,7 @@ class Capacities:
 
 
 def capacities(study: Study, figure: str) -> Iterator[Line]:
-    """Figures 9 and 10: of each machine, under both objectives, for both data sets."""
+    """Figures 9 and 10: each machine, under both objectives, with both data sets."""
     known = Capacities(study)
     for machine in MACHINES[figure]:
         for workload in WORKLOADS:
@@ -193,7 +193,7 @@ def _of_one(
     found: dict[str, dict[str, list[float]]] = {}  # by system and objective
     for objective, limit in seconds.items():
         for system, pipeline in machine.systems(workload, objective).items():
-            rates = known.of(pipeline, workload, Slo(limit, math.inf), machine.guess)
+            rates = known.rates(pipeline, workload, Slo(limit, math.inf), machine.guess)
             found.setdefault(system, {})[objective] = rates
             study.progress(
                 f"figure {figure}, {model}, {workload}, {objective} ({limit:.3g} s), {system}: "
@@ -228,7 +228,7 @@ def _of_one(
 def _draw(
     study: Study, title: str, found: dict[str, dict[str, list[float]]], seconds: dict[str, float]
 ) -> None:
-    """A line for each system, from the strict objective to the relaxed one."""
+    """Draw a line per system, from the strict objective to the relaxed one."""
 
     def line(by_slo: dict[str, list[float]], seed: int) -> list[tuple[float, float]]:
         return [(seconds[slo], by_slo[slo][seed]) for slo in TIMES]
@@ -249,7 +249,7 @@ def _draw(
 
 
 def seconds_in_pieces(cost: CostModel, prompt: int, piece: int) -> float:
-    """Of a prompt, alone on the machine."""
+    """Return the time of a prompt in pieces, alone on the machine."""
     return sum(
         cost.iteration_seconds([(start, min(start + piece, prompt))])
         for start in range(0, prompt, piece)
@@ -257,7 +257,7 @@ def seconds_in_pieces(cost: CostModel, prompt: int, piece: int) -> float:
 
 
 def figure_11(study: Study) -> Iterator[Line]:
-    """The overhead of pieces, over prompts and lengths of pieces."""
+    """Figure 11: the overhead of pieces, by prompt length and piece length."""
     _, machine = MACHINES["9"]
     model, cost = machine.model.name, machine.cost
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -273,7 +273,7 @@ def figure_11(study: Study) -> Iterator[Line]:
             "near 1" if piece == max(PIECES) else "the more the smaller",
             Spread((max(overheads),) * study.extent.seeds),
             "{:.3f} x",
-            "no load is drawn: seeds are alike",
+            "no random load: all seeds are equal",
         )
     study.panels.append(
         Panel(
@@ -287,7 +287,7 @@ def figure_11(study: Study) -> Iterator[Line]:
     study.notes.append(
         (
             "11",
-            "what remains here of the overhead is that of each iteration; that matrices of few rows are "
-            "multiplied less efficiently, and that ranks exchange sums more often, is not simulated",
+            "the remaining overhead is that of each iteration. Not simulated: matrices of few rows are "
+            "multiplied less efficiently, and ranks exchange sums more often",
         )
     )

@@ -1,22 +1,22 @@
 """Table 4 of the Sarathi-Serve paper (Agrawal et al., 2024): long prompts, batched in several ways.
 
-Yi-34B on two A100-80GB, 128 requests, a token budget of 1,024; every request is a conversation of its own,
-of which nothing is in memory.
+Yi-34B on two A100-80GB, 128 requests, a token budget of 1,024. Every request is a conversation of its own
+without cached history.
 
-    hybrid batches only      prompts uncut, beside the turns that generate
-    chunked prefills only    prompts cut, in passes of their own
-    combined                 prompts cut, beside: the scheduler as it is
-    prefill first            prompts uncut, in passes of their own (vLLM's way then)
+    hybrid batches only      uncut prompts, together with the generating turns
+    chunked prefills only    cut prompts, in passes of their own
+    combined                 cut prompts, together with the generating turns: the scheduler as it is
+    prefill first            uncut prompts, in passes of their own (like vLLM then)
 
-The rate is not published.  So it is the one at which the combined scheduler's median first token takes what
-the paper's took (`rate_with`); everything else is then a prediction: what the others do under that load, and
-each scheduler's P99 between tokens.
+The rate is not published. So `rate_with` finds the rate at which the combined scheduler's median first token
+takes as long as in the paper. Everything else is then a prediction: the other schedulers under that load, and
+all P99 times between tokens.
 
 **Why its tails are longer than ours.** Where prompts are cut, the P99 between tokens is an iteration that is
-full of a prompt: it computes, and does not wait for memory.  Iterations that only read are as long as the
-paper's: 32 turns behind 4,096 tokens take a fifth of its strict objective.  So what is assumed too fast is
-arithmetic, and with that of `COMPUTING` of the data sheet in the place of 0.6, chosen so that one of the
-four tails is the paper's, the others should follow, and do.
+full of a prompt: it is limited by arithmetic, not by memory. Iterations that only read take as long as in the
+paper: 32 turns with contexts of 4,096 tokens take a fifth of its strict objective. So the assumed arithmetic
+is too fast. With `COMPUTING` of the data sheet instead of 0.6, chosen so that one of the four tails matches
+the paper, the other tails should match, too, and they do.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SCHEDULERS = {
     "combined": (1024, "unified"),
 }
 PREFILL_FIRST = (WHOLE, "separate")
-COMPUTING = 0.42  # of the data sheet's arithmetic, see above
+COMPUTING = 0.42  # share of the data sheet's arithmetic; see above
 TABLE_4 = {  # P50 of the first token and P99 between tokens, seconds
     "requests": {
         "hybrid batches only": (0.56, 1.08),
@@ -68,7 +68,7 @@ TABLE_4 = {  # P50 of the first token and P99 between tokens, seconds
 
 @dataclass(frozen=True)
 class Batched:
-    """What came of one way of batching, by seed."""
+    """The results of one way of batching, by seed."""
 
     first_token: Spread  # the median, seconds
     gap: Spread  # the P99 between tokens, seconds
@@ -76,7 +76,7 @@ class Batched:
 
 
 def cost_of(computing: float = EFFICIENCY) -> CostModel:
-    """Of the model on its GPUs, with so much of the data sheet's arithmetic."""
+    """Return the cost of the model on its GPUs, at this share of the data sheet's arithmetic."""
     cost = CostModel.of(MODELS[MODEL], replace(HARDWARE[GPU], devices=NUM_GPUS))
     slower = EFFICIENCY / computing
     return replace(
@@ -123,7 +123,7 @@ def rate_with(
     halvings: int,
     computing: float = EFFICIENCY,
 ) -> float:
-    """At which the combined scheduler's median first token takes so long, as the mean over the seeds."""
+    """Find the rate at which the combined scheduler's median first token takes this long on average."""
     low, high = 0.01, 4.0
     for _ in range(halvings):
         middle = (low * high) ** 0.5
@@ -134,7 +134,7 @@ def rate_with(
 
 
 def table_4(study: Study) -> Iterator[Line]:
-    """Both workloads, each under the load that the combined scheduler's first token gives."""
+    """Yield both workloads, each under the load that gives the combined scheduler's first token."""
     for workload in TABLE_4:
         found = _under_load(study, workload, {**SCHEDULERS, "prefill first": PREFILL_FIRST})
         yield from _lines(workload, found, "")

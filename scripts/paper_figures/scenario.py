@@ -1,8 +1,8 @@
-"""A system under a load of drawn conversations: everything that a simulation needs but their rate.
+"""A system under a load of random conversations: everything that a simulation needs except the rate.
 
-It begins in the middle of a load that has gone on for long (measurements/replica.py), because in an empty
-system it takes an hour until late turns of long conversations are as many as they will be.  Then it warms up
-for `warm_seconds`, and the clock stops while the load still goes on.
+It begins in the middle of a load that has lasted for long (measurements/replica.py). In an empty system it
+takes an hour until late turns of long conversations are as frequent as they will be. Then it warms up for
+`warm_seconds`. The clock stops while the load still continues.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import Habits, drawn
 from scripts.measurements.replica import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
 
-SECONDS_PER_TOKEN = (
-    0.04  # of replies before the clock begins: decides which conversations are in progress
-)
+SECONDS_PER_TOKEN = 0.04  # of replies before the start; decides which conversations are in progress
 
 Row = dict[str, Any]
 Progress = Callable[[float, SimulationFigures], None]
@@ -43,14 +41,14 @@ class Scenario:
     reaction_seconds: float | None = None
     turns_min: int = 1
     warm_seconds: float = 100.0  # simulated before figures count
-    seconds: float = 300.0  # of what is counted
+    seconds: float = 300.0  # counted
     seed: int = 0
     keep_gaps: bool = False
-    steady: bool = True  # False: there are no conversations at first
+    steady: bool = True  # False: no conversations at the start
 
     @property
     def free_until(self) -> float:
-        """Until then conversations that are in progress bring their logs, which takes no time."""
+        """Return until when conversations in progress bring their logs, which takes no time."""
         if not self.steady or self.habits.turns_mean <= 1:
             return 0.0
         return REACTION_TIMES_FREE * self._reaction
@@ -77,7 +75,7 @@ class Scenario:
         )
 
     def simulate(self, conversations_per_second: float, progress: Progress | None = None) -> Row:
-        """The figures of one rate."""
+        """Return the figures at one rate."""
         counts = self.simulator().run(self._arrivals(conversations_per_second), progress)
         return {**report.figures(self.policy, counts), "rate": conversations_per_second}
 

@@ -1,13 +1,13 @@
 """The models, memory, seeds and simulations that all paper figures share.
 
-Every simulation that was run is kept, so that none runs twice.
+Results of simulations are kept, so that none runs twice.
 
-Models and memory are those of the Pensieve paper: 40 GB of KV and 220 GB of host memory for each A100-80GB.
-Its text compares throughputs at equal P90 normalized latency and names no limit, so they are read at
-`LIMIT_MS`, where all curves have left their flat part.
+Models and memory are those of the Pensieve paper: 40 GB of KV and 220 GB of host memory per A100-80GB. Its
+text compares throughputs at equal P90 normalized latency without a limit. Here the limit is `LIMIT_MS`, where
+all curves have left their flat part.
 
-Every figure is computed once per seed.  A ratio compares two systems under the same conversations, seed by
-seed; what is shown is the median over the seeds, with the least and the most.
+Every figure is computed once per seed. A ratio compares two systems under the same conversations, seed by
+seed. The report shows the median over the seeds, with the least and the most.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.paper_figures.equal_latency import SCANNED_MAX, Crossing, Row, firs
 from scripts.paper_figures.scenario import Scenario
 
 LIMIT_MS = 200.0
-KV_BYTES, HOST_BYTES = 40e9, 220e9  # of each GPU, in the paper
+KV_BYTES, HOST_BYTES = 40e9, 220e9  # per GPU, in the paper
 GPU = "a100-80gb"
 THROUGHPUT, P90 = "throughput (output tokens per second)", "P90 normalized latency (ms per token)"
 
@@ -32,9 +32,9 @@ ASSUMED = (
     f"time: data sheets x 0.6 (pensieve/sim/cost.py), {GPU}; several GPUs are one larger one, and "
     "communication between them, sampling and tokenization take no time; an iteration has 0.5 ms of overhead",
     f"memory: {KV_BYTES / 1e9:.0f} GB of KV and {HOST_BYTES / 1e9:.0f} GB of host memory per GPU (table 4: "
-    "what is left of 0.9 of the device's memory)",
+    "the rest of 0.9 of the device's memory)",
     "load: conversations like ShareGPT's (5.56 turns, log-normal; 37.8 tokens in, 204.6 out, to 16,384), "
-    "reaction times exponential around 60 s, in a load that has gone on for long",
+    "reaction times exponential around 60 s, in a load that has lasted for long",
     f"throughput: output tokens per second at the lowest load where the P90 of normalized latency crosses "
     f"{LIMIT_MS:g} ms per token",
     "each figure: the median over seeds (least to most); a ratio compares two systems seed by seed",
@@ -43,7 +43,7 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class Spread:
-    """One figure, by seed."""
+    """The values of one figure by seed."""
 
     values: tuple[float, ...]
 
@@ -68,11 +68,11 @@ class Line:
 
     figure: str
     what: str
-    paper: str  # "" where its text gives no number
+    paper: str  # "" if its text gives no number
     ours: Spread
     form: str = "{:.2f} x"
     note: str = ""
-    aim: str = ""  # what ours should be
+    aim: str = ""  # the value that ours should reach
 
     @property
     def shown(self) -> str:
@@ -81,7 +81,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn of a figure: lines by name, each of (x, y), of the first seed, and of the others."""
+    """The curves of a figure by name, as (x, y): those of the first seed, and those of the others."""
 
     name: str
     title: str
@@ -90,7 +90,7 @@ class Panel:
     lines: dict[str, list[tuple[float, float]]]
     repeats: dict[str, list[list[tuple[float, float]]]] = field(default_factory=dict)
     limit: float | None = None
-    most: float | None = None  # where y ends: 100 of a percentage
+    most: float | None = None  # the upper end of y, such as 100 for a percentage
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,8 @@ class Extent:
 
     seeds: int = 3
     warm_seconds: float = 100.0
-    seconds: float = 600.0  # that count, of each simulation
-    grouped_seconds: float = (
-        300.0  # where query heads share KV: more conversations in the same time
-    )
+    seconds: float = 600.0  # counted, per simulation
+    grouped_seconds: float = 300.0  # with grouped query heads: more conversations in the same time
     halvings: int = 2  # of the interval on the grid
     scanned_max: int = SCANNED_MAX
     crowding: tuple[float, ...] = (
@@ -114,30 +112,30 @@ class Extent:
     )  # figure 3.14: of the rate at the limit
     requests: int = 128  # table 4
     queries: int = 120  # of Baton's table 1
-    capacity_warm_seconds: float = 30.0  # figures 9 and 10: before figures count,
-    capacity_seconds: float = 150.0  # and that count
-    capacity_resolution: float = 1.1  # of the highest rate
-    faster: float = 1.0  # than the guess: where the search for a rate begins
-    steady: bool = True  # False: there are no conversations at first
+    capacity_warm_seconds: float = 30.0  # figures 9 and 10: before figures count
+    capacity_seconds: float = 150.0  # figures 9 and 10: counted
+    capacity_resolution: float = 1.1  # ratio of rates at which the search ends
+    faster: float = 1.0  # multiplies the guess at which the search for a rate begins
+    steady: bool = True  # False: no conversations at the start
 
 
-# All that the full extent simulates, and nothing to learn from it: an empty system, a single rate each.
+# Simulates all figures, without meaningful results: an empty system, and a single rate each.
 QUICK = Extent(1, 4.0, 8.0, 8.0, 0, 1, (1.0,), 8, 8, 1.0, 3.0, math.inf, 4.0, False)
 
 
 @dataclass
 class Study:
-    """Simulations, remembered: several figures share their curves."""
+    """Simulations whose results are kept, because several figures share them."""
 
     extent: Extent = field(default_factory=Extent)
     progress: Callable[[str], None] = lambda line: None
     panels: list[Panel] = field(default_factory=list)
-    notes: list[tuple[str, str]] = field(default_factory=list)  # figure, what its runs show
+    notes: list[tuple[str, str]] = field(default_factory=list)  # figure, observation
     crossings: dict[Scenario, Crossing] = field(default_factory=dict)
     _rows: dict[tuple[Scenario, float], Row] = field(default_factory=dict)
 
     def scenario(self, model: str, num_gpus: int = 1, **options: Any) -> Scenario:
-        """Of the first seed."""
+        """Return a scenario with the first seed."""
         preset = MODELS[model]
         per_token = preset.kv_bytes_per_token
         return Scenario(
@@ -154,7 +152,7 @@ class Study:
         )
 
     def seconds_of(self, model: str) -> float:
-        """That count of a simulation: about as many turns for every model."""
+        """Return the counted seconds of a simulation: about as many turns for every model."""
         grouped = MODELS[model].kv_heads < MODELS[model].heads
         return self.extent.grouped_seconds if grouped else self.extent.seconds
 
@@ -173,7 +171,7 @@ class Study:
         return self._rows[scenario, rate]
 
     def at_limit(self, name: str, scenario: Scenario, guess: float) -> list[Crossing]:
-        """Where each seed's P90 reaches the limit."""
+        """Return where each seed's P90 reaches the limit."""
         if scenario not in self.crossings:
             self.progress(name)
             guess *= self.extent.faster
@@ -192,7 +190,7 @@ class Study:
         return [each.tokens_per_second for each in self.at_limit(name, scenario, guess)]
 
     def lower_latency(self, ours: Scenario, theirs: Scenario) -> Spread:
-        """By which percentage at most, under loads up to the one at which `theirs` is at the limit."""
+        """Return the largest reduction of latency in per cent, under loads up to the limit of `theirs`."""
         self.progress("latency under less load")
         found = []
         for one, other in zip(self.seeded(ours), self.seeded(theirs), strict=True):
@@ -206,7 +204,7 @@ class Study:
         return Spread(tuple(found))
 
     def note_crossings(self, figure: str, systems: dict[str, Scenario]) -> None:
-        """Which of these systems' crossings are not the only ones, or were not reached."""
+        """Note which of these systems cross the limit several times or never."""
         for name, scenario in systems.items():
             found = [self.crossings[each] for each in self.seeded(scenario)]
             several = [each for each in found if each.num_upward > 1]
@@ -232,7 +230,7 @@ class Study:
                 )
 
     def draw(self, name: str, title: str, scenarios: dict[str, Scenario]) -> None:
-        """The curves of all that was simulated."""
+        """Draw the curves of all simulated rates."""
         curves = {
             label: [self._curve(seeded) for seeded in self.seeded(each)]
             for label, each in scenarios.items()

@@ -1,4 +1,4 @@
-"""Figures as a table of Markdown for people, and as JSON with the curves."""
+"""Write figures as a Markdown table for people, and as JSON with the curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def markdown(lines: Sequence[Line], study: Study, quick: bool) -> Iterator[str]:
         yield f"| {line.figure} | {line.what} | {line.paper or '-'} | {ours} | {line.aim or '-'} |"
     if study.notes:
         yield ""
-        yield "Of the same runs:"
+        yield "Notes on the same runs:"
         yield ""
     for figure, text in study.notes:
         yield f"* {figure}: {text}"

@@ -194,7 +194,7 @@ def test_one_load_on_each_daemon(random_model: Path, capsys: pytest.CaptureFixtu
         ({"rounds": 0}, "at least 1"),
         ({"load": OfferedLoad(output_tokens=1)}, "has no gap"),
         ({"load": OfferedLoad(document_share=1.5)}, "a share"),
-        ({"tbt": -0.1}, "not negative"),
+        ({"tbt": -0.1}, "at least 0"),
         ({"seconds": 0.0}, "above 0"),
         ({"rate": 0.01}, "fewer than 4"),
     ],

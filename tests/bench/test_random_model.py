@@ -40,7 +40,7 @@ def test_replies_of_a_random_model_survive_being_read_again(random_model: Path) 
 
 
 def test_a_vocabulary_that_is_impossible_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="is at least"):
+    with pytest.raises(InvalidArgument, match="must be at least"):
         random_model_of.make(tmp_path, RandomShape(1, 8, 1, 1, 8, 300))
     with pytest.raises(InvalidArgument, match="there are no more words"):
         random_model_of.make(tmp_path, RandomShape(1, 8, 1, 1, 8, 2_000_000))

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from pensieve.launch.echo_engine import digest, next_token
 from tests.cluster.talkers import Spoken
 
-VISIBLE_MAX = 1  # errors of a turn that its talker may see
+VISIBLE_MAX = 1  # errors per turn that its talker may see
 END_ID = 2
 WITH_REPLY = ("completed", "cancelled")
 
@@ -90,7 +90,7 @@ class _Conversation:
 
     session: int = 0
     epoch: int = 0
-    turn_id: int = 0  # that runs
+    turn_id: int = 0  # of the running turn
 
 
 class _Log:
@@ -125,7 +125,7 @@ class _Log:
             self._wrong(event, "the epoch is another claim's")
         if event["epoch"] <= found.epoch:
             self._wrong(event, f"an epoch {found.epoch} came before")
-        if event["previous"] not in (0, found.session):  # 0: it was deleted and made again
+        if event["previous"] not in (0, found.session):  # 0: it was deleted and created again
             self._wrong(event, f"session {found.session} had it")
         if found.turn_id and event["previous"]:
             self._wrong(event, f"turn {found.turn_id} runs")
@@ -150,7 +150,7 @@ class _Log:
         if found.turn_id != turn_id:
             self._wrong(event, f"it does not run; turn {found.turn_id or 'none'} does")
         found.turn_id = 0
-        if event["how"] == "interrupted":  # also by who claims the conversation next
+        if event["how"] == "interrupted":  # also by the session that claims the conversation next
             return
         whose = event["key"], event["session"], event["epoch"]
         if self._began.get(turn_id) != whose:

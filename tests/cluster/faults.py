@@ -21,11 +21,11 @@ from pensieve.store.shared_file import WriteTurn
 from tests.cluster.links import Link, Way
 from tests.cluster.world import CannotStart, Part, Replica, World
 
-DATABASE = -1  # as a target
+DATABASE = -1  # a target
 SHORT_SECONDS = (0.3, 4.0)
 LONG_LEASES = (1.2, 1.5)
 SLOW_SECONDS = 0.08
-EXIT_SECONDS = 1.0  # until a killed process has ended
+EXIT_SECONDS = 1.0  # for a killed process to end
 STARTS_MAX = 5
 
 
@@ -85,7 +85,7 @@ def mended(*links: Link) -> Iterator[None]:
 
 
 def cut(*names: str, ways: tuple[Way, ...] = ()) -> Callable[[Part, float], Awaitable[None]]:
-    """A partition: nothing passes, and nobody is told."""
+    """Return a partition: nothing passes, and no side is told."""
 
     async def act(part: Part, seconds: float) -> None:
         links = [getattr(part, f"{name}_link") for name in names]
@@ -142,8 +142,8 @@ TO_SERVERS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "cut back from the server": cut("store", ways=(Way.BACK,)),
     "refused by the server": refused("store"),
 }
-WRITE = "write"  # another program keeps everybody from writing for so long
-END_SESSIONS = "end sessions"  # of a server, all of them
+WRITE = "write"  # another program blocks all writers for a while
+END_SESSIONS = "end sessions"  # all sessions of a database server
 MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill", *list(TO_SERVERS)[:2])
 
 

@@ -57,7 +57,7 @@ class Link:
         self.reset()
         self.heal()
 
-    # -- what is done to it --
+    # -- faults --
 
     def hold(self, *ways: Way) -> None:
         for way in ways or tuple(Way):

@@ -39,9 +39,9 @@ from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
 from tests.store.postgres_server import serving
 
-RECOVERY_SECONDS = 30.0  # after the last fault everybody can talk
-OWN_SERVER = "postgresql"  # as an address
-HANG_SECONDS = 150.0  # after which nothing will come any more
+RECOVERY_SECONDS = 30.0  # after the last fault, until all talkers get answers
+OWN_SERVER = "postgresql"  # in place of an address
+HANG_SECONDS = 150.0  # after which no more answers can come
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Storm:
     seconds: float = 180.0
     every: float = 5.0
     num_talkers: int = 50
-    pause_seconds: float = 0.4  # of a talker between its turns, on average
+    pause_seconds: float = 0.4  # mean pause of a talker between its turns
     kind: Kind = field(default_factory=Kind)
 
 
@@ -65,12 +65,12 @@ class Outcome:
     num_turns: int = 0
     num_retries: int = 0  # of all turns
     num_visible: int = 0  # errors that a user of the SDK sees
-    visible: dict[str, int] = field(default_factory=dict)  # by what they say
-    num_claims: int = 0  # that took a conversation from another session
-    recovery_seconds: float = 0.0  # after the last fault, of the slowest talker
-    whole_seconds: float = 0.0  # the same, until every part runs again, too
+    visible: dict[str, int] = field(default_factory=dict)  # by message
+    num_claims: int = 0  # claims that took a conversation from another session
+    recovery_seconds: float = 0.0  # after the last fault, for the slowest talker
+    whole_seconds: float = 0.0  # after the last fault, until every part runs again
     longest_turn_seconds: float = 0.0
-    longest_turn: list[str] = field(default_factory=list)  # its request, and what it met
+    longest_turn: list[str] = field(default_factory=list)  # its request, and the errors it met
     problems: list[str] = field(default_factory=list)
 
 
@@ -102,7 +102,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 outcome.problems.append(f"{talker.conversation_id} failed: {error!r}")
         outcome.problems += [f"{len(hung)} talkers never ended"] if hung else []
-        # Patient ones: those of the talkers may still keep away from what has just come back.
+        # New clients, because those of the talkers may still avoid replicas that have just returned.
         readers = [AsyncClient(address) for address in world.addresses]
         await _read_back(talkers, readers, storm, outcome)
         for client in (*clients, *readers):
@@ -141,7 +141,7 @@ async def _befall_all(
     async def strike(fault: Fault) -> None:
         async with targets.setdefault(
             fault.target, asyncio.Lock()
-        ):  # a slow start may be under way
+        ):  # a slow start may still be under way
             say(f"{fault} (at {time.monotonic() - began:.1f})")
             await (world.befall(fault) if isinstance(world, RayWorld) else befall(world, fault))
         outcome.faults[fault.kind] = outcome.faults.get(fault.kind, 0) + 1
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("echo", "model"), default="echo")
     parser.add_argument("--store", default="", help=f"{OWN_SERVER}, or postgresql://…")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started ends with it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end, too
     first, _, last = given.seeds.partition("..")
     seeds = [given.seed or int(time.time())]
     if first:

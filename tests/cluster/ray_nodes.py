@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 OBJECT_STORE_BYTES = 80 << 20
-MARKS = {  # how the processes of a node are recognised in the table of processes
+MARKS = {  # parts of command lines that identify the processes of a node
     "daemon": (b"pensieve\0serve\0",),
     "replica": (b"ray::ServeReplica:pensieve:Replica",),
     "proxy": (b"ray::ProxyActor",),
@@ -62,7 +62,7 @@ class Node:
         self.address = address
         self.namespace = f"{names}n{number}"
         self.log = folder / f"ray-{number}.log"
-        self.link = f"{names}v{number}"  # the end of it on the bridge
+        self.link = f"{names}v{number}"  # the end on the bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self, *words: str) -> list[str]:
@@ -108,7 +108,7 @@ class Node:
                 found.append(Path(words[words.index("--data") + 1]))
         return found
 
-    # -- what is done to it --
+    # -- faults --
 
     def signal(self, part: str, number: int) -> list[int]:
         """Send a signal and return the processes that got it."""
@@ -130,7 +130,7 @@ class Node:
         finally:
             _ip("link", "set", self.link, "up")
 
-    # -- its end --
+    # -- end --
 
     async def stop(self) -> None:
         """Stop the node as an operator would."""
@@ -140,7 +140,7 @@ class Node:
                 await asyncio.to_thread(self._process.wait, STOP_SECONDS)
 
     def kill(self) -> None:
-        for _ in range(20):  # what is forked meanwhile is killed by the next round
+        for _ in range(20):  # the next round kills processes that are forked meanwhile
             pids = self._pids()
             if not pids:
                 break

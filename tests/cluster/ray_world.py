@@ -34,7 +34,7 @@ DOWN_SECONDS = 180.0
 WHOLE_SECONDS = 120.0
 LOOK_SECONDS = 0.2
 REST_SECONDS = 3.0  # of a target after a fault
-REPLACED_SECONDS = 12.0  # the same after a kill: Ray notices, and starts a new one
+REPLACED_SECONDS = 12.0  # of a target after a kill, until Ray has noticed and started a new process
 PROXIES = 100  # the target of node N's proxy is PROXIES + N
 NEVER_CUT = 0  # the head
 
@@ -49,7 +49,7 @@ class RayFault(Fault):
 class Deed:
     """A fault of a target."""
 
-    part: str = ""  # whose processes get a signal
+    part: str = ""  # whose processes get the signal
     number: signal.Signals = signal.SIGSTOP
     may_be_long: bool = False
 
@@ -66,7 +66,7 @@ OF_REPLICAS = {
     "kill actor": Deed("replica", KILL),
     "pause actor": Deed("replica", STOP, may_be_long=True),
 }
-OF_NODES = {CUT: Deed()}  # not of the head
+OF_NODES = {CUT: Deed()}  # except the head
 OF_PROXIES = {"kill proxy": Deed("proxy", KILL), "pause proxy": Deed("proxy", STOP)}
 ALL = {**OF_REPLICAS, **OF_NODES, **OF_PROXIES}
 
@@ -93,7 +93,7 @@ def schedule(
     faults: list[RayFault] = []
 
     def may_be_hurt(target: int, at: float) -> bool:
-        """It is whole, and so is another one of its role."""
+        """Return whether the target and another one of its role have no fault."""
         fellows = [each for each in targets if _role(each) == _role(target) and each != target]
         return free_at[target] <= at and any(free_at[each] <= at for each in fellows)
 
@@ -128,11 +128,11 @@ class RayWorld:
         self.store = kind.store
         self.kind = kind
         self.event_log = folder / "events.jsonl"
-        self.event_log.touch()  # nobody writes to it
+        self.event_log.touch()  # stays empty
         self.data = folder / "d"
         self._folder = folder
         self._nodes = Nodes(folder, kind.num_replicas, kind.engine_variables)
-        self._config = folder / "serve.yaml"  # JSON is YAML, too
+        self._config = folder / "serve.yaml"  # JSON, which is valid YAML
 
     @property
     def addresses(self) -> list[str]:
@@ -231,7 +231,7 @@ class RayWorld:
 
 async def _signalled(node: Node, deed: Deed, seconds: float) -> None:
     pids = node.processes(deed.part)
-    while not pids:  # it is being replaced
+    while not pids:  # Ray is replacing the part
         await asyncio.sleep(LOOK_SECONDS)
         pids = node.processes(deed.part)
     node.signal_all(pids, deed.number)

@@ -36,7 +36,7 @@ LOOK_SECONDS = 0.05
 class Kind:
     """The configuration of a world."""
 
-    num_replicas: int = 3  # with Ray: nodes, each of which has one
+    num_replicas: int = 3  # with Ray: nodes with one replica each
     lease_seconds: float = 2.0
     engine: str = "echo"
     echo_seconds: float = 0.003
@@ -170,7 +170,7 @@ class World:
     def __init__(self, folder: Path, kind: Kind) -> None:
         self.kind = kind
         self._folder = folder
-        self.database = folder / "history.db"  # unless it is in PostgreSQL
+        self.database = folder / "history.db"  # unused with PostgreSQL
         self.store = kind.store or f"sqlite://{self.database}"
         self.replicas = [
             Replica(number, folder, kind, self.store) for number in range(kind.num_replicas)

@@ -1,8 +1,8 @@
-"""A disk that fails when it is told to, and what is left of it when the process dies.
+"""A disk with injected faults, and the files that are left when the process dies.
 
-The files are real and lie in memory; SQLite is real.  Every statement passes through `Disk.call`, so a
-fault can be placed before or after any of them.  A death takes the files as they are at that moment:
-what was committed is in them, what was not is not.
+The files are real, in memory, and so is SQLite. Every statement passes through `Disk.call`, so a fault can be
+placed before or after any statement. A death keeps the files as they are at that moment: committed
+transactions are in them, others are not.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ FILES = (DATABASE_NAME, f"{DATABASE_NAME}-wal")
 
 
 class ProcessDied(BaseException):
-    """kill -9, as the code that was running sees it: not at all."""
+    """A kill -9. The code that was running must not handle it."""
 
 
 class Fault(NamedTuple):
-    """What becomes of a statement."""
+    """The effect of a fault on a statement."""
 
     kind: str
-    code: int | None  # of SQLite; None: the process dies
-    after: bool = False  # the statement is carried out first
-    lasting: int = 1  # so many statements
+    code: int | None  # SQLite's error code; None: the process dies
+    after: bool = False  # the statement takes effect first
+    lasting: int = 1  # number of statements that fail
 
 
 STORE_FAULTS = (
@@ -48,7 +48,7 @@ STORE_FAULTS = (
 
 
 class Disk:
-    """Stands in for a driver (`connect`, `Error`, versions), and holds the folder."""
+    """A replacement for a database driver (`connect`, `Error`, versions) that holds the folder."""
 
     def __init__(self, shelf: Path, between: Callable[[], None] = lambda: None) -> None:
         self.Error = preferred_driver.Error
@@ -56,28 +56,28 @@ class Disk:
         self.sqlite_version_info = preferred_driver.sqlite_version_info
         self.connect = self._connect
         self.num_calls = 0
-        self.fired: Fault | None = None  # the latest that came true
+        self.fired: Fault | None = None  # the latest fault that happened
         self.on_fire: Callable[[Fault], None] = lambda fault: None
         self.on_savepoint: Callable[[], None] = lambda: None
-        self.commit_fault: Fault | None = None  # that the next COMMIT meets
-        self._between = between  # another thread's turn, while the store's waits for the disk
+        self.commit_fault: Fault | None = None  # happens at the next COMMIT
+        self._between = between  # runs other threads while the store's thread waits for the disk
         self._shelf = shelf
         self._num_folders = 0
         self._fault: Fault | None = None
         self._countdown = 0
         self.folder = self._next_folder()
 
-    # -- what the world does to it --
+    # -- called by the world --
 
     def arm(self, fault: Fault, countdown: int) -> None:
-        """The `countdown`-th statement from now meets this fault."""
+        """Let this fault happen at the `countdown`-th statement from now."""
         self._fault, self._countdown = fault, countdown
 
     def heal(self) -> None:
         self._fault = self.commit_fault = None
 
     def die(self) -> None:
-        """The files as they are now go on in another folder; who still holds the old one is dead."""
+        """Continue with a copy of the files in another folder; connections to the old folder are dead."""
         old, self.folder = self.folder, self._next_folder()
         for name in FILES:
             if (old / name).exists():
@@ -128,7 +128,7 @@ class Disk:
 
 @contextmanager
 def shelf() -> Iterator[Path]:
-    """Room for the disks of many worlds, and an empty history to begin with."""
+    """Yield a folder for the disks of many worlds, with an empty history to copy."""
     place = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="pensieve-faults-", dir=place) as path:
         empty = Path(path) / "empty"
@@ -137,5 +137,5 @@ def shelf() -> Iterator[Path]:
 
 
 def begin_with(folder: Path, shelf: Path) -> None:
-    """An empty history, without the time that making one takes."""
+    """Copy an empty history, which is faster than creating one."""
     shutil.copyfile(shelf / "empty" / DATABASE_NAME, folder / DATABASE_NAME)

@@ -1,8 +1,8 @@
-"""Threads of which one runs at a time, so that several calls of the store are the same in each world.
+"""Threads that run one at a time, so that concurrent store calls are deterministic in each world.
 
-`Fibers.run` begins its jobs in threads of their own.  One of them runs until it waits for another one, gives
-way or ends; then the next one is drawn.  What waits in the store while it uses the disk must be a `Waiter` or
-a `Lock` of these here: a real one would stand still for ever.
+`Fibers.run` starts its jobs in separate threads. One of them runs until it waits for another one, yields or
+ends. Then the next one is drawn at random. Whatever waits in the store while it uses the disk must be a
+`Waiter` or `Lock` of this module: a real one would block for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pensieve.store import shared_commits
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import ProcessDied
 
-WAIT_SECONDS = 60.0  # for a fiber; then it waits for something of the real world
+WAIT_SECONDS = 60.0  # after this time, a fiber is blocked by something outside its world
 
 
 class Fiber:
@@ -35,7 +35,7 @@ class Fiber:
         self._thread.start()
 
     def resume(self) -> None:
-        """Run it until it leaves."""
+        """Run the fiber until it leaves."""
         self._resumed.release()
         assert self._left.acquire(timeout=WAIT_SECONDS), (
             "a fiber waits for what is not of its world"
@@ -44,7 +44,7 @@ class Fiber:
             self._thread.join()
 
     def leave(self) -> None:
-        """Let the others run, until it is resumed."""
+        """Let the others run, until this fiber is resumed."""
         if self.fibers.has_died:
             raise ProcessDied
         self._left.release()
@@ -73,15 +73,15 @@ _here = _Here()
 
 
 class Fibers:
-    """Of one process of a world."""
+    """The fibers of one process of a world."""
 
     def __init__(self, seed: int) -> None:
-        self.has_died = False  # the process, before each of its threads knows it
+        self.has_died = False  # the process has died; some of its threads may not know yet
         self.ready: list[Fiber] = []
         self.random = random.Random(seed)
 
     def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Fiber]:
-        """All of them to their ends; ProcessDied if one of them met that."""
+        """Run all jobs to their ends; ProcessDied if one of them raised it."""
         fibers = [Fiber(self, job) for job in jobs]
         self.ready = list(fibers)
         while self.ready:
@@ -95,7 +95,7 @@ class Fibers:
         return fibers
 
     def give_way(self) -> None:
-        """Perhaps another fiber goes on; called by one of them, or by a thread that is alone."""
+        """Let another fiber run, perhaps. A thread that is no fiber may call it, too."""
         fiber = _here.fiber
         if fiber is not None and not self.has_died and self.random.random() < 0.3:
             self.ready.append(fiber)
@@ -120,7 +120,7 @@ class Waiter(shared_commits.Waiter):
 
 
 class Lock:
-    """For `with`."""
+    """A lock for fibers, for use in `with`."""
 
     def __init__(self) -> None:
         self._is_held = False
@@ -147,7 +147,7 @@ def prepare(store: ConversationStore) -> None:
 
 @contextlib.contextmanager
 def waiters() -> Iterator[None]:
-    """The store's threads are fibers."""
+    """Make the store's threads wait as fibers inside the block."""
     before, shared_commits.Waiter = shared_commits.Waiter, Waiter  # type: ignore[misc]
     try:
         yield

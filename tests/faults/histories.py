@@ -1,9 +1,9 @@
-"""What may be in a history, given what clients were told.
+"""Track which histories are possible, given what clients were told.
 
-Everything that a client asks for is a *deed*: a turn, a rewind, a deletion, a beginning.  A deed that
-is under way, or whose answer was lost, has happened or has not.  So of each conversation this keeps all
-states that are possible, and each look at the store and each answer rules some of them out; when none
-is left, something acknowledged was lost, something refused happened, or something happened twice.
+Each client request is a *deed*: a turn, a rewind, a deletion or a creation. A deed that is under way, or
+whose answer was lost, may or may not have happened. So this module keeps all possible states of each
+conversation. Each look at the store and each answer rules some of them out. If none is left, something
+acknowledged was lost, something refused happened, or something happened twice.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-ABSENT, GONE = -2, -1  # in the revision's place
+ABSENT, GONE = -2, -1  # in place of a revision
 
 
 class Deed(NamedTuple):
     kind: str  # "turn", "rewind", "delete", "create", "fork"
-    revision: int = 0  # rewind: to here; fork: at here
-    exchanges: tuple[tuple[int, int], ...] = ()  # that a fork begins with
+    revision: int = 0  # rewind: target; fork: where it begins
+    exchanges: tuple[tuple[int, int], ...] = ()  # with which a fork begins
 
 
 class Seen(NamedTuple):
-    """What the store shows: the revision, and (deed, revision) of each turn in the history."""
+    """The store's view: the revision, and (deed, revision) of each turn in the history."""
 
     revision: int
     exchanges: tuple[tuple[int, int], ...]
@@ -33,7 +33,9 @@ class _State:
     revision: int
     exchanges: tuple[tuple[int, int], ...] = ()
     pending: frozenset[int] = frozenset()  # deeds that may still happen
-    done: frozenset[tuple[int, int]] = frozenset()  # deeds that have, with the revision they made
+    done: frozenset[tuple[int, int]] = (
+        frozenset()
+    )  # (deed, revision it made) of deeds that happened
 
     @property
     def numbers_done(self) -> set[int]:
@@ -52,12 +54,12 @@ class Histories:
         self._states: dict[str, set[_State]] = {}
 
     def conceive(self, deed: Deed) -> int:
-        """A number for a deed; it cannot happen yet."""
+        """Return a number for a deed that cannot happen yet."""
         self._deeds.append(deed)
         return len(self._deeds) - 1
 
     def under_way(self, name: str, deed: Deed, number: int | None = None) -> int:
-        """A deed begins (or, by its number, begins once more); its number."""
+        """Note that a deed begins, or (with its number) begins again; return its number."""
         if number is None:
             number = self.conceive(deed)
         self._states[name] = {
@@ -73,11 +75,11 @@ class Histories:
         return max((len(state.pending) for state in self._states.get(name, ())), default=0)
 
     def withdrawn(self, name: str, number: int) -> None:
-        """It was not begun, so where it has not happened it will not."""
+        """Note that a deed was not begun: if it has not happened, it never will."""
         self._states[name] = {state.without(number) for state in self._states[name]}
 
     def acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
-        """A client was told that this has happened, and which revision it made."""
+        """Note that a client was told that this has happened, and which revision it made."""
         self._states[name] = {
             state
             for state in self._closure(name)
@@ -88,7 +90,7 @@ class Histories:
         )
 
     def refused(self, name: str, number: int) -> None:
-        """A client was told that this has not happened and will not."""
+        """Note that a client was told that this has not happened and will not."""
         self._states[name] = {
             state.without(number)
             for state in self._closure(name)
@@ -97,7 +99,7 @@ class Histories:
         assert self._states[name], f"{name}: deed {number} was refused and has happened"
 
     def seen(self, name: str, seen: Seen | None, live: Callable[[int], bool] | None) -> None:
-        """The store shows this; deeds that are not `live` will not happen any more."""
+        """Compare with what the store shows; deeds that are not `live` can no longer happen."""
         possible = {
             state
             for state in self._closure(name)
@@ -117,26 +119,26 @@ class Histories:
         return list(self._states)
 
     def exists(self, name: str) -> bool:
-        """It may be there."""
+        """Return whether the conversation may exist."""
         return any(
             state.revision >= 0 or (state.revision == ABSENT and state.pending)
             for state in self._states[name]
         )
 
     def is_gone(self, name: str) -> bool:
-        """For certain."""
+        """Return whether the conversation is certainly deleted."""
         return all(state.revision == GONE for state in self._states[name])
 
     def begin_again(self, name: str, pending: Iterable[int]) -> None:
-        """Another conversation will have this name; these deeds may still happen, in it."""
+        """Let another conversation take this name; these deeds may still happen in it."""
         self._states[name] = {_State(ABSENT, pending=frozenset(pending))}
 
     def has_happened(self, name: str, number: int) -> bool:
-        """For certain."""
+        """Return whether the deed has certainly happened."""
         return all(number in state.numbers_done for state in self._states[name])
 
     def _closure(self, name: str) -> set[_State]:
-        """With every order in which pending deeds may have happened by now."""
+        """Return all states that are possible by now, with pending deeds done in every order."""
         found = set(self._states[name])
         border = list(found)
         while border:

@@ -1,7 +1,7 @@
-"""Seeds that found something, kept for ever, with what they found.
+"""Seeds that found bugs, with a description of each bug.
 
-A seed is a world only as long as worlds are drawn as they are, so each bug also has a test of its own
-that says it in words, and is planted again in test_planted_faults.py.
+A seed stands for the same world only as long as worlds are drawn in the same way. So each bug also has its
+own test, and is planted again in test_planted_faults.py.
 """
 
 KEPT = {

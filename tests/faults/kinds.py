@@ -1,4 +1,4 @@
-"""Every kind of fault, and how likely each may be; each world draws its own mixture and its own shape."""
+"""Every kind of fault and its highest rate. Each world draws its own rates and its own shape."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.faults.disk import STORE_FAULTS
 from tests.faults.kept import KEPT
 from tests.faults.machine import EngineShape
 
-BY_CALL = {  # the highest probability, each time that it could happen
+BY_CALL = {  # the highest probability, at each opportunity
     "copies are late": 0.95,
     "copies finish out of order": 1.0,
     "a row is not a number": 0.08,
@@ -20,7 +20,7 @@ BY_CALL = {  # the highest probability, each time that it could happen
     "the mailbox is full": 0.1,
     "events overtake the store's thread": 0.05,
 }
-BY_MOVE = {  # the highest weight among all moves; the ordinary ones weigh 100
+BY_MOVE = {  # the highest weight among all moves; the weight of ordinary moves is 100
     "the engine is killed": 1.5,
     "the engine is stopped": 0.2,
     "the engine's main thread hangs": 0.2,
@@ -44,7 +44,7 @@ BY_MOVE = {  # the highest weight among all moves; the ordinary ones weigh 100
     "a second message during a turn": 3.0,
     "a turn is left": 6.0,
 }
-BY_ITSELF = (  # what comes of the shape and of the others
+BY_ITSELF = (  # events that follow from the shape and from other faults
     "the engine's queue is full",
     "the daemon's limit is reached",
     "a turn is interrupted by a restart",
@@ -76,13 +76,13 @@ class Shape:
     iteration_seconds_max: float = 30.0
     short_characters: int = 4096  # 0: everything is tokenised beside the loop
     num_moves: int = 120
-    store_threads: int = 1  # that are at work at once
+    store_threads: int = 1  # that work at once
 
 
 def drawn_shape(choose: random.Random, seed: int) -> Shape:
     chunk_tokens = choose.choice((1, 2, 4, 4, 8))
     scale = max(1, 4 // chunk_tokens)
-    # Their own draws, so that older seeds stay what they were.
+    # Separate random streams, so that older seeds still stand for the same worlds.
     places, streams = random.Random(seed), random.Random(~seed)
     threads = random.Random(f"threads of {seed}")
     engine = EngineShape(

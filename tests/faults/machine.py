@@ -1,10 +1,10 @@
-"""The engine process of the fault search, in the test's own process.
+"""Run the engine process of the fault search in the test's own process.
 
-It is the real engine over a faulty ledger, and the pipe to it.
+It is the real engine over a faulty ledger, with a simulated pipe.
 
-`Machine` is one life of the engine.  What it published and did not get through the pipe before it died
-is lost, as is what the service wrote and it did not read; both ends notice late.  `Link` is the real
-`EngineClient` but for the spawning: it supervises machines, and starts another when one is gone.
+A `Machine` is one life of the engine. When it dies, events that did not get through the pipe are lost, and so
+are messages that it has not read. Both ends notice late. A `Link` is the real `EngineClient` without the
+spawning: it supervises machines, and starts another when one is gone.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 COST = CostProfile.analytic(
     num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4
 )
-Strikes = Callable[[str], bool]  # whether this fault happens now
-Note = Callable[[str, str], None]  # who, what
+Strikes = Callable[[str], bool]  # kind -> whether this fault happens now
+Note = Callable[[str, str], None]  # actor, event
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class EngineShape:
     turns_queued_max: int = 64
     depth: int = 1
     swap_outs_max: int = 64
-    staging_pages: int = 0  # of an arena, for streamed turns
+    staging_pages: int = 0  # per arena, for streamed turns
     stream: str = "on"
     checks_every: int = 1  # commits
 
@@ -78,7 +78,7 @@ class EngineShape:
 
 
 class FaultyLedger(LedgerExecutor):
-    """A ledger whose device fails; tokens carry the words that they stand for."""
+    """A ledger whose device fails. Its tokens carry the words that they stand for."""
 
     def __init__(self, shape: EngineShape, seed: int, late: float, strikes: Strikes) -> None:
         super().__init__(
@@ -92,7 +92,7 @@ class FaultyLedger(LedgerExecutor):
         )
         self._strikes = strikes
         self._shuffle = random.Random(seed)
-        self._spoke: set[int] = set()  # turns that have said a word
+        self._spoke: set[int] = set()  # turns that have generated a word
 
     def launch(self, iteration: Iteration) -> None:
         if self._strikes("an allocation fails"):
@@ -141,10 +141,10 @@ class Machine:
     ) -> None:
         self.shape = shape
         self.alive = True
-        self.is_hung = False  # its main thread does nothing any more
-        self.is_stopped = False  # nor does any other
-        self.incoming: deque[bytes] = deque()  # written by the service, not read yet
-        self.frames: deque[bytes] = deque()  # written by the engine, not read yet
+        self.is_hung = False  # its main thread has stopped
+        self.is_stopped = False  # all its threads have stopped
+        self.incoming: deque[bytes] = deque()  # written by the service, not yet read
+        self.frames: deque[bytes] = deque()  # written by the engine, not yet read
         self.mailbox = Mailbox()
         self.executor = FaultyLedger(shape, seed, late, strikes)
         self.context_max = shape.cache.device_tokens_max
@@ -170,10 +170,10 @@ class Machine:
         self._num_rounds = 0
         self._spoke_at = clock.now()
 
-    # -- what the world has it do --
+    # -- called by the world --
 
     def read(self, num_frames: int) -> None:
-        """Take what the service wrote from the pipe."""
+        """Read frames that the service wrote to the pipe."""
         if self.is_stopped and self.alive:
             return
         while self.incoming and num_frames:
@@ -188,7 +188,7 @@ class Machine:
                 )
 
     def step(self) -> bool:
-        """One step of the engine; when it fails, what the engine's process does then."""
+        """Run one step of the engine; if it fails, act like the engine's process."""
         if not self.alive or self.is_hung:
             return False
         self._num_rounds += 1
@@ -199,7 +199,7 @@ class Machine:
             return True
 
     def flush(self) -> None:
-        """One frame of all that was published since the last, or a sign of life."""
+        """Write one frame of all events since the last flush, or a sign of life."""
         now = self._clock.now()
         if not self.alive or self.is_stopped:
             return
@@ -213,7 +213,7 @@ class Machine:
         self._spoke_at = now
 
     def die(self, num_frames: int, cut: bool) -> None:
-        """kill -9: so many of the frames that were written get through, and perhaps half a one."""
+        """Simulate kill -9: `num_frames` written frames get through, and half a frame if `cut`."""
         self.alive = False
         self._published = []
         gone = list(self.frames)[num_frames:]
@@ -234,7 +234,7 @@ class Machine:
         self.frames.append(channel.pack(["died", str(error), 6]))
         self.alive = False
 
-    # -- its sink and its observer --
+    # -- called by the engine, as its sink and observer --
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
         self._published += events
@@ -301,14 +301,14 @@ class _Wire:
         return 0
 
     def abort(self) -> None:
-        """The engine's process reads the end of the pipe, and ends; or it was killed before."""
+        """Close the pipe: the engine's process reads its end and exits, unless it was killed before."""
         self._closed = True
         if self._machine.alive:
             self._machine.die(0, cut=False)
 
 
 class Link(EngineClient):
-    """The real supervision of machines that `begin` makes; None where a machine does not start."""
+    """The real supervision, over machines that `begin` makes; None if a machine does not start."""
 
     def __init__(
         self, daemon: Daemon, begin: Callable[[], Machine | None], strikes: Strikes
@@ -327,7 +327,7 @@ class Link(EngineClient):
         super().put(message)
 
     def deliver(self, num_frames: int) -> None:
-        """Feed the service what the engine wrote, and the end of the pipe behind it."""
+        """Feed the service the engine's frames, and then the end of the pipe if the engine is dead."""
         machine, reader = self.machine, self._reader
         if machine is None or reader is None:
             return

@@ -1,8 +1,8 @@
-"""The clients in a world, and whether they get true answers.
+"""The clients in a world, and the checks of their answers.
 
-A `Request` is a message that somebody wants answered; it is said again, under the same id, until it is.
-A `Call` is one try.  Each answer is held against what was told before, and each look at the store
-against what every reply must be (the ledger's arithmetic) and what each history may be (histories.py).
+A `Request` is a message to be answered. It is sent again, under the same id, until it is. A `Call` is one
+attempt. Each answer is compared with earlier answers. Each look at the store is compared with the replies
+that the ledger's arithmetic requires, and with the possible histories (histories.py).
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from tests.faults.texts import text_of, word
 
 WORDS = [number for number in range(5, 997) if not ends_turn(number)]
 PRIORITIES = (0, 0, 1, -1, 0, 2)
-DEEDS_MAX = 4  # under way in one conversation: each order of them is possible
+DEEDS_MAX = 4  # under way in one conversation, since all their orders are possible
 Reply = tuple[list[int], str, FinishReason, int | None]
 
 
 @dataclass(eq=False)
 class Request:
-    """A message that somebody wants answered, until it is."""
+    """A message that is sent until it is answered."""
 
     deed: int
     conversation: str
     words: str
     request_id: str
     max_tokens: int
-    is_open: bool = True  # it would be said again
+    is_open: bool = True  # it would be sent again
     num_calls: int = 0  # under way
-    cancelled_at: set[int] = field(default_factory=set)  # with so many tokens delivered
-    is_cut: bool = False  # somebody left it, and may have kept less than others were told
-    told: dict[int, list[int]] = field(default_factory=dict)  # tokens, by attempt
-    reply: Reply | None = None  # as it was acknowledged
+    cancelled_at: set[int] = field(default_factory=set)  # delivered tokens at each cancellation
+    is_cut: bool = False  # a client left it, and may have kept less than others received
+    told: dict[int, list[int]] = field(default_factory=dict)  # received tokens, by attempt
+    reply: Reply | None = None  # the acknowledged reply
 
     @property
     def priority(self) -> int:
@@ -79,12 +79,12 @@ class Request:
 
 @dataclass(eq=False)
 class Call:
-    """Something that was asked and is not answered yet."""
+    """A call that is not answered yet."""
 
     what: str
     request: Request | None = None
     task: asyncio.Task[None] | None = None
-    stalled: asyncio.Event | None = None  # until it is set, the reader takes nothing
+    stalled: asyncio.Event | None = None  # the reader takes nothing until it is set
 
 
 class People:
@@ -100,13 +100,13 @@ class People:
         self.histories = Histories()
         self.requests: list[Request] = []
         self.calls: list[Call] = []
-        self.process: Process | None = None  # that they reach
-        self.full: set[str] = set()  # conversations in which nothing fits any more
+        self.process: Process | None = None  # the process that clients reach
+        self.full: set[str] = set()  # conversations with a full context
         self._happened = happened
         self._note = note
         self._by_deed: dict[int, Request] = {}
         self._by_words: dict[str, Request] = {}
-        self._busy: set[str] = set()  # conversations that a call may change; turns apart
+        self._busy: set[str] = set()  # conversations that a call other than a turn may change
         self._deletions_begun = Counter[str]()  # by conversation
         self._deletions_ended = Counter[str]()
         self._num_names = 0
@@ -117,7 +117,7 @@ class People:
 
     @property
     def names(self) -> list[str]:
-        """The conversations that may be there."""
+        """Return the conversations that may exist."""
         return [name for name in self.histories.names() if self.histories.exists(name)]
 
     @property
@@ -127,7 +127,7 @@ class People:
     # -- conversations --
 
     def create(self, name: str = "", system: str | None = None, prefix_id: str = "") -> None:
-        """Some share a prefix, and with it KV; some begin with the same words by chance."""
+        """Create a conversation. Some share a prefix and its KV; some have equal beginnings by chance."""
         if self.daemon is None:
             return
         daemon = self.daemon
@@ -218,7 +218,7 @@ class People:
         return True
 
     def check(self, problems: list[str]) -> None:
-        """What an operator asks: is anything wrong?"""
+        """Call the operator's check, and add the problems that it reports."""
         assert self.daemon is not None
         daemon = self.daemon
 
@@ -230,9 +230,9 @@ class People:
     # -- turns --
 
     def say(self, name: str, max_tokens: int | None = None) -> Request:
-        """Something that nobody has said before."""
+        """Send a message with new words."""
         num_words = self.random.randint(0, self.shape.prompt_words_max)
-        # Many begin alike, so that prefixes are shared; the last word makes each another.
+        # Many messages begin alike, so that prefixes are shared. The last word makes each unique.
         numbers = [*self.random.choices(WORDS[:2], k=num_words), WORDS[len(self.requests)]]
         words = " ".join(word(number) for number in numbers)
         if max_tokens is None:
@@ -245,7 +245,7 @@ class People:
         return request
 
     def say_again(self, request: Request) -> None:
-        """The same message under the same id: attaches, replays, or begins (again)."""
+        """Send the same message under the same id: it attaches, replays, or begins (again)."""
         name, deed = request.conversation, request.deed
         if self.daemon is None:
             return
@@ -272,14 +272,14 @@ class People:
         self._spawn(call, say(), name)
 
     def say_all_again(self) -> bool:
-        """In each conversation the first message that has no answer."""
+        """Send again, in each conversation, the first message without an answer."""
         waiting = {each.conversation: each for each in reversed(self.requests) if each.is_open}
         for request in waiting.values():
             self.say_again(request)
         return bool(waiting)
 
     def say_otherwise(self) -> bool:
-        """Other words under an id that has its answer; they are refused."""
+        """Send other words under the id of an answered message; they must be refused."""
         answered = [
             each
             for each in self.requests
@@ -297,7 +297,7 @@ class People:
             except (InvalidArgument, NotFound, Unavailable, QueueFull, TurnRunning):
                 return
             if self._deletions_begun[name] != num_deletions:
-                return  # the answer may be deleted, and the conversation made again
+                return  # the answer may be deleted and the conversation created again
             raise AssertionError("other words were taken under an id that has its answer")
 
         self._call("say other words", say())
@@ -314,7 +314,7 @@ class People:
         return True
 
     def leave(self) -> bool:
-        """Somebody ends a turn on purpose: some of what was delivered stays, or nothing does."""
+        """Cancel a turn on purpose, keeping some of the delivered text or nothing."""
         if self.daemon is None or not self.requests:
             return False
         daemon = self.daemon
@@ -333,7 +333,7 @@ class People:
         async def leave() -> None:
             turns, keep_tokens = daemon.conversations.turns, keep
             if daemon.conversations.arriving.has_request("", name, request_id):
-                keep_tokens = 0  # for nobody knows yet how much was delivered
+                keep_tokens = 0  # it is not yet known how much was delivered
             live = turns.of_request_id("", name, request_id)
             if live is not None and keep_tokens != 0:
                 most = live.num_tokens if keep_tokens is None else keep_tokens
@@ -365,13 +365,13 @@ class People:
         call.task.cancel()
 
     def lose(self) -> None:
-        """All connections are gone."""
+        """Drop all connections."""
         for call in list(self.calls):
             assert call.task is not None
             self._over(call)
             call.task.cancel()
 
-    # -- what they are told --
+    # -- answers --
 
     async def _read(self, daemon: Daemon, request: Request, call: Call, live: LiveTurn) -> None:
         self._begun(request, live)
@@ -422,7 +422,7 @@ class People:
             request.is_open = False
         elif isinstance(error, QueueFull):
             self._happened["the daemon's limit is reached"] += "are waiting" in str(error)
-        elif isinstance(error, TurnRunning):  # most do not insist
+        elif isinstance(error, TurnRunning):  # most clients do not retry
             request.is_open &= self.random.random() < 0.3
         else:
             assert isinstance(error, Unavailable), repr(error)
@@ -440,10 +440,10 @@ class People:
         self._note("client", f"{request.request_id} answered: {reply}")
         self.histories.acknowledged(request.conversation, request.deed, live.revision)
 
-    # -- looking at the store --
+    # -- checks of the store --
 
     def look(self, name: str) -> Seen | None:
-        """Hold what the store has of a conversation against what may be and what must be."""
+        """Compare a stored conversation with its possible histories and its required replies."""
         process = self.process
         if process is None or name not in self.histories.names():
             return None
@@ -451,7 +451,7 @@ class People:
         return self._look(process.looking, name, live)
 
     def look_at_what_is_left(self, looking: Any) -> None:
-        """Of a process that is gone: whatever was under way has happened, or never will."""
+        """Check what a dead process has left: everything under way has happened or never will."""
         self._busy.clear()
         for name in self.histories.names():
             self._look(looking, name, lambda deed: False)
@@ -463,7 +463,7 @@ class People:
         return bool(request.num_calls) or self._is_live(request)
 
     def _is_last(self, request: Request, daemon: Daemon) -> bool:
-        """No other call begins it; what a client began before it hung up may be on its way, or live."""
+        """Return whether no other call can begin it, and nothing of it is on its way or live."""
         others = request.num_calls > 1 or daemon.conversations.arriving.num_turns
         return not others and not self._is_live(request)
 
@@ -507,7 +507,7 @@ class People:
     def _check_reply(
         self, name: str, request: Request, message: Any, prefix: int, num_tokens: int
     ) -> None:
-        """A stored reply is what the log before it says, as far as it goes, and ends where it may."""
+        """Check that a stored reply follows from the log before it, and ends where it may."""
         token_ids, where = list(message.token_ids), f"{name}, the reply to {request.request_id}"
         for token_id in token_ids:
             assert token_id == next_token(prefix), f"{where} is not what its log says"
@@ -531,10 +531,10 @@ class People:
     # -- names --
 
     def _name_again(self) -> str:
-        """One of a conversation that is certainly gone, sometimes; another one gets it.
+        """Return, sometimes, the name of a conversation that is certainly gone, for reuse.
 
-        What was said to the first may be said again, and is new to the second.  What a client began before
-        it hung up may be on its way, and begin in the second: only not with tokens made for the first.
+        Messages of the first conversation may be sent again, and are new to the second. What a client began
+        before it hung up may still begin in the second, but not with tokens made for the first.
         """
         called = set(self._busy) | {
             call.request.conversation for call in self.calls if call.request is not None
@@ -566,7 +566,7 @@ class People:
         return f"{letter}{self._num_names}"
 
     def _call(self, what: str, work: Coroutine[Any, Any, None], *names: str) -> None:
-        """A call that may change these conversations; others like it leave them alone meanwhile."""
+        """Make a call that may change these conversations; no other such call runs meanwhile."""
 
         async def tried() -> None:
             try:
@@ -586,7 +586,7 @@ class People:
         def ended(task: asyncio.Task[None]) -> None:
             self._over(call)
             if task.cancelled():
-                return  # what it began goes on
+                return  # the work that it began continues
             if (error := task.exception()) is not None:
                 raise error
             if call.request is None:

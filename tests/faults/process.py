@@ -1,4 +1,4 @@
-"""Runs the service's process in a world: the real store and daemon between its birth and its death."""
+"""Run the service's process in a world: the real store and daemon, from start to death."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Process:
     def __init__(
         self, store: ConversationStore, loop: Threads, fibers: Fibers, threads_max: int
     ) -> None:
-        """`threads_max`: of the store, that are at work at once."""
+        """`threads_max`: number of store threads that work at once."""
         self.store = store
         self.loop = loop
         self.fibers = fibers
         self._threads_max = threads_max
         prepare(store)
-        self.looking = looking_at(store.folder.database_path)  # past the disk's faults
-        self.daemon: Daemon | None = None  # until it has begun
+        self.looking = looking_at(store.folder.database_path)  # reads without the disk's faults
+        self.daemon: Daemon | None = None  # None before the start
         self.link: Link | None = None
         self.in_job = False
         self.owners = OwnerThreads(lambda: loop.caller)
@@ -41,7 +41,7 @@ class Process:
 
     @property
     def is_settled(self) -> bool:
-        """Whatever was begun is known: as a live turn, or by its call."""
+        """Return whether everything begun is known, as a live turn or by its call."""
         return not self.in_job and not (
             self.daemon is not None and self.daemon.conversations.arriving.num_turns
         )
@@ -51,7 +51,7 @@ class Process:
             self.link.deliver(num_frames)
 
     def work(self, other: bool) -> None:
-        """A job of each of some threads of the store, or one of another thread."""
+        """Run one job of each of several store threads, or one job of another thread."""
         loop = self.loop
         if loop.other_jobs and (other or not loop.store_jobs):
             loop.work(loop.other_jobs)
@@ -66,13 +66,13 @@ class Process:
                 self.in_job = False
 
     def check(self) -> None:
-        """No task, callback or future of it has failed without anybody noticing."""
+        """Check that no task, callback or future has failed unnoticed."""
         assert not self.loop.problems, "\n".join(self.loop.problems)
         assert not LOGGED.errors, "\n".join(LOGGED.errors)
         assert not self.owners.violations, self.owners.violations
 
     def bury(self) -> None:
-        """What the operating system does when a process is gone."""
+        """Release what the operating system releases when a process is gone."""
         if self.machine is not None:
             self.machine.alive = False
         if self.daemon is not None:
@@ -90,7 +90,7 @@ def looking_at(path: Any) -> Any:
 
 
 class _Errors(logging.Handler):
-    """What the daemon could only log: a task of its own that failed."""
+    """Collect errors that the daemon only logs, such as a failed task of its own."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -106,7 +106,7 @@ LOGGED = _Errors()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Worlds are small and many: no garbage collection, and nobody reads their log."""
+    """Disable garbage collection and log output inside the block: worlds are small and many."""
     log = logging.getLogger("pensieve")
     freeze, collect, propagate = gc_pause.freeze, gc_pause.collect, log.propagate
     gc_pause.freeze = gc_pause.collect = lambda: None

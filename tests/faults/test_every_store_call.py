@@ -1,7 +1,7 @@
-"""One short story, told once for every statement that the store carries out: that one fails.
+"""Run one short story once for every statement of the store, with a fault at that statement.
 
-Before or after it took effect, for a while, or with the whole process.  Then the disk is well again:
-nothing acknowledged is lost, nothing happened half, and the story goes on to its end.
+The fault is before or after the statement takes effect, lasts for a while, or kills the process. Afterwards
+the disk works again: nothing acknowledged is lost, nothing is half done, and the story reaches its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def place() -> Iterator[Path]:
 
 
 def story(world: World) -> None:
-    """Everything that the store can do, once; whoever gets no answer asks again at the end."""
+    """Use every operation of the store once; unanswered requests are sent again at the end."""
     people = world.people
     world.start()
     people.create("tea", "w5 w6 w7", "brief")
@@ -55,7 +55,7 @@ def story(world: World) -> None:
 
 
 def told(place: Path, fault: Fault, countdown: int) -> World:
-    """The story with a fault at that statement, and the reckoning."""
+    """Run the story with a fault at that statement, and the final check."""
     world = World(countdown, place, shape=SHAPE, rates=NO_FAULTS)
     try:
         world.disk.arm(fault, countdown)

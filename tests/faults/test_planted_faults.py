@@ -1,7 +1,7 @@
-"""Would the search notice?  Each fault is planted in the real code, and some world must find it.
+"""Plant each fault in the real code; some world must notice it.
 
-Core and cache have theirs in tests/core/test_planted_faults.py; these lie where the engine, the
-conversations and the store meet.  The last one is a bug that the search has found.
+tests/core/test_planted_faults.py has those of the core and the cache. These are where the engine, the
+conversations and the store meet. The last one is a bug that the search has found.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tests.faults.world import run
 SEEDS = 120
 FIRST = {
     "KV of a lost turn is taken for a cancelled one's": 100
-}  # where it is rare: near one that finds it
+}  # seeds near one that finds a rare fault
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
-    """Replace a function by `change(original, *arguments)`."""
+    """Return a plant that replaces a function by `change(original, *arguments)`."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = getattr(owner, name)

@@ -1,7 +1,7 @@
-"""A real tokenizer and template over 997 words, for the fault search.
+"""A real tokenizer and chat template over 997 words, for the fault search.
 
-Token ids are those of the ledger (tests/fakes.py): every sixteenth ends a reply and says nothing, all
-others are words of their own.
+Token ids are those of the ledger (tests/fakes.py): every sixteenth ends a reply and has no text; all others
+are words.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def word(token_id: int) -> str:
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    """What a reply reads like."""
+    """Return the text of a reply."""
     return " ".join(word(token_id) for token_id in token_ids if not ends_turn(token_id))
 
 

@@ -1,8 +1,8 @@
-"""Runs the service's threads one move at a time: nothing happens unless somebody makes it happen.
+"""Run the service's threads one move at a time, only when the world asks for it.
 
-`Threads` is an event loop on a virtual clock, without sockets.  `spin` runs what is ready in the loop
-until nothing is.  What the service hands to another thread (a store thread, the text pool, a check) waits
-here until `work` carries it out, or `work_together` where several store threads are at work at once.
+`Threads` is an event loop on a virtual clock, without sockets. `spin` runs what is ready until nothing is.
+Jobs for other threads (a store thread, the text pool, a check) wait until `work` runs them, or
+`work_together` if several store threads work at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pensieve.sim.executor import VirtualClock
 from tests.faults.fibers import Fibers
 
-Job = tuple[Callable[[], Any], "asyncio.Future[Any]", object]  # the last is its thread
+Job = tuple[Callable[[], Any], "asyncio.Future[Any]", object]  # function, result, its thread
 SPINS_MAX = 10_000
 
 
@@ -39,15 +39,15 @@ class Threads(asyncio.BaseEventLoop):
         self._clock_resolution = 1e-9
         self.store_jobs: deque[Job] = deque()
         self.other_jobs: deque[Job] = deque()
-        self.problems: list[str] = []  # what the loop had to swallow
-        self.caller = "loop"  # whose move it is; clients call from the loop
+        self.problems: list[str] = []  # exceptions that nothing handled
+        self.caller = "loop"  # the thread that is running; clients call from the loop
         self.set_exception_handler(self._complain)
 
     def time(self) -> float:
         return self._clock.now()
 
     def spin(self) -> None:
-        """Run everything that is ready, and timers whose moment has come."""
+        """Run everything that is ready, and due timers."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -62,7 +62,7 @@ class Threads(asyncio.BaseEventLoop):
 
     @contextlib.contextmanager
     def on_the_loop(self) -> Iterator[None]:
-        """The loop's move, though a job of another thread is in the middle of its own."""
+        """Let the loop run while a job of another thread is in the middle of its work."""
         caller, self.caller = self.caller, "loop"
         try:
             yield
@@ -79,7 +79,7 @@ class Threads(asyncio.BaseEventLoop):
         return future
 
     def work(self, jobs: deque[Job]) -> None:
-        """Carry out the oldest of these, and tell the loop; a death of the process passes through."""
+        """Run the oldest of these jobs and set its result; ProcessDied passes through."""
         job, future, _ = jobs.popleft()
         self.caller = "store" if jobs is self.store_jobs else "another thread"
         try:
@@ -94,7 +94,7 @@ class Threads(asyncio.BaseEventLoop):
             self.caller = "loop"
 
     def work_together(self, num_jobs: int, fibers: Fibers) -> None:
-        """At most so many jobs of the store at once: the oldest one of each thread that has any."""
+        """Run up to `num_jobs` store jobs at once: the oldest job of each thread."""
         first: dict[object, Job] = {}
         for job in self.store_jobs:
             first.setdefault(job[2], job)
@@ -117,7 +117,7 @@ class Threads(asyncio.BaseEventLoop):
                 raise fiber.error
 
     def abandon(self) -> None:
-        """The process is gone: whatever still waits in here ends without a word."""
+        """Cancel everything that still waits, because the process is gone."""
         self.store_jobs.clear()
         self.other_jobs.clear()
         self.set_exception_handler(lambda loop, context: None)

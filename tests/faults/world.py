@@ -1,25 +1,23 @@
-"""One world of the fault search, drawn from one seed.
+"""One world of the fault search, drawn from one seed: the whole service over fake surroundings.
 
-It is the whole service over a faked clock, engine process and disk.
+Real are the core, the engine, its mailbox, the frames of the pipe, the supervision of the engine process, the
+daemon with its readers and graces, the conversations, and the store over SQLite. Fake are the clock, the
+event loop and its threads (threads.py), the device and the engine's process (machine.py), the disk (disk.py),
+and the clients (people.py).
 
-Real are the core, the engine, its mailbox, the frames of the pipe, the supervision of the engine
-process, the daemon with its readers and graces, the conversations, and the store over SQLite.  Faked
-are what lies around them: the clock, the event loop and its threads (threads.py), the device and the
-engine's process (machine.py), the disk (disk.py), and the people (people.py).
+Nothing moves by itself. Each move is drawn from the seed: some engine steps, some frames through the pipe,
+some jobs of the store's thread, some time, one client action, or a fault. So any two of them may meet in any
+order, and a seed always gives the same world, event by event.
 
-Nothing moves by itself.  Each move of the world is drawn from the seed: some steps of the engine, some
-frames through the pipe, some jobs of the store's thread, some time, one thing that a client does, or a
-fault.  So any two of them may meet in any order, and the same seed is the same world, event by event.
-
-What is held against what, all the time:
+These checks run all the time:
 
 * each slice against the ledger (what it attends to), and the core against its invariants;
-* each reply against the arithmetic that the ledger's tokens follow, as told and as stored;
+* each reply, as delivered and as stored, against the arithmetic of the ledger's tokens;
 * each history against everything that may have happened, given what clients were told;
-* what is told of one attempt against what was told of it before.
+* the tokens of an attempt against the tokens delivered for it before.
 
-When the faults stop, every turn ends, every client gets an answer, the store verifies, and when all
-conversations are deleted all pages are empty.
+When the faults stop, every turn ends, every client gets an answer, and the store verifies. After all
+conversations are deleted, all pages are empty.
 """
 
 from __future__ import annotations
@@ -50,9 +48,9 @@ from tests.faults.process import Process, looking_at, quiet
 from tests.faults.texts import template
 from tests.faults.threads import Threads
 
-STEPS_MAX = 800  # until everything has ended, once the faults have stopped
+STEPS_MAX = 800  # within which everything must end once the faults have stopped
 WALL = 1_700_000_000.0
-COUNTDOWNS = (1, 2, 4, 8, 16)  # statements until a fault of the store
+COUNTDOWNS = (1, 2, 4, 8, 16)  # statements before a fault of the store
 
 
 class World:
@@ -76,7 +74,7 @@ class World:
         self._tell = tell
         self._digest = hashlib.blake2b(digest_size=16)
         self._wall_offset = WALL
-        self._stalled_until = 0  # moves
+        self._stalled_until = 0  # in moves
         self._held_until = 0
         self._num_moves = 0
         self._num_machines = 0
@@ -90,7 +88,7 @@ class World:
         begin_with(self.disk.folder, shelf)
 
     def run(self) -> None:
-        """The seed's whole story: random moves, rest, and the reckoning."""
+        """Run the whole world: random moves, rest, and the final check."""
         self.note("world", f"seed {self.seed}: {self.shape}")
         self.start()
         for _ in range(self.shape.num_moves):
@@ -100,7 +98,7 @@ class World:
 
     @property
     def hash(self) -> str:
-        """Of every event so far."""
+        """Return the hash of all events so far."""
         return self._digest.hexdigest()
 
     def note(self, who: str, what: str) -> None:
@@ -111,7 +109,7 @@ class World:
             self._tell(line)
 
     def strikes(self, kind: str) -> bool:
-        """Whether a fault happens, each time that it could."""
+        """Return whether a fault happens at this opportunity."""
         if kind in BY_ITSELF:
             self.happened[kind] += 1
             return False
@@ -183,12 +181,12 @@ class World:
                 people.say(name)
 
     def _do(self, kind: str) -> bool:
-        """One of BY_MOVE; False where there was nothing to do it to."""
+        """Do one of BY_MOVE; return False if there was nothing to do it to."""
         people = self.people
         fault = next((each for each in STORE_FAULTS if each.kind == kind), None)
         if fault is not None:
             self.disk.arm(fault, self.random.choice(COUNTDOWNS))
-            return False  # until it strikes
+            return False  # it happens later
         if kind == "the engine is killed":
             return self.kill_engine()
         if kind in ("the engine is stopped", "the engine's main thread hangs"):
@@ -250,10 +248,10 @@ class World:
         assert kind == "KV is warmed", kind
         return people.warm(name)
 
-    # -- processes begin and end --
+    # -- start and end of processes --
 
     def start(self) -> None:
-        """The service begins; it may not come far."""
+        """Start the service; it may die on the way."""
         with self._mortal():
             self._open()
 
@@ -283,7 +281,7 @@ class World:
         daemon = Daemon(
             process.store,
             LoadedTexts(template(), "the fingerprint", Sampling()),
-            # The machine is put in the process's place below.
+            # The world replaces the process by its machine below.
             EngineProgram((), {}, self.disk.folder),
             DaemonConfig(
                 turns_max=self.shape.turns_max,
@@ -320,7 +318,7 @@ class World:
         return True
 
     def hang_engine(self, whole: bool) -> bool:
-        """From now on it does nothing; or (not `whole`) all of it but its main thread goes on."""
+        """Stop the engine from now on: its main thread, or (`whole`) all its threads."""
         machine = self.process.machine if self.process is not None else None
         if machine is None or not machine.alive:
             return False
@@ -336,7 +334,7 @@ class World:
         return True
 
     def stop(self) -> bool:
-        """SIGTERM: drain, close, and start again."""
+        """Stop the service like SIGTERM: drain, close, and start again."""
         process = self.process
         if process is None or process.daemon is None:
             return False
@@ -368,7 +366,7 @@ class World:
         return True
 
     def bury(self) -> None:
-        """The service's process is gone, and its engine with it; what the disk holds stays."""
+        """End the service's process and its engine; check what the disk has kept."""
         process, self.process, self.people.process = self.process, None, None
         if process is not None:
             self.note("service", "is gone")
@@ -379,7 +377,7 @@ class World:
 
     @contextlib.contextmanager
     def _mortal(self) -> Iterator[None]:
-        """The death of the service's process ends here."""
+        """Catch the death of the service's process."""
         try:
             yield
         except ProcessDied:
@@ -388,7 +386,7 @@ class World:
     # -- the end --
 
     def settle(self) -> None:
-        """The faults stop; every turn ends and everybody is answered."""
+        """Stop the faults, and continue until every turn has ended and every client has its answer."""
         self.note("world", "the faults stop")
         self._faulty = False
         self.disk.heal()
@@ -398,7 +396,7 @@ class World:
         self.rest()
 
     def rest(self, say_again: bool = True) -> None:
-        """Go on until nothing is under way, and (`say_again`) no message without its answer."""
+        """Continue until nothing is under way, and (`say_again`) no message lacks its answer."""
         for _ in range(STEPS_MAX):
             with self._mortal():
                 if not self._go_on(say_again):
@@ -407,7 +405,7 @@ class World:
         raise AssertionError(f"it never ends: {self.people.calls}, {waiting}")
 
     def move_until_begun(self) -> None:
-        """Until turns are live, if they come to that."""
+        """Continue until turns are live, or ten steps have passed."""
         for _ in range(10):
             daemon = self.people.daemon
             if daemon is not None and daemon.conversations.turns.num_live:
@@ -416,7 +414,7 @@ class World:
                 self._go_on(say_again=False)
 
     def _go_on(self, say_again: bool) -> bool:
-        """Everybody's turn once; False when nobody had anything to do."""
+        """Let every part move once; return False if none had anything to do."""
         if self.process is None:
             self.start()
             return True
@@ -427,7 +425,7 @@ class World:
                 worked = True
                 self.clock.advance(0.01)
                 if not machine.scheduler.num_turns:
-                    break  # copies that nobody waits for may take their time
+                    break  # copies that no turn waits for may take their time
             machine.flush()
             process.deliver(100)
         while process.loop.store_jobs or process.loop.other_jobs:
@@ -445,7 +443,7 @@ class World:
         return worked or bool(self.people.calls) or not resting
 
     def reckon(self) -> None:
-        """Everything has ended: store, engine and clients agree, and nothing is left behind."""
+        """Check at the end that store, engine and clients agree, and that nothing is left behind."""
         people = self.people
         for name in people.names:
             people.look(name)
@@ -484,7 +482,7 @@ class World:
         self.bury()
 
     def _contents(self, process: Process) -> str:
-        """A digest of every row of the store."""
+        """Return a digest of every row of the store."""
         digest = hashlib.blake2b(digest_size=16)
         for table in ("conversations", "turns", "messages", "history", "bodies", "tenants"):
             for row in process.looking.execute(f"SELECT * FROM {table} ORDER BY 1, 2"):
@@ -516,7 +514,7 @@ class World:
             self.disk.commit_fault = process.fibers.random.choice(STORE_FAULTS)
 
     def _between_statements(self) -> None:
-        """Other threads go on while one of the store waits for the disk."""
+        """Let other threads run while a store thread waits for the disk."""
         process = self.process
         if process is None or not process.in_job:
             return
@@ -531,7 +529,7 @@ class World:
 
 
 def run(seed: int, shelf: Path, tell: Callable[[str], None] | None = None) -> World:
-    """The world of this seed, to its end."""
+    """Run the world of this seed to its end."""
     with quiet():
         world = World(seed, shelf, tell)
         try:

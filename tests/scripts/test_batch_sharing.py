@@ -164,5 +164,5 @@ def test_replies_that_differ_are_not_compared(
         return row, replies if arguments[-1] == "groups" else [(1,)] * len(replies)
 
     monkeypatch.setattr(measured_batch, "_one", wrong)
-    with pytest.raises(PensieveError, match="the replies of lru are others"):
+    with pytest.raises(PensieveError, match="the replies with lru differ"):
         measured(model, tmp_path)

@@ -29,7 +29,7 @@ from scripts.gpu_bench.pages import Paged, baselines, usable
 from scripts.gpu_bench.stages import (
     KERNELS,
     STAGES,
-    After,
+    Consequences,
     Stage,
     Step,
     after,
@@ -107,7 +107,7 @@ def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
     reported: list[str] = []
     assert set(usable(ways, right, reported.append)) == {"fused, batch", "fused, causal"}
     assert len(reported) == 1
-    assert reported[0].startswith("left out: torch (fused, folded) is off by")
+    assert reported[0].startswith("skipped: torch (fused, folded) is off by")
     assert "fused, causal" not in baselines(query[:, :8], keys, keys)
 
 
@@ -125,7 +125,7 @@ def test_a_section_that_does_not_end_costs_itself_alone(tmp_path: Path) -> None:
     assert run.failed == ["load"]
     figures = figures_of(tmp_path)
     (failed,) = [each for each in figures if each.get("failed")]
-    assert failed["line"] == "FAILED: it was ended after 1 s"
+    assert failed["line"] == "FAILED: ended after 1 s"
     assert figures[-1]["section"] == "swap"
     assert "swap_in, 10 pages" in log.getvalue(), "what a process printed is in the log"
 
@@ -240,7 +240,7 @@ def test_a_stage_that_has_no_time_left_is_left_out(
     run = bench_gpu.Run(tmp_path, "cpu", 60, io.StringIO())
     run.stages(small(STAGES))
     assert run.failed == ["all"]
-    assert capsys.readouterr().out.count("is left out") == len(STAGES)
+    assert capsys.readouterr().out.count("is skipped") == len(STAGES)
     assert not figures_of(tmp_path)
 
 
@@ -250,40 +250,43 @@ def test_a_stage_that_has_no_time_left_is_left_out(
 @pytest.mark.parametrize(
     ("found", "means"),
     [
-        ([figure("kernels", kind="narrow"), figure("kernels", kind="wide")], After()),
-        ([figure("kernels", failed=True, kind="narrow")], After(stop=True)),
+        ([figure("kernels", kind="narrow"), figure("kernels", kind="wide")], Consequences()),
+        ([figure("kernels", failed=True, kind="narrow")], Consequences(stop=True)),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="wide")],
-            After(choices="hopper=0"),
+            Consequences(choices="hopper=0"),
         ),
         # Its process was ended, so it could not say which: the narrow one had been found right, or not.
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True)],
-            After(choices="hopper=0"),
+            Consequences(choices="hopper=0"),
         ),
-        ([figure("kernels", failed=True)], After(stop=True)),
-        ([figure("versions", failed=True)], After(stop=True)),
-        ([figure("sanitizer", failed=True), figure("kernels", kind="narrow")], After()),
+        ([figure("kernels", failed=True)], Consequences(stop=True)),
+        ([figure("versions", failed=True)], Consequences(stop=True)),
+        ([figure("sanitizer", failed=True), figure("kernels", kind="narrow")], Consequences()),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fused")],
-            After(stop=True),
+            Consequences(stop=True),
         ),
-        ([figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fp8")], After()),
-        ([figure("kernels", kind="narrow"), WRONG_COPY], After(stop=True)),
+        (
+            [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fp8")],
+            Consequences(),
+        ),
+        ([figure("kernels", kind="narrow"), WRONG_COPY], Consequences(stop=True)),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="draw")],
-            After(choices="radix=0"),
+            Consequences(choices="radix=0"),
         ),
         # Nobody has examined them.
-        ([figure("sanitizer", failed=True)], After(stop=True)),
-        ([], After(stop=True)),
+        ([figure("sanitizer", failed=True)], Consequences(stop=True)),
+        ([], Consequences(stop=True)),
     ],
 )
 def test_wrong_kernels_are_switched_off_or_end_the_run(
-    found: list[dict[str, Any]], means: After
+    found: list[dict[str, Any]], means: Consequences
 ) -> None:
     assert after(1, found) == means
-    assert after(3, found) == After()
+    assert after(3, found) == Consequences()
 
 
 def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
@@ -300,17 +303,17 @@ def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
         assert succeeded(section, tmp_path, "cpu", 60, True)
     lines = [each["line"] for each in figures_of(tmp_path)[len(wrong) :] if "fp8" in each["line"]]
     assert len(lines) == 5
-    assert all("left out" in line for line in lines)
+    assert all("skipped" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("number", "found", "told"),
     [
-        (2, [figure("decode", failed=True)], "mean nothing"),
+        (2, [figure("decode", failed=True)], "are meaningless"),
         (3, [figure("decode", share=0.7)], "merge inside the kernel"),
         (3, [figure("decode", share=0.9), figure("prefill", share=0.7)], "above its limit"),
         (3, [figure("prefill", share=0.5)], "ping-pong"),
-        (3, [figure("decode", fp8_speed=1.2)], "what unpacks it is the limit"),
+        (3, [figure("decode", fp8_speed=1.2)], "whether unpacking is the limit"),
         (4, [figure("sampler", seconds=1e-3, kind="greedy")], "sampler takes 1.00 ms"),
         (4, [figure("iteration", host_seconds=3e-3, seconds=4e-3, kind="graphs", rows=1)], "host"),
         (
@@ -339,8 +342,8 @@ def test_each_stage_says_what_its_figures_decide(
 def test_a_stage_that_left_no_figures_was_not_examined_and_is_not_praised(number: int) -> None:
     told = decisions(number, [], [step.section for step in STAGES[number - 1].steps])
     for name in {step.section for step in STAGES[number - 1].steps}:
-        assert f"{name}: it was not examined" in told
-    for praise in ("go on", "mean something", "above its limit"):
+        assert f"{name}: not examined" in told
+    for praise in ("continue", "are meaningful", "above its limit"):
         assert not any(praise in sentence for sentence in told)
 
 
@@ -386,7 +389,7 @@ def test_kv_in_fp8_that_is_wrong_hides_no_figure_of_elements(
     assert failed == sorted(failed), "fp8 comes when all else has its figures"
     assert sum("share" in each for each in figures) == sum(failed) > 0
     (told,) = (each for each in decisions(3, figures, [section]) if section in each)
-    assert "a part of it failed, and the rest was examined" in told
+    assert "parts of it failed, and the rest was examined" in told
     assert told.count("KV in fp8") == sum(failed)
 
 
@@ -429,7 +432,7 @@ def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_
     assert not succeeded("exactness", tmp_path, "cpu", 60, True)
     elements, in_bytes = figures_of(tmp_path)
     assert "0 wrong" in elements["line"]
-    assert "tokens lie far below" in in_bytes["line"]
+    assert "tokens are far less likely" in in_bytes["line"]
 
 
 def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(

@@ -93,9 +93,9 @@ def test_wrong_numbers_and_names_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main([str(tmp_path), "--seeds", "0"]) == 3
-    assert "--seeds is 1 or more" in capsys.readouterr().err
+    assert "--seeds must be 1 or more" in capsys.readouterr().err
     assert command.main([str(tmp_path), "--seconds", "0"]) == 3
-    assert "--seconds is above 0" in capsys.readouterr().err
+    assert "--seconds must be above 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([str(tmp_path), "--figure", "9.99"])
 

@@ -146,7 +146,7 @@ def test_the_command_compares_five_systems(capsys: pytest.CaptureFixture[str]) -
     model = ["--model", "opt-6.7b", "--hardware", "rtx-4090"]
     main([*model, "--rate", "0.2", "--rate", "2", "--seeds", "2", "--requests", "20"])
     lines = capsys.readouterr().out.splitlines()
-    assert "15,640 tokens of KV on the device; 20 requests a run" in lines[0]
+    assert "15,640 tokens of KV on the device; 20 requests per run" in lines[0]
     assert lines[1].split()[-5:] == list(SYSTEMS)
     assert lines[-1].startswith("carried within 53.9 ms/token")
     assert " to " in lines[3]

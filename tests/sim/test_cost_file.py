@@ -44,22 +44,34 @@ def test_what_a_profile_measured_survives_its_file() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 3}, "is of version 3; this reads 1 and 2"),
-        ({"cost": [1]}, "is not a file that"),
-        ({"cost.layers": 1.5}, "cost.layers is a whole number"),
-        ({"cost.layers": None}, "cost.layers is a number"),
-        ({"cost.overhead_seconds": -1}, "cost.overhead_seconds is a number of at least 0, not -1"),
-        ({"cost.overhead_seconds": math.inf}, "cost.overhead_seconds is a number of at least 0"),
-        ({"cost.dense_seconds_per_token": 0}, "cost.dense_seconds_per_token is above 0"),
-        ({"cost.link_bytes_per_second": 0}, "cost.link_bytes_per_second is above 0"),
+        ({"version": 3}, "version 3 is unknown; this release reads 1 and 2"),
+        ({"cost": [1]}, "not a file that"),
+        ({"cost.layers": 1.5}, "cost.layers must be a whole number"),
+        ({"cost.layers": None}, "cost.layers must be a number"),
+        (
+            {"cost.overhead_seconds": -1},
+            "cost.overhead_seconds must be a number of at least 0, not -1",
+        ),
+        (
+            {"cost.overhead_seconds": math.inf},
+            "cost.overhead_seconds must be a number of at least 0",
+        ),
+        ({"cost.dense_seconds_per_token": 0}, "cost.dense_seconds_per_token must be above 0"),
+        ({"cost.link_bytes_per_second": 0}, "cost.link_bytes_per_second must be above 0"),
         ({"cost.speed": 3}, "cost.speed is unknown"),
-        ({"source": 3}, "source is a text"),
-        ({"cost.dense_points": [[2, 0.1], [1]]}, "cost.dense_points is a list of pairs"),
-        ({"cost.dense_points": [[2, 0.1], [4, -1]]}, "cost.dense_points is a number of at least 0"),
-        ({"cost.dense_points": [[4, 0.1], [2, 0.1]]}, "dense_points are two or more, in ascending"),
-        ({"chunks": 3}, "chunks is an object"),
+        ({"source": 3}, "source must be a text"),
+        ({"cost.dense_points": [[2, 0.1], [1]]}, "cost.dense_points must be a list of pairs"),
+        (
+            {"cost.dense_points": [[2, 0.1], [4, -1]]},
+            "cost.dense_points must be a number of at least 0",
+        ),
+        (
+            {"cost.dense_points": [[4, 0.1], [2, 0.1]]},
+            "dense_points must be two or more points in ascending",
+        ),
+        ({"chunks": 3}, "chunks must be an object"),
         ({"chunks": {"tokens": 32, "attention_seconds": []}}, "chunks.other_seconds is missing"),
-        ({"measured_with": "a machine"}, "measured_with is an object"),
+        ({"measured_with": "a machine"}, "measured_with must be an object"),
     ],
 )
 def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], problem: str) -> None:
