@@ -116,10 +116,10 @@ IN_TORCH = {
         shared_expert_intermediate_size=24,
         **EXPERTS,
     ),
-    "its sizes are not those of the form": config(
+    "its sizes do not fit the form": config(
         "OPTConfig", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=False
     ),
-    "rebuilt from its weights, it answers something else": config("CohereConfig"),
+    "the kernels compute another answer from its weights": config("CohereConfig"),
 }
 
 

@@ -174,7 +174,7 @@ def test_layers_whose_number_matters_are_not_divided() -> None:
     assert [each.layer_idx for each in model.layers] == [0, 1]
     model = Model()
     model.matters = True
-    with pytest.raises(UnsupportedModel, match="depends on their numbers"):
+    with pytest.raises(UnsupportedModel, match="depend on their numbers"):
         number_from_zero(model, list(model.layers), 3)
 
 
