@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stablelm": (
         _config("StableLmConfig"),
-        "StableLmAttention does not pass the forward's keyword arguments on",
+        "StableLmAttention does not pass the forward's keyword arguments",
     ),
     "mamba": (
         _config("MambaConfig"),

@@ -320,7 +320,7 @@ def test_a_weight_that_the_model_would_leave_out_is_refused(copied: Path, name: 
     add_weights(copied, name)
     with pytest.raises(ModelError) as refusal:
         load(copied)
-    assert str(refusal.value).endswith(f"hold what the model would leave out: {name}")
+    assert str(refusal.value).endswith(f"contain weights that the model would ignore: {name}")
 
 
 def test_other_parts_of_a_checkpoint_may_be_left_out(copied: Path) -> None:

@@ -315,7 +315,7 @@ def test_a_stage_that_dies_ends_the_engine(tmp_path: Path, victim: int) -> None:
 
 def test_stages_that_cannot_be_are_refused_at_the_start(tmp_path: Path) -> None:
     folder, data = write_model(tmp_path / "model", QWEN_2_5, "deep"), tmp_path / "data"
-    with pytest.raises(UnsupportedModel, match="it has 5 layers, so 5 is the most"):
+    with pytest.raises(UnsupportedModel, match="it has 5 layers, so use at most 5 stages"):
         started(folder, data, pipeline_stages="6")
     with pytest.raises(ConfigError, match="needs --stream auto or off"):
         started(folder, data, pipeline_stages="2", stream="on")
