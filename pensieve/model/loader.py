@@ -77,8 +77,8 @@ def load(
 ) -> LoadedModel:
     """Load, check and probe a causal language model.
 
-    rank's part is loaded, and all ranks must load at the same time.  If ranks share layers, no layer is
-    format of KV (`kernels.kv_format`).  `context_max` lowers the served context.  With a `rank` only this
+    `dtype` None keeps the checkpoint's dtype.  `int8` rounds the weights inside the layers.  `kv_dtype` is
+    the format of KV (`kernels.kv_format`).  `context_max` lowers the served context.  With a `rank` only this
     rank's part is loaded, and all ranks must load at the same time.  If ranks share each layer, no layer is
     replaced, because transformers' hooks in the layers combine the ranks' results.  `report` receives one
     line per stage.

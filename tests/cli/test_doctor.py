@@ -108,7 +108,10 @@ def test_weights_that_would_be_left_out_are_wrong(
     weights["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(1)
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert main(["doctor", str(folder)]) == 1
-    assert "contain weights that the model would ignore: model.layers.0.mlp.up" in capsys.readouterr().out
+    assert (
+        "contain weights that the model would ignore: model.layers.0.mlp.up"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_model_that_cannot_be_loaded_is_wrong(

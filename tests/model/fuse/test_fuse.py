@@ -623,7 +623,7 @@ def test_int8_without_the_library_is_refused(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda dtype: False)
-    with pytest.raises(UnsupportedModel, match="none of its weights can be made int8"):
+    with pytest.raises(UnsupportedModel, match="none of its weights can be int8"):
         load(folder_of("llama-gqa"), int8=True)
 
 
