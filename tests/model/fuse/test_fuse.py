@@ -148,7 +148,7 @@ def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_to
     monkeypatch.setattr(attention_cpu, "KIND_FIELDS", frozenset())
     flat = flat_model("llama-gqa")
     assert flat.whole is None
-    assert flat.form.endswith("layer 0: the compiled layers do not know its kind of attention")
+    assert flat.form.endswith("layer 0: the compiled layers do not support its kind of attention")
 
 
 def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
