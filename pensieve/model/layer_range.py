@@ -41,7 +41,7 @@ class LayerRange(NamedTuple):
         return self.stop - self.first
 
 
-class LayerElsewhere(torch.nn.Module):
+class OtherStageLayer(torch.nn.Module):
     """Stand in for a layer of another stage: return the input, or the result of `exchange` if set."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
@@ -82,11 +82,11 @@ class StagePart(NamedTuple):
     """The part of a module that `cut` has kept."""
 
     layers: LayerRange
-    entry: LayerElsewhere | None  # None in the first stage
-    exit: LayerElsewhere | None  # None in the last stage
+    entry: OtherStageLayer | None  # None in the first stage
+    exit: OtherStageLayer | None  # None in the last stage
 
 
-def divided(num_layers: int, num_stages: int, head_layers: Fraction) -> list[LayerRange]:
+def divide_layers(num_layers: int, num_stages: int, head_layers: Fraction) -> list[LayerRange]:
     """Return the layers of each stage, so that the largest stage reads as little as possible.
 
     The last stage also reads the output product, which is as large as `head_layers` layers.
@@ -115,14 +115,14 @@ def cut(
         raise UnsupportedModel("it has no output product, so it cannot be divided into stages")
     layer_sizes = [_num_parameters(layer) for _, _, layer in layers]
     head_layers = Fraction(head.weight.numel() * len(layers), sum(layer_sizes))
-    own = divided(len(layers), num_stages, head_layers)[index]
-    others: dict[int, LayerElsewhere] = {}
+    own = divide_layers(len(layers), num_stages, head_layers)[index]
+    others: dict[int, OtherStageLayer] = {}
     for number, (parent, name, layer) in enumerate(layers):
         if not own.first <= number < own.stop:
             attributes = {
                 key: value for key, value in vars(layer).items() if not key.startswith("_")
             }
-            others[number] = LayerElsewhere(attributes)
+            others[number] = OtherStageLayer(attributes)
             setattr(parent, name, others[number])
     if index < num_stages - 1:
         module.set_output_embeddings(NoProduct())

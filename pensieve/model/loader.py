@@ -35,14 +35,14 @@ from pensieve.model.fuse import in_torch
 from pensieve.model.fuse.record import decoder_layers
 from pensieve.model.layer_range import (
     BlankTable,
-    LayerElsewhere,
     NoProduct,
+    OtherStageLayer,
     StagePart,
     cut,
     number_from_zero,
 )
 from pensieve.model.parallel.ranks import ParallelModel, Rank
-from pensieve.model.parallel.stages import StageModel, shards_of, without_elsewhere
+from pensieve.model.parallel.stages import StageModel, expand_own_plan, shards_of
 from pensieve.model.probe import FusionFailed, probe, with_scales_of_all
 from pensieve.model.shape import ModelShape
 
@@ -263,7 +263,7 @@ def _read_stage(
     if rank.num_shards > 1:
         body |= {
             "prepare_distribute_model": shards_of(rank),
-            "_expand_parallel_plan": without_elsewhere,
+            "_expand_parallel_plan": expand_own_plan,
         }
         shared = {"distributed_config": {"tp_size": rank.num_shards}}
     try:
@@ -348,7 +348,7 @@ def _would_count(module: Any, key: str) -> bool:
             if not isinstance(child, torch.nn.Module):
                 break
             parent = child
-        if isinstance(parent, LayerElsewhere | BlankTable | NoProduct):
+        if isinstance(parent, OtherStageLayer | BlankTable | NoProduct):
             return False
         base = getattr(module, module.base_model_prefix, module)
         if parent not in (module, base) and not isinstance(parent, torch.nn.ModuleList):

@@ -344,7 +344,7 @@ class CpuLayerKernels:
     def available(self, dtype: torch.dtype) -> bool:
         return available(dtype)
 
-    def lack(self, dtype: torch.dtype) -> str:
+    def unavailable_reason(self, dtype: torch.dtype) -> str:
         if compiled_library() is None:
             return "pensieve was installed without its compiled kernels"
         names = " and ".join(str(each).removeprefix("torch.") for each in TYPES)
@@ -353,7 +353,7 @@ class CpuLayerKernels:
     def form(self, dtype: torch.dtype) -> str:
         return f"C++ ({cpu_library.instruction_set(dtype, 0)})"
 
-    def lacks_form(self, weights: LayerWeights) -> str:
+    def unsupported_reason(self, weights: LayerWeights) -> str:
         if not weights.attention.needs_only(attention_cpu.KIND_FIELDS):
             return "the compiled layers do not support its kind of attention"
         return ""

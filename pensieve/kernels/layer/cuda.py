@@ -52,13 +52,13 @@ class CudaLayerKernels:
     def available(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
-    def lack(self, dtype: torch.dtype) -> str:
+    def unavailable_reason(self, dtype: torch.dtype) -> str:
         return f"there are no kernels for {str(dtype).removeprefix('torch.')} on a GPU"
 
     def form(self, dtype: torch.dtype) -> str:
         return "CUDA kernels and torch's products"
 
-    def lacks_form(self, weights: LayerWeights) -> str:
+    def unsupported_reason(self, weights: LayerWeights) -> str:
         if not weights.attention.needs_only(cuda.KIND_FIELDS):
             return "the GPU's layers do not support its kind of attention"
         if not isinstance(weights.mlp, MlpWeights):
@@ -197,7 +197,7 @@ class CudaPagedRows:
         self._rotated_by: object = None
 
     def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        assert rotation is not None, "`lacks_form` refuses layers that do not rotate"
+        assert rotation is not None, "`unsupported_reason` refuses layers that do not rotate"
         if rotation is not self._rotated_by:
             cosines, sines = (each[0].to(self.dtype).contiguous() for each in rotation)
             self.rotation, self._rotated_by = (cosines, sines), rotation

@@ -192,13 +192,13 @@ class LayerKernels(Protocol):
     def available(self, dtype: torch.dtype) -> bool:
         """Whether kernels exist for weights of this type."""
 
-    def lack(self, dtype: torch.dtype) -> str:
+    def unavailable_reason(self, dtype: torch.dtype) -> str:
         """Return why there are no kernels for weights of this type."""
 
     def form(self, dtype: torch.dtype) -> str:
         """Tell people how layers of this type run."""
 
-    def lacks_form(self, weights: LayerWeights) -> str:
+    def unsupported_reason(self, weights: LayerWeights) -> str:
         """Return why the kernels cannot compute such a layer, or an empty string."""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> DenseLayer: ...

@@ -73,7 +73,7 @@ def fuse(
     first = next(module.parameters())
     kernels = layer_kernels(first.device)
     if not kernels.available(first.dtype):
-        return Fused(0, 0, in_torch(kernels.lack(first.dtype)))
+        return Fused(0, 0, in_torch(kernels.unavailable_reason(first.dtype)))
     layers = decoder_layers(module)
     num_layers = len(layers)
     record = record_forward(flat, prompt, positions, [layer for _, _, layer in layers])

@@ -94,7 +94,7 @@ def match_layer(
         rotates=factor is None,
         parallel=parts.is_parallel,
     )
-    if reason := kernels.lacks_form(weights):
+    if reason := kernels.unsupported_reason(weights):
         raise NoMatch(reason)
     return weights
 

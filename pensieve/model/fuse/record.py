@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pensieve.kernels.layer.protocol import HeadShape, LayerKernels, PagedRows
 from pensieve.model.attention import AttentionCall, FlatModel
-from pensieve.model.layer_range import LayerElsewhere
+from pensieve.model.layer_range import OtherStageLayer
 
 
 class ModuleCall(NamedTuple):
@@ -105,7 +105,7 @@ def decoder_layers(module: torch.nn.Module) -> list[Child]:
             layers = [
                 Child(parent, name, layer)
                 for name, layer in parent.named_children()
-                if not isinstance(layer, LayerElsewhere)
+                if not isinstance(layer, OtherStageLayer)
             ]
             if layers and all(attention_of(each.module) is not None for each in layers):
                 return layers

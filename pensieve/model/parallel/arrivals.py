@@ -37,7 +37,7 @@ HANDSHAKES_MAX = 32  # concurrent handshakes
 LOOK_SECONDS = 0.2
 
 
-class Elsewhere(NamedTuple):
+class RemoteRanks(NamedTuple):
     """The ranks to expect from other machines."""
 
     num_ranks: int
@@ -65,7 +65,7 @@ def split_address(text: str, flag: str = "--rank-address") -> tuple[str, int]:
 
 
 class Arrivals:
-    def __init__(self, elsewhere: Elsewhere, report: Callable[[str], None]) -> None:
+    def __init__(self, elsewhere: RemoteRanks, report: Callable[[str], None]) -> None:
         self._elsewhere, self._report = elsewhere, report
         self._there: list[Arrived] = []
         self._verdicts: queue.SimpleQueue[Arrived | str] = queue.SimpleQueue()
@@ -87,11 +87,11 @@ class Arrivals:
         try:
             while len(self._there) < num_ranks:
                 if time.monotonic() > until:
-                    raise DeviceError(self._who_is_missing())
+                    raise DeviceError(self._missing_ranks())
                 if select.select([self._socket], [], [], LOOK_SECONDS)[0]:
                     self._accept()
                 self._take_verdicts()
-                self._leave_out_gone()
+                self._drop_disconnected()
         except BaseException:
             for each in self._there:
                 each.pipe.close()
@@ -100,7 +100,7 @@ class Arrivals:
             self._socket.close()
         return sorted(self._there, key=lambda each: (each.arrival.host, each.arrival.device_index))
 
-    def _who_is_missing(self) -> str:
+    def _missing_ranks(self) -> str:
         hosts = sorted(each.arrival.host for each in self._there)
         missing = self._elsewhere.num_ranks - len(hosts)
         found = f"{', '.join(hosts)} connected" if hosts else "none connected"
@@ -146,12 +146,12 @@ class Arrivals:
                     verdict.pipe.send("refused", text="all ranks have arrived")
                 verdict.pipe.close()
             else:
-                with contextlib.suppress(OSError):  # `_leave_out_gone` will notice
+                with contextlib.suppress(OSError):  # `_drop_disconnected` will notice
                     verdict.pipe.send("accepted")
                 self._there.append(verdict)
                 self._report_num(f"{verdict.arrival.host} connected")
 
-    def _leave_out_gone(self) -> None:
+    def _drop_disconnected(self) -> None:
         for each in [each for each in self._there if each.pipe.has_ended()]:
             each.pipe.close()
             self._there.remove(each)

@@ -48,7 +48,7 @@ import torch.distributed as dist
 
 from pensieve.core.iteration import Iteration
 from pensieve.errors import DeviceError, UnsupportedModel
-from pensieve.model.parallel.arrivals import Arrivals, Elsewhere
+from pensieve.model.parallel.arrivals import Arrivals, RemoteRanks
 from pensieve.model.parallel.handshake import RankIdentity
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe, packed
 from pensieve.model.parallel.rank_store import Keys, RankStore
@@ -139,7 +139,7 @@ class Leader(Rank):
         settings: Mapping[str, Any],
         program: tuple[str, ...],
         num_stages: int = 1,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: RemoteRanks | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Start this machine's workers and wait for the others; `worker.py` reads `settings`."""

@@ -68,13 +68,13 @@ class Keys:
         self._values[key] = value
 
 
-Ask = Callable[[str, str, str], str | None]  # as Keys.answer
+KeyRequest = Callable[[str, str, str], str | None]  # as Keys.answer
 
 
 class RankStore(Store):
     """Serve torch.distributed, which calls these methods, also from its own threads."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: KeyRequest) -> None:
         super().__init__()
         self._ask = ask
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pensieve.model.attention import FlatModel
-from pensieve.model.layer_range import BlankTable, LayerElsewhere, NoProduct, StagePart
+from pensieve.model.layer_range import BlankTable, NoProduct, OtherStageLayer, StagePart
 from pensieve.model.parallel.ranks import Rank, limit_group
 
 
@@ -134,7 +134,7 @@ def shards_of(rank: Rank) -> Any:
     return classmethod(prepared)
 
 
-def without_elsewhere(module: Any, plan: dict[str, str]) -> dict[str, str]:
+def expand_own_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     """Expand the parallel plan of a stage's class, only for modules and parameters that the stage has.
 
     The library's plan would also add or gather the results of the blank modules that replace other stages'
@@ -143,7 +143,7 @@ def without_elsewhere(module: Any, plan: dict[str, str]) -> dict[str, str]:
     elsewhere = tuple(
         name
         for name, each in module.named_modules()
-        if isinstance(each, BlankTable | LayerElsewhere | NoProduct)
+        if isinstance(each, BlankTable | OtherStageLayer | NoProduct)
     )
     library: Any = type(module).__mro__[1]
     expanded = library._expand_parallel_plan(module, plan)

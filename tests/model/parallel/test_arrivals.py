@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.engine.pipe import LENGTHS
 from pensieve.errors import ConfigError, DeviceError
-from pensieve.model.parallel.arrivals import Arrivals, Elsewhere, split_address
+from pensieve.model.parallel.arrivals import Arrivals, RemoteRanks, split_address
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
     RankIdentity,
@@ -158,8 +158,8 @@ def test_a_frame_has_so_many_bytes_and_no_more(
         ours.close()
 
 
-def elsewhere(num_ranks: int, seconds: float = 60.0) -> Elsewhere:
-    return Elsewhere(num_ranks, "127.0.0.1", 0, SECRET, HERE, seconds)
+def elsewhere(num_ranks: int, seconds: float = 60.0) -> RemoteRanks:
+    return RemoteRanks(num_ranks, "127.0.0.1", 0, SECRET, HERE, seconds)
 
 
 class Visitors:

@@ -21,7 +21,7 @@ from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
 from pensieve.model.forward import Forward
 from pensieve.model.kv.copier import copier_for
 from pensieve.model.kv.memory import KVMemory
-from pensieve.model.layer_range import divided, number_from_zero
+from pensieve.model.layer_range import divide_layers, number_from_zero
 from pensieve.model.loader import load
 from pensieve.model.parallel.executor import StagedExecutor
 from pensieve.model.parallel.rank_messages import packed
@@ -47,7 +47,8 @@ pytestmark = pytest.mark.timeout(1200)
 
 def ranges(num_layers: int, num_stages: int, head_layers: float) -> list[tuple[int, int]]:
     return [
-        (each.first, each.stop) for each in divided(num_layers, num_stages, Fraction(head_layers))
+        (each.first, each.stop)
+        for each in divide_layers(num_layers, num_stages, Fraction(head_layers))
     ]
 
 
