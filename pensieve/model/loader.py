@@ -334,7 +334,7 @@ def _would_count(module: Any, key: str) -> bool:
     """Whether a weight without a place in the model belongs to a part that the model has.
 
     Examples are a scale or a bias beside a loaded weight, or an additional norm in a layer.  A weight beside
-    the layers, or in a layer after the last one, belongs to another part.
+    the layers, or in a layer after the model's last layer, belongs to another part.
     """
     if LEFT_OUT.search(key):
         return False

@@ -21,8 +21,8 @@ numbers.
                                      <──        finished, with the ids of copies
 
 Stages of a pipeline (stages.py) do the same, but each stage probes alone.  A stage with several shards uses
-collectives.  A stage with one shard uses none, and does not wait until all have loaded.  Before any turn is
-computed, rank 0 checks that the stages together have all layers, each once.
+collectives.  A stage with one shard uses no collectives, and does not wait until all have loaded.  Before any
+turn is computed, rank 0 checks that the stages together have all layers, each once.
 
 Rank 0 has one receiving thread per worker, so no worker ever blocks while it sends, and rank 0 notices at
 once when a worker ends: the kernel closes its pipe.  From then on every launch, collect and waiting call

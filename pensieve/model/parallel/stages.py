@@ -63,7 +63,7 @@ class StageLinks:
         return there
 
     def send(self, activations: torch.Tensor) -> None:
-        """Send activations, keeping them alive; more than one per stage means that the oldest has arrived."""
+        """Send activations and keep them alive until sent; wait if more than one per stage is pending."""
         kept = activations.contiguous()
         work = dist.isend(kept, self._after)
         assert work is not None
