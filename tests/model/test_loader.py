@@ -111,7 +111,7 @@ def test_what_is_plain_up_to_some_length_is_served_up_to_it(
         load(folder, context_max=longest + 1)
     assert reason.partition(",")[0] in str(refusal.value)
     if "sees at most" in reason:
-        assert f"--context-max {longest} serves it" in str(refusal.value)
+        assert f"Serve it with --context-max {longest}" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
