@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "gemma2-softcap": (
         _config("Gemma2Config", head_dim=8, sliding_window=64),
-        "layer 0 passes softcap = 50.0 to its attention, which we do not honour (a cap on scores)",
+        "layer 0 passes softcap = 50.0 to its attention, which is not supported (a cap on scores)",
     ),
     "gemma4": (
         _config(
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             sliding_window=64,
             **_EXPERTS,
         ),
-        "layer 0 passes s_aux to its attention, which we do not honour (attention sinks)",
+        "layer 0 passes s_aux to its attention, which is not supported (attention sinks)",
     ),
     "mimo-v2": (
         _config(
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stablelm": (
         _config("StableLmConfig"),
-        "StableLmAttention does not pass the forward's keyword arguments on",
+        "StableLmAttention does not pass the forward's keyword arguments",
     ),
     "mamba": (
         _config("MambaConfig"),
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "layer 0 has queries, keys and values of different sizes",
     ),
     "diff-llama": (_config("DiffLlamaConfig"), "its attention is called for layers [0, 0, 1, 1]"),
-    "bert": (_config("BertConfig"), "layer 0 asks for a mask that is not causal"),
+    "bert": (_config("BertConfig"), "layer 0 uses a mask that is not causal"),
     "dynamic-rope": (
         _config("LlamaConfig", rope_parameters=_DYNAMIC),
         "its rotary frequencies depend on the longest context in the batch",

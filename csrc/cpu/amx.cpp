@@ -1,14 +1,14 @@
 // Products and attention for AMX with BF16 and INT8, 32 rows by 32 columns in four tiles of sums.
 //
-// Panels are those of the other instruction sets, and everything else is AVX-512 with BF16, which each
-// processor with AMX has.
+// Panels are those of the other instruction sets. Everything else is AVX-512 with BF16, which each processor with
+// AMX has.
 //
-// With few rows a product is bound by the speed at which weights arrive, as everywhere; with many rows by the
-// second-level cache, from which a panel and the rows are read once for each 32 rows (4 KiB for 64 clock
-// cycles of arithmetic), if they are there: rows that do not fit are multiplied in blocks.
+// With few rows a product is bound by the memory bandwidth of its weights. With many rows it is bound by the
+// second-level cache, from which a panel and the rows are read once for each 32 rows (4 KiB for 64 clock cycles of
+// arithmetic). Rows that do not fit into that cache are multiplied in blocks.
 //
-// Attention, the blocks and bytes were developed without such a machine (tests/kernels/tiles), and somebody else's may
-// differ. So it is used only if its products and its attention agree with those of the AVX-512 kernels (amx_works).
+// Attention, the blocks and bytes were developed without such a machine (tests/kernels/tiles), and real machines may
+// differ. So AMX is used only if its products and its attention agree with the AVX-512 kernels (amx_works).
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>

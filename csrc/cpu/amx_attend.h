@@ -1,6 +1,6 @@
 // multi_token_attention over pages of bfloat16, in tiles.
 //
-// The idea: pages stay as they are, and what has to be turned is small or made once for all rows of an item.
+// Pages stay as they are. The kernel transposes only small data, or data that is made once for all rows of an item.
 //
 //   scores' = keys x queries'     rows of tiles are slots, straight from the page; the panel is made of the
 //                                 item's queries, once (pairs of dimensions side by side, a column per row)
@@ -9,14 +9,13 @@
 //                                 words, and 16 x 16 words are transposed: rows of tiles
 //   sums += weights x values      the panel is made of the page's values, pairs of slots side by side
 //
-// The other way round (queries as rows of tiles) keys would be transposed for each page, and the softmax would run
-// across vectors. Pages with values in pairs of slots would save only the interleaving, and a single written slot
-// would no longer be one run of bytes for the copier and the other instruction sets.
+// The opposite order (queries as rows of tiles) would transpose the keys of each page and run the softmax across
+// vectors. Pages with values in pairs of slots would save only the interleaving. A written slot would then no longer
+// be one run of bytes for the copier and the other instruction sets.
 //
-// Pages are taken in blocks of four, so that sums are loaded and stored once for 128 slots, and the values of a
-// block are used by all rows of the item from the cache. The first block is one page, which was prefetched before
-// the part began; what a block reads is prefetched during the softmax of the one before it.
-//
+// Pages are processed in blocks of four. So sums are loaded and stored once for 128 slots, and all rows of the item
+// use a block's values from the cache. The first block is one page, which was prefetched before the part began. The
+// softmax of each block prefetches the data of the next block.
 // What a page of one KV head costs, in tiles loaded or stored (TL, 1 KiB each), products (TP, 16 clock cycles each)
 // and vectors of 64 bytes (V); h is head size / 32, q is rows / 16, rounded up:
 //
@@ -32,15 +31,15 @@
 //     32            8,192             256       720      130       4,096
 //     64            8,192             512     1,440      130       8,192
 //
-// At 14 GB/s for a core of 2.6 GHz, 8 KiB arrive in 1,500 cycles: up to 32 rows the page is what is waited for.
-// From 64 rows on the softmax is the larger part (head size 128: 1,024 cycles of products, 1,440 of softmax); the
-// processor overlaps the end of one block's vectors with the next one's tiles as far as its window reaches.
+// At 14 GB/s for a core of 2.6 GHz, 8 KiB arrive in 1,500 cycles: up to 32 rows the memory is the limit.
+// From 64 rows on the softmax takes longer (head size 128: 1,024 cycles of products, 1,440 of softmax). The
+// processor overlaps the end of one block's vectors with the next block's tiles as far as its window reaches.
 // No machine with AMX has run this yet: the cycles are counted, not measured.
 //
-// A row's result is the same in any company. Its columns and rows of tiles hold nothing of others; scores of slots
-// behind its position are minus infinity and their weights zero, so blocks that reach behind it add zeros;
-// blocks begin at fixed pages of the part. Rows that pad a tile are zero queries, and are never copied out. Values
-// of slots that were never written may be NaN and are taken as zero.
+// A row's result does not depend on other rows. Its columns and rows of tiles hold no other row's data. Slots behind
+// its position have a score of minus infinity and a weight of zero, so blocks that extend beyond it add zeros. Blocks
+// begin at fixed pages of the part. Rows that pad a tile are zero queries, and are never copied out. Values of slots
+// that were never written may be NaN and are replaced by zero.
 #pragma once
 
 #include <immintrin.h>
@@ -105,7 +104,7 @@ inline void pack_queries(const Part& part, int num_rows, TileScratch& scratch) {
 // Two slots' values side by side; the slots from `num_slots` on were not written, and are zero.
 inline void pack_values(const uint16_t* values, int num_slots, int head_size, int page_of_block,
                         TileScratch& scratch) {
-  // Which halves of two lines make a line of pairs; from 32 on they are the second line's.
+  // The halves of two lines that make a line of pairs; numbers from 32 on are the second line's.
   alignas(64) static constexpr uint16_t kLow[32] = {
       0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
@@ -124,7 +123,7 @@ inline void pack_values(const uint16_t* values, int num_slots, int head_size, in
     }
 }
 
-// Of two slots' weights, each of 16 rows: a word has a row's two, rounded.
+// Packs two slots' weights of 16 rows: a word has a row's two weights, rounded.
 inline Words paired(Floats first, Floats second) {
   alignas(64) static constexpr uint16_t kSideBySide[32] = {
       0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -133,8 +132,8 @@ inline Words paired(Floats first, Floats second) {
   return (Words)_mm512_permutexvar_epi16(_mm512_load_si512(kSideBySide), both);
 }
 
-// Of 16 rows: turns the products of a block's slots (from position `first` on) into weights as rows of tiles, and
-// updates the rows' largest scores, their sums, and the factors of older sums. `column` is of the panel's rows.
+// Turns the products of 16 rows with a block's slots (from position `first` on) into weights as rows of tiles. Updates
+// the rows' largest scores, their sums, and the factors of older sums. `column` counts the panel's rows.
 inline void soften_columns(TileScratch& scratch, int row, int column, int first, int num_pages,
                            float factor, BlockAhead& ahead) {
   const int num_slots = num_pages * kSlots;
@@ -170,14 +169,14 @@ inline void soften_columns(TileScratch& scratch, int row, int column, int first,
     transpose(pairs);
     for (int r = 0; r < LANES; ++r) store(&scratch.weights[column + r][page * kSlots], pairs[r]);
   }
-  // Of what a row saw before: nothing, if that is minus infinity.
+  // The factor of a row's older sums: zero if the row has seen nothing before.
   const Floats rescale = before == largest ? splat(1.0f) : exp2_nonpositive(before - largest);
   store(scratch.largest + row, largest);
   store(scratch.sum + row, load<Floats>(scratch.sum + row) * rescale + (total[0] + total[1]));
   store(scratch.rescale + column, rescale);
 }
 
-// Of up to 32 rows (from `row` on) and the pages of a block.
+// Processes up to 32 rows (from `row` on) and the pages of a block.
 inline void attend_block(const Part& part, int row, int num_rows, int page, int num_pages,
                          TileScratch& scratch, BlockAhead& ahead) {
   const int head_size = part.head_size;
@@ -216,7 +215,7 @@ inline void attend_block(const Part& part, int row, int num_rows, int page, int 
 }
 
 void attend_in_tiles(const Part& part, Partial& partial, void* memory) {
-  if (!(part.kind.scaling > 0.0f)) return attend<uint16_t>(part, partial, memory);  // the largest product would not do
+  if (!(part.kind.scaling > 0.0f)) return attend<uint16_t>(part, partial, memory);  // the largest product is then not the largest score
   TileScratch& scratch = *static_cast<TileScratch*>(memory);
   const int head_size = part.head_size, num_rows = part.num_tokens * part.group;
   const int padded = (num_rows + LANES - 1) / LANES * LANES;

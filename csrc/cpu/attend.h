@@ -1,18 +1,22 @@
 // multi_token_attention over pages, in vectors of LANES floats; included once per instruction set.
 //
-// For each page of the part: transpose the keys' tile, so that a vector holds one dimension (or, with
-// BFLOAT16_DOT, a pair of dimensions) of consecutive slots; compute scores of up to eight rows at once, in
-// registers; online softmax in base 2; then add the values, eight rows by two vectors at once. The tile and
-// the values are read from memory once for all rows of the item. A decode, and eight queries with a head
-// each, are bound by the speed at which pages arrive; 32 rows (eight queries, four heads to a group) by
-// arithmetic. Measured (Zen 5, two threads, contexts of 512 and more): 50 to 80 % of the read
-// bandwidth with a head each, in bfloat16 and in float; 20 to 40 % with four heads to a group.
+// For each page of the part:
 //
-// Where pages keep codes (attention.h), these are whole numbers of at most 7 bits, exact as bfloat16 and as floats. So
-// products are those of codes; a slot's scale of keys multiplies its scores, its scale of values the weights.
+// * Transpose the keys' tile, so that a vector holds one dimension (or, with BFLOAT16_DOT, a pair of dimensions) of
+//   consecutive slots.
+// * Compute the scores of up to eight rows at once, in registers, and an online softmax in base 2.
+// * Add the values, eight rows by two vectors at once.
 //
-// Slots behind a row's own position get a score of minus infinity, and the values of slots behind the
-// part's last position are never multiplied: they were never written, and may hold NaN.
+// The tile and the values are read from memory once for all rows of the item. A decode, and eight queries with one
+// head each, are bound by memory bandwidth; 32 rows (eight queries, four heads to a group) are bound by arithmetic.
+// Measured (Zen 5, two threads, contexts of 512 and more): 50 to 80 % of the read bandwidth with one head each, in
+// bfloat16 and in float; 20 to 40 % with four heads to a group.
+//
+// If pages hold codes (attention.h), the codes are whole numbers of at most 7 bits, exact as bfloat16 and as floats.
+// So products multiply codes. A slot's scale of keys multiplies its scores, its scale of values the weights.
+//
+// Slots behind a row's own position get a score of minus infinity. The values of slots behind the part's last
+// position are never multiplied: they were never written, and may hold NaN.
 #pragma once
 
 #include "attention.h"
@@ -31,8 +35,8 @@ constexpr int kVectors = kSlots / LANES;  // of one row of scores
 constexpr bool kWide = LANES == 16;       // registers are many and long: rows of any number at once
 constexpr float kLog2E = 1.44269504088896f;
 
-// Prefetches the next page's tile, a few lines at each step of the present one's arithmetic: all at once
-// would fill the queue of outstanding loads and stop the arithmetic until it has drained.
+// Prefetches the next page's tile, a few lines at each step of the current page's arithmetic. Prefetching the whole
+// tile at once would fill the queue of outstanding loads and stall the arithmetic.
 struct Ahead {
   const char* next;
   const char* end;
@@ -188,7 +192,7 @@ inline Floats product_add(Floats sum, uint32_t word, Words vector) {
 
 template <typename Element, int Rows>
 void score(Scratch& scratch, int row, int head_size) {
-  constexpr int kAcross = LANES == 4 && kRegisters == 32 ? 2 : kVectors;  // with more, sums find no registers
+  constexpr int kAcross = LANES == 4 && kRegisters == 32 ? 2 : kVectors;  // more would need too many registers
   const int depth = kDot<Element> ? head_size / 2 : head_size;
   float* scores = scratch.scores + row * kSlots;
   for (int slot = 0; slot < kSlots; slot += kAcross * LANES) {
@@ -219,8 +223,8 @@ void score(Scratch& scratch, int row, int head_size) {
   }
 }
 
-// Turns scores into weights, and updates the row's largest score, its sum, and the factor of older sums. The weights
-// of codes are left with the slots' scales, which their sum is without.
+// Turns scores into weights, and updates the row's largest score, its sum, and the factor of older sums. Weights of
+// codes include the slots' scales; the sum does not.
 template <bool OfCodes>
 inline void soften(float* scores, const float* value_scales, int num_visible, float& largest, float& sum,
                    float& rescale) {
@@ -272,7 +276,7 @@ inline void add_some_values(Scratch& scratch, const float* values, int num_slots
   for (int slot = 0; slot < depth; ++slot, value_row += head_size) {
     for (int step = 0; step < kAcross / 2; ++step) {
       scratch.values_ahead.step();
-      if (sizeof(Element) == 4) scratch.values_ahead.step();  // floats were not made ready before
+      if (sizeof(Element) == 4) scratch.values_ahead.step();  // floats were not prepared before
     }
     Words value[kAcross];
 #pragma GCC unroll 4
@@ -292,7 +296,7 @@ inline void add_some_values(Scratch& scratch, const float* values, int num_slots
 template <typename Element, int Rows>
 void add_values(Scratch& scratch, const float* values, int num_slots, int row, int head_size,
                 float* weighted) {
-  // With few rows, more vectors at once: else each product would wait for the one before it.
+  // With few rows, use more vectors at once: otherwise each product would wait for the product before it.
   constexpr int kAcross = kWide && Rows <= 4 ? 4 : 2;
   int at = 0;
   for (; at + kAcross * LANES <= head_size; at += kAcross * LANES)
@@ -302,7 +306,7 @@ void add_values(Scratch& scratch, const float* values, int num_slots, int row, i
 }
 
 #if BFLOAT16_DOT
-// Weights become pairs of bfloat16, in place: row r moves to half its offset, so rows go front to back.
+// Converts weights to pairs of bfloat16, in place. Row r moves to half its offset, so rows are converted front to back.
 #ifdef __aarch64__
 inline void pair_weights(float* scores, int num_rows) {
   uint16_t* halves = reinterpret_cast<uint16_t*>(scores);
@@ -376,7 +380,7 @@ struct TakeQuery {
   }
 };
 
-// Stored is what pages hold: Elements, or int8_t for codes.
+// Stored is the type in the pages: Elements, or int8_t for codes.
 template <typename Element, typename Stored = Element>
 void attend(const Part& part, Partial& partial, void* memory) {
   Scratch& scratch = *static_cast<Scratch*>(memory);

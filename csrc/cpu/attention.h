@@ -1,8 +1,7 @@
-// What an instruction set implements for attention, for one part of one item of work.
+// The interface that an instruction set implements for attention: one part of one item of work.
 //
-// An item is the rows (query tokens x the query heads of one KV head) of a stretch of one slice; a part
-// is an item over a range of its context's pages. See multi_token_attention.cpp for how work
-// is cut and merged.
+// An item is the rows (query tokens x the query heads of one KV head) of a range of one slice. A part is an item
+// over a range of its context's pages. multi_token_attention.cpp cuts the work and merges the results.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +18,8 @@ enum class Type : int32_t { kFloat = 0,
                             kBfloat16 = 1,
                             kFloat16 = 2 };
 
-// How pages keep a row, that is one token's keys or values of one KV head: as elements of the query's type; or as
-// codes, signed bytes from -127 to 127, and behind them their scale, a float. A value is its code times the scale.
+// How pages store a row, that is one token's keys or values of one KV head: as elements of the query's type; or as
+// codes, signed bytes from -127 to 127, followed by their scale, a float. A value is its code times the scale.
 enum class Stored : int32_t { kElements = 0,
                               kCodes = 1 };
 constexpr int kScaleBytes = 4;
@@ -64,11 +63,11 @@ using Attend = void (*)(const Part&, Partial&, void* scratch);
 using WriteOut = void (*)(const Partial&, int32_t num_tokens, int32_t group, int32_t head_size,
                           void* out, int64_t token_stride, int64_t head_stride);
 
-// Rounds a row of head_size elements to codes and their scale. Each scale is that of the largest value; it is NaN if
-// a value is not finite, and zero (with codes of zero) below the normal numbers.
+// Rounds a row of head_size elements to codes and their scale. The largest value sets the scale. The scale is NaN if
+// a value is not finite, and zero (with codes of zero) if it would be denormal.
 using WriteCodes = void (*)(const void* row, int32_t head_size, void* to);
 
-// Where rows are codes; queries are still elements.
+// For pages of codes; queries are still elements.
 struct Codes {
   Attend attend;
   WriteCodes write;
@@ -109,7 +108,7 @@ struct Kernel {
 bool amx_works();  // requests AMX from the system, and compares its products with AVX-512's, once
 extern const Kernel kAmx, kAvx512Bf16, kAvx512Vnni, kAvx512, kAvx2, kNeonBf16, kNeon, kPlain;
 
-// The best kernel that runs here and takes this head size; `only` names the one to use, for tests. Null: none.
+// Returns the best kernel that runs here and takes this head size, or null. `only` names the kernel to use, for tests.
 const Kernel* kernel_for(int head_size, const char* only);
 Attend attend_of(const Kernel& kernel, Type type, Stored stored);
 

@@ -1,6 +1,6 @@
-// A router's choice of experts for one row, in vectors of LANES floats; included once per instruction set.
+// Choose a row's experts from a router's logits, in vectors of LANES floats; included once per instruction set.
 //
-// Shares are the softmax over all experts. Which of equal logits are chosen is said in experts.cpp.
+// Shares are the softmax over all experts. experts.cpp explains the choice among equal logits.
 #pragma once
 
 #include "layer.h"

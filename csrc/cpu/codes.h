@@ -12,7 +12,7 @@ using pensieve::kSlots;
 template <typename Stored>
 constexpr bool kAreCodes = std::is_same_v<Stored, int8_t>;
 
-// How far rows of a tile are apart, in what is stored.
+// The distance between rows of a tile, in stored elements.
 template <typename Stored>
 constexpr int row_of(int head_size) {
   return kAreCodes<Stored> ? head_size + kScaleBytes : head_size;
@@ -40,8 +40,8 @@ inline void read_scales(const int8_t* codes, int num_slots, int head_size, float
   }
 }
 
-// A quotient is the same everywhere, since it is not contracted with the sum that rounds it (to the nearest, ties to
-// even): so codes are those of pensieve/kernels/kv_format.py, to the last bit.
+// A quotient is the same everywhere, because it is not contracted with the sum that rounds it (to the nearest, ties to
+// even). So codes equal those of pensieve/kernels/kv_format.py, to the last bit.
 template <typename Element>
 void write_codes(const void* memory, int32_t head_size, void* to) {
   const Element* row = static_cast<const Element*>(memory);

@@ -1,7 +1,6 @@
-// Copies of rows as products take them: bytes where weights are int8, floats where `Dense` widens.
+// Copies of rows for products: bytes if weights are int8, floats where `Dense` widens.
 //
-// Its memory is taken in the thread that calls, before the work is shared: a helper that failed to get some could
-// tell nobody.
+// The calling thread allocates the memory before the work is shared, because a helper cannot report a failure.
 #pragma once
 
 #include <vector>
@@ -11,14 +10,14 @@
 
 namespace pensieve {
 
-// Bytes between rows that are `row_bytes` apart by nature. Rows at a distance of 4 KiB or a multiple would share few
-// sets of the cache, and push one another out.
+// Bytes between copied rows of `row_bytes` each. Rows that are a multiple of 4 KiB apart would share few sets of the
+// cache, and evict each other.
 inline int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
 
-// Kept from call to call by the thread that computes.
+// The computing thread keeps this from call to call.
 class Copies {
  public:
-  // The rows of a product become bytes, for weights like `linear`; `row_of` says where a row lies.
+  // Converts the rows of a product to bytes, for weights like `linear`; `row_of` returns a row's address.
   template <typename RowOf>
   void quantise(const Dense& dense, const Linear& linear, Product& product, RowOf row_of, int num_threads) {
     const int32_t width = linear.width, padded = linear.inputs;
@@ -34,7 +33,7 @@ class Copies {
     product.row_scales = steps;
   }
 
-  // They become floats.
+  // Converts the rows to floats.
   template <typename RowOf>
   void widen(const Dense& dense, int32_t width, Product& product, RowOf row_of, int num_threads) {
     floats_.resize(int64_t(product.num_rows) * width);

@@ -1,9 +1,9 @@
 // The dense parts of a decoder layer, in vectors of LANES floats; included once per instruction set.
 //
-// A product of few rows is bound by the speed at which weights arrive. They are read once: all rows are
-// multiplied with a panel while it is in the cache, up to kRows at a time with their sums in registers, and
-// the next panel is prefetched meanwhile. Measured (Zen 5, two threads, 16 rows): 41 of 45 GB/s; with 512
-// rows 930 GFLOP/s. oneDNN on the same weights: 20 GB/s and 880 GFLOP/s.
+// A product of few rows is bound by the memory bandwidth of its weights, so it reads them once. All rows are
+// multiplied by a panel while it is in the cache, up to kRows at a time with their sums in registers. The next panel
+// is prefetched meanwhile. Measured (Zen 5, two threads, 16 rows): 41 of 45 GB/s; with 512 rows 930 GFLOP/s. oneDNN
+// on the same weights: 20 GB/s and 880 GFLOP/s.
 #pragma once
 
 #include "choose.h"
@@ -28,7 +28,7 @@ constexpr int kMiddle = pensieve::kZero;
 
 // -- a product --
 
-// Where no instruction multiplies pairs of bfloat16, their rows come as floats, and so do those of Half.
+// If no instruction multiplies pairs of bfloat16, rows of bfloat16 are passed as floats. Rows of Half always are.
 template <typename Input>
 constexpr bool kPairs = !BFLOAT16_DOT && std::is_same_v<Input, uint16_t>;
 template <typename Input>
@@ -112,8 +112,8 @@ inline Floats sigmoid(Floats x) {
   return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
 }
 
-// x times the share of the normal distribution that lies below x. What lies beyond |x| is
-// exp(-x^2/2) t P(t) / 2 with t = 1 / (1 + 0.4 |x| / sqrt(2)); P was fitted here, relative error < 7e-8.
+// x times the share of the normal distribution below x. The share beyond |x| is
+// exp(-x^2/2) t P(t) / 2 with t = 1 / (1 + 0.4 |x| / sqrt(2)); P was fitted, with a relative error < 7e-8.
 inline Floats gelu(Floats x) {
   const Floats size = x < 0.0f ? -x : x;
   const Floats t = 1.0f / (1.0f + 0.282842712474619f * size);
@@ -221,8 +221,8 @@ inline float mean_square(const Element* row, int width) {
   return sum / width;
 }
 
-// LayerNorm of one part of a row. The variance is that of the values without their mean, and what these add up
-// to corrects the mean: both survive a mean that is large beside the differences.
+// LayerNorm of one part of a row. The variance is computed from the values without their mean. Their sum corrects the
+// mean. So both are exact even if the mean is much larger than the differences.
 template <typename From, typename To>
 inline void normalise_centred(const From* from, const Norm& norm, To* to) {
   const int width = norm.width;

@@ -1,24 +1,24 @@
-// How rows go to their experts and come back.
+// Send rows to their experts, and combine the experts' answers.
 //
 //   router  logits (as Elements) of all rows; of each row the num_chosen largest, and their shares
 //   sort    a *pair* is a row and one of its experts; pairs are counted by expert, so that an expert's
 //           rows lie one behind the other in the buffers
-//   in      every expert that has rows: gate and up, of its rows
-//   out     the same, to the hidden width, as floats
-//   sum     of each row: the answers of its experts times their shares, the largest share first
+//   in      for every expert that has rows: gate and up, of its rows
+//   out     likewise, to the hidden width, as floats
+//   sum     for each row: the answers of its experts times their shares, the largest share first
 //
-// A decode batch of 16 rows meets most of 128 experts with one or two rows each, so neither the rows of one
-// expert nor a split by experts keeps threads busy: they claim panels over all experts from one counter, as
-// in any product, and fetch the first bytes of the panel they claim next while they work on this one. Each
-// expert's weights are read once for all of its rows.
+// In a decode batch of 16 rows most of 128 experts get one or two rows. Neither the rows of one expert nor a split by
+// experts would keep all threads busy. So threads claim panels over all experts from one counter, as in any product.
+// While they work on a panel they prefetch the first bytes of the next. Each expert's weights are read once for all
+// of its rows.
 //
-// A row's result depends on that row alone: its logits do, its experts are chosen by them, products are the same in
-// any company, and the order of the sum is that of the row's own shares.
+// A row's result depends on that row alone: its logits choose its experts, products do not depend on other rows, and
+// the order of the sum is that of the row's own shares.
 //
-// Logits of few bits are often equal, and then it is up to the way of sorting which experts are chosen. Routers of
-// transformers choose with torch.topk, which on a CPU takes the algorithms of the C++ library; so does `take_largest`,
-// with the same comparisons in the same order, and so it chooses the same. (Softmax, by which torch sorts, begins with
-// the differences that are sorted here.) tests/kernels/layer/test_ties.py compares them.
+// Logits of few bits are often equal, and then the sorting algorithm decides which experts are chosen. Routers of
+// transformers choose with torch.topk, which on a CPU uses the algorithms of the C++ library. `take_largest` makes the
+// same comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax, which begins with the
+// differences that are sorted here.) tests/kernels/layer/test_ties.py compares both.
 #include "experts.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The MLP of a layer that has experts, of which a router chooses a few for each row.
+// The MLP of a layer with experts. A router chooses a few experts for each row.
 #pragma once
 
 #include "layer.h"

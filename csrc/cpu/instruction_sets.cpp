@@ -1,4 +1,4 @@
-// The choice of instruction set: which of them this processor runs, which is the best of those, and its name.
+// Choose the best instruction set that this processor supports, and return its name.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #elif defined(__aarch64__) && defined(__linux__)

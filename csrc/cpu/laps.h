@@ -1,7 +1,7 @@
-// Where the time of layers goes: nanoseconds of each stage, added up by the thread that calls.
+// Measure the time of each stage of layers: the calling thread adds up nanoseconds.
 //
-// No clock is read until somebody gives a place for the sums (`pensieve bench step --parts`), which is given and taken
-// back while nobody computes.
+// No clock is read unless a place for the sums is set (`pensieve bench step --parts`). It may be set or removed only
+// while no thread computes.
 #pragma once
 
 #include <chrono>

@@ -1,6 +1,6 @@
 // The C interface of a decoder layer on CPUs.
 //
-// It has the whole layer, and its dense parts (products, norms, rotation) for when something else attends.
+// It has the whole layer, and its dense parts (products, norms, rotation) for callers that attend themselves.
 #include "layer.h"
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 namespace pensieve {
 namespace {
 
-constexpr int kRowsOfDecodes = 64;    // up to so many, weights are what is waited for: no blocks
-constexpr int kRowBytes = 512 << 10;  // of all rows: up to so many they stay in the cache from panel to panel
+constexpr int kRowsOfDecodes = 64;    // up to this number the weights' bandwidth is the limit: no blocks
+constexpr int kRowBytes = 512 << 10;  // of all rows: up to this size they stay in the cache from panel to panel
 constexpr int kPiecesOfThread = 4;    // blocks, at least, so that a late one costs little
 
 struct Worker {
@@ -31,7 +31,7 @@ struct Worker {
         element_bytes(Type(type) == Type::kFloat ? 4 : 2),
         num_threads(num_threads) {}
 
-  // Rows are quantised to bytes first where the weights are int8, and widened where products take floats.
+  // First quantises rows to bytes if the weights are int8, or widens them if products take floats.
   void multiply(Product product, const Linear* then) const {
     static thread_local Copies copies;
     const Linear& linear = *product.linear;
@@ -70,7 +70,7 @@ struct Worker {
     });
   }
 
-  // For rows that do not stay in the cache from one panel to the next: a piece is some rows and several panels.
+  // For rows that do not stay in the cache from one panel to the next. A piece is some rows and several panels.
   void multiply_in_blocks(MultiplyBlock act, Product product, const Linear* then) const {
     const Linear& linear = *product.linear;
     static thread_local std::vector<char> copied;
@@ -132,7 +132,7 @@ struct Buffers {
   ExpertBuffers experts;
 };
 
-// Of one iteration: positions, and where keys and values of all layers lie.
+// One iteration's positions, and the addresses of all layers' keys and values.
 struct Pages {
   int32_t num_rows, num_slices;
   const void *cosines, *sines;
@@ -146,8 +146,8 @@ struct Pages {
   Stored stored;  // what a row is
 };
 
-// Does work that may lack the memory for its copies of rows; 0, or 3 as attention answers: out of memory, and what is
-// written so far means nothing.
+// Does work that may fail to allocate its copies of rows. Returns 0, or 3 (as attention does) if memory was short; the
+// output is then undefined.
 template <typename Work>
 int32_t answered(Work work) {
   try {
@@ -165,7 +165,7 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// How many outputs a vector holds; a panel has two vectors.
+// Returns how many outputs a vector holds; a panel has two vectors.
 int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).lanes; }
 
 int32_t pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
@@ -176,13 +176,13 @@ int32_t pensieve_multiply(const char* only, int32_t type, const Product* product
   });
 }
 
-// Sums of nanoseconds from now on, by Stage (null: no more); returns how many parts there are.
+// Adds up nanoseconds by Stage from now on (null: stops); returns the number of stages.
 int32_t pensieve_measure_parts(int64_t* sums) {
   g_parts = sums;
   return int32_t(Stage::kNumStages);
 }
 
-// From the residual to queries, keys and values, the first two rotated by their positions if `rotary` is not 0.
+// Computes queries, keys and values from the residual; rotates queries and keys by position if `rotary` is not 0.
 static void before_attention(const char* only, const Layer* layer, const Buffers* buffers,
                              const void* residual, const void* cosines, const void* sines,
                              int32_t rotation_float, int32_t rotary, int32_t num_rows, int32_t num_threads) {
@@ -219,7 +219,7 @@ int32_t pensieve_before_attention(const char* only, const Layer* layer, const Bu
   });
 }
 
-// From the attention's result, (rows, heads * head_size), to the next layer's residual.
+// Computes the next layer's residual from the attention's result, (rows, heads * head_size).
 static void after_attention(const char* only, const Layer* layer, const Buffers* buffers,
                             const void* residual, const void* attended, void* out,
                             int32_t num_rows, int32_t num_threads) {
@@ -234,7 +234,7 @@ static void after_attention(const char* only, const Layer* layer, const Buffers*
   Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
                layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
   if (layer->parallel) {
-    // A row's sum comes before its norm: `residual` may be `normed`, where rows that are kept were gathered.
+    // A row's sum comes before its norm: `residual` may be `normed`, which holds the gathered rows.
     middle.before = {};
     middle.out = nullptr;
     const Joint beside{residual, layer->type == 0, nullptr, {}, layer->mlp_before, 1.0f, nullptr, buffers->normed, hidden};
@@ -271,8 +271,8 @@ int32_t pensieve_after_attention(const char* only, const Layer* layer, const Buf
       [&] { after_attention(only, layer, buffers, residual, attended, out, num_rows, num_threads); });
 }
 
-// The whole layer; its keys and values are written to their slots. Unless num_kept is -1, only the kept
-// rows are computed after the attention, and `out` has no others. Returns what attention returns.
+// Runs the whole layer and writes its keys and values to their slots. Unless num_kept is -1, only the kept rows are
+// computed after the attention, and `out` has only these rows. Returns attention's status.
 int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buffers,
                        const Pages* pages, const void* residual, const int64_t* kept,
                        int32_t num_kept, void* out) {
@@ -324,7 +324,8 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
                                   pages->num_threads);
 }
 
-// One layer after the other; `state` (rows, hidden) has the residuals between them. Rows are kept behind the last.
+// Runs one layer after another; `state` (rows, hidden) has the residuals between them. The last layer keeps only some
+// rows.
 int32_t pensieve_layers(const char* only, const Layer* const* layers, int32_t num_layers,
                         const Buffers* buffers, const Pages* pages, const void* residual,
                         const int64_t* kept, int32_t num_kept, void* state, void* out) {
@@ -345,7 +346,7 @@ void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const 
   worker.each_row(num_rows, [&](int row) { worker.dense.join(joint, row); });
 }
 
-// For each row the column of its largest value, the first of equals; -1 if any value is not finite.
+// Returns each row's first column of its largest value, or -1 if any value is not finite.
 void pensieve_argmax(const char* only, const float* rows, int64_t row_stride, int32_t num_rows,
                      int32_t width, int64_t* out, int32_t num_threads) {
   const Worker worker(only, 0, num_threads);

@@ -1,7 +1,7 @@
-// What an instruction set implements for the dense parts of a decoder layer.
+// The interface that an instruction set implements for the dense parts of a decoder layer.
 //
-// Activations are `Element`s (float, bfloat16 or fp16), sums and the residual inside a layer are float. A row's
-// result is the same whatever other rows are there: each sum runs over its inputs in one fixed order.
+// Activations are `Element`s (float, bfloat16 or fp16). Sums, and the residual inside a layer, are float. A row's
+// result does not depend on other rows: each sum runs over its inputs in one fixed order.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace pensieve {
 
 // Weights in panels of two vectors of outputs. For each step (one input, or a pair of bfloat16 inputs) a
-// panel holds the weights of its outputs side by side, so that it is read in one run from front to back.
+// panel holds the weights of its outputs side by side. So a product reads it in one run from front to back.
 struct Linear {
   const void* panels;
   const float* bias;   // in the order of the panels' outputs, as are the next two; null: none
@@ -40,8 +40,8 @@ enum Activation : int32_t {
   kGelu = 4,  // by the error function
 };
 
-// Root mean square over `width` (a divisor of the row) and weights; null: none. With `centred` the mean is
-// taken from each value first (LayerNorm).
+// A norm by the root mean square over `width` (a divisor of the row), with weights; null: none. `centred` first
+// subtracts the mean from each value (LayerNorm).
 struct Norm {
   const float* weight;
   int32_t width;
@@ -61,18 +61,18 @@ struct Product {
   const float* row_scales = nullptr;  // of quantised rows
 };
 
-// Panel `panel` for rows first..end; meanwhile prefetches as many bytes from `ahead`, unless it is null.
+// Multiplies rows first..end by panel `panel`; prefetches as many bytes from `ahead`, unless it is null.
 using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end,
                           const char* ahead);
 
-// Panels `panel` to `end_panel` for rows first..end, at most kBlockPanels and kBlockRows, in stretches of inputs
-// whose rows and weights stay in the second-level cache; meanwhile prefetches the beginning of `ahead`.
+// Multiplies rows first..end by panels `panel` to `end_panel`, at most kBlockRows by kBlockPanels, in stretches of
+// inputs whose rows and weights stay in the second-level cache; prefetches the beginning of `ahead`.
 using MultiplyBlock = void (*)(const Product&, int32_t panel, int32_t end_panel, int32_t first,
                                int32_t end, const char* ahead);
 constexpr int kBlockRows = 256, kBlockPanels = 8;
 
-// sum = base + factor * after(added); out = before(sum), where `after` and `before` are norms, and `after` is
-// not centred. `base` is Element or float; whatever is null is left out.
+// Computes sum = base + factor * after(added) and out = before(sum). `after` and `before` are norms, and `after` is
+// not centred. `base` is Element or float. Null arguments are left out.
 struct Joint {
   const void* base;
   int32_t base_float;
@@ -85,7 +85,7 @@ struct Joint {
 };
 using Join = void (*)(const Joint&, int32_t row);
 
-// Norms of queries and keys, then the rotation of halves (rotary embedding), in place.
+// Applies the norms of queries and keys, then the rotation of halves (rotary embedding), in place.
 struct Turning {
   void* rows;  // queries, keys, values of each token
   int64_t row_stride;
@@ -99,7 +99,7 @@ using Turn = void (*)(const Turning&, int32_t row);
 // Quantises a row to bytes around kZero; returns the step. Bytes behind the row, up to `padded`, are kZero.
 using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8_t* out);
 
-// The column of the largest value, the first of equals; -1 if any value is not finite.
+// Returns the first column of the largest value, or -1 if any value is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
 // An expert and how far its logit lies below the row's largest.
@@ -108,7 +108,7 @@ struct Scored {
   int32_t expert;
 };
 
-// Of each row the `num_chosen` largest logits, largest first, and their shares of the softmax over all.
+// Finds each row's `num_chosen` largest logits, largest first, and their shares of the softmax over all.
 struct Choosing {
   const void* logits;  // (rows, num_experts) Element
   int32_t num_experts, num_chosen;
@@ -116,13 +116,13 @@ struct Choosing {
   int32_t* experts;             // (rows, num_chosen)
   float* shares;                // (rows, num_chosen)
   Scored* scored;               // (rows, num_experts), to work in
-  // Brings the largest to the front, in order. It is no part of an instruction set: what it takes from the library
-  // of C++ is compiled once, for any processor.
+  // Brings the largest to the front, in order. It belongs to no instruction set: the code that it uses from the C++
+  // library is compiled once, for any processor.
   void (*take_largest)(Scored* scored, int32_t num_experts, int32_t num_chosen);
 };
 using Choose = void (*)(const Choosing&, int32_t row);
 
-// A row of fp16, or of bfloat16 where no instruction multiplies pairs of it, as floats, which its products take.
+// Converts a row to floats: of fp16, or of bfloat16 if no instruction multiplies pairs of it.
 using Widen = void (*)(const void* row, int32_t width, float* out);
 
 struct Dense {

@@ -1,19 +1,20 @@
-// Attention of an iteration's slices over their turns' whole contexts, in scattered pages: how it is cut into work,
-// and its C interface.
+// Attention of an iteration's slices over their turns' whole contexts, in scattered pages: the division of the work,
+// and the C interface.
 //
-// An item is the rows of a run of one slice that share a KV head, over the
-// pages of their context. An item is cut into parts after every kPagesMax pages; the thread that finishes
-// an item's last part merges all of them, in order. Threads take parts from one counter, so few long
-// contexts and many short ones both keep all threads busy. The same pages of all items of a slice and KV head
-// come one after another: 64 pages are 512 KiB (bfloat16, head size 64), which stay in the second-level cache,
-// so a long prompt reads the history before it from memory once, and not for each 64 rows. The cuts depend only
-// on positions in the context: a row's result is the same in any batch, in a long slice or alone, and with any
-// number of threads.
+// An item is the rows of a run of one slice that share a KV head, over the pages of their context. An item is cut into
+// parts after every kPagesMax pages. The thread that finishes an item's last part merges all parts, in order. Threads
+// take parts from one counter, so few long contexts and many short contexts both keep all threads busy.
 //
-// Slices of a group have the same pages at the front of their contexts, and lie wholly behind those. The rows of several
-// such slices, a *pack*, pass over the shared pages together, so those are read once for all of them. Where the
-// shared pages end within a part, each slice's own item goes on from there, with what the pack left for it. So the
-// steps of each row, and its result, are the same as without any sharing. Packs' work is claimed before any that waits
+// The same pages of all items of a slice and KV head come one after another. 64 pages are 512 KiB (bfloat16, head size
+// 64), which stay in the second-level cache. So a long prompt reads the history before it from memory once, and not
+// for each 64 rows. The cuts depend only on positions in the context: a row's result is the same in any batch, in a
+// long slice or alone, and with any number of threads.
+//
+// Slices of a group begin with the same pages and lie wholly behind them. The rows of several such slices, a *pack*,
+// process the shared pages together, so these pages are read once. If the shared pages end within a part, each slice's
+// own item continues there from the pack's partial results. So the steps of each row, and its result, are the same as
+// without sharing. The work of packs is claimed before any work that waits for it, and waits for nothing itself. So no
+// thread waits forever.
 // for it, and waits for nothing itself, so no thread waits for ever.
 #include <algorithm>
 #include <atomic>
@@ -193,7 +194,7 @@ Partial merge(const Item& item, float* memory, int num_rows, int head_size) {
   return all;
 }
 
-// Whether every page that a slice reads is inside of the arena.
+// Whether every page that a slice reads is inside the arena.
 bool within(const Call& call, int64_t num_pages) {
   for (int slice = 0; slice < call.num_slices; ++slice) {
     const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
@@ -206,8 +207,8 @@ bool within(const Call& call, int64_t num_pages) {
   return true;
 }
 
-// As many of a group's pages as a pack takes: whole parts, and of the one behind them what ends where the
-// instruction sets that take several pages at once begin with others (amx_attend.h).
+// Returns how many of a group's pages a pack takes: whole parts, and the beginning of the next part. That beginning
+// ends where an instruction set that processes blocks of pages (amx_attend.h) begins a block.
 int pages_of_pack(int num_pages) {
   const int whole = num_pages / kPagesMax * kPagesMax, rest = num_pages - whole;
   return whole + (rest <= kBlockPages ? 0 : 1 + (rest - 1) / kBlockPages * kBlockPages);
@@ -415,8 +416,8 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Strides of pages are in what they store (attention.h): in elements, or in bytes where rows are codes.
-// Returns 0; 1: these shapes are not for it; 2: an index is outside of the arena; 3: out of memory.
+// Strides of pages are in elements, or in bytes if rows are codes (attention.h).
+// Returns 0; 1: unsupported shapes; 2: an index is outside the arena; 3: out of memory.
 int32_t pensieve_multi_token_attention(
     const char* only, int32_t type, int32_t stored, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,

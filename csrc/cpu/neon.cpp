@@ -1,6 +1,6 @@
 // The kernels for ARM with dot products of bytes (most since 2018), in vectors of four floats.
 //
-// What is older has plain.cpp, which differs in products of int8 weights only: NEON is part of every 64-bit
+// Older processors use plain.cpp, which differs only in products of int8 weights: NEON is part of every 64-bit
 // ARM. Compiled with +dotprod.
 #define LANES 4
 #define BFLOAT16_DOT 0

@@ -1,4 +1,4 @@
-// Rows of keys and values into their slots of pages, and pages from one arena into another: the C interface.
+// The C interface to write rows of keys and values to their slots, and to copy pages between arenas.
 #include <cstring>
 
 #include "attention.h"
@@ -10,8 +10,8 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Strides are in bytes, row_bytes those of a row in a page; a slot number is page * slots + slot. `only` and `type`
-// are for rows of codes alone. Returns 0; 1: these rows are not for it; 2: out of the arena, nothing done.
+// Strides are in bytes, and row_bytes is the size of a row in a page. A slot number is page * slots + slot. `only` and
+// `type` apply only to rows of codes. Returns 0; 1: unsupported rows; 2: outside the arena, nothing done.
 int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,
                           int64_t key_token_stride, int64_t key_head_stride, const char* value,
                           int64_t value_token_stride, int64_t value_head_stride,

@@ -1,29 +1,28 @@
 // How the team of threads.h shares an operation, and how its threads wait.
 //
-// An operation (a *round*) is over when its pieces are done, not when every thread has come: a helper that
-// the operating system runs elsewhere, or not at all, is not waited for. The caller opens the gate, works,
-// and closes it; then it waits only for the helpers that are inside. A helper that comes later finds the
-// gate closed. That is the difference to OpenMP, where each thread has to arrive at each barrier, and one
-// busy process beside ours makes every barrier cost a time slice of the operating system.
+// An operation (a *round*) ends when its pieces are done, not when every thread has arrived. It does not wait for a
+// helper that the operating system has not scheduled. The caller opens the gate, works, and closes the gate. Then it
+// waits only for the helpers that are inside. A helper that comes later finds the gate closed. With OpenMP, each thread
+// must arrive at each barrier, and one busy other process makes every barrier cost a time slice.
 //
 //   gate     wanted (helpers that may enter; none while it is closed), inside (that have not left)
 //   round    counts rounds; a helper waits until it has changed
 //
-//   caller   act, work; gate = (wanted, 0); ++round; wakes who sleeps; works; closes; waits for
+//   caller   sets act and work; gate = (wanted, 0); ++round; wakes sleepers; works; closes the gate; waits for
 //            inside == 0
-//   helper   waits for another round; enters (a compare-and-swap that fails where the gate is closed); works;
-//            leaves; wakes the caller if it was the last one and the gate is closed
+//   helper   waits for another round; enters (a compare-and-swap that fails if the gate is closed); works;
+//            leaves; wakes the caller if it was the last helper inside and the gate is closed
 //
-// `act` and `work` are written only while the gate is closed and nobody is inside, and read only inside, so
-// they need no lock. A helper may enter a round that began while it was coming for the one before, and may
-// enter one twice; both find what there is to claim.
+// `act` and `work` are written only while the gate is closed and no helper is inside, and read only inside, so
+// they need no lock. A helper that was woken for one round may enter the next, and may enter a round twice. Both are
+// harmless, because it claims whatever pieces are left.
 //
-// Threads that wait spin for kSpin and sleep then: spinning is the fastest way to wait while every thread
-// has a core, and takes the core from whoever is waited for where they have not. kSpin is about what a sleep
-// and a wake-up cost, so no wait costs more than twice what the best choice would have.
+// Waiting threads spin for kSpin and then sleep. Spinning is the fastest way to wait while every thread has a core. On
+// a shared core it takes time from the thread that is waited for. kSpin is about the cost of a sleep and a wake-up,
+// so no wait costs more than twice the best choice.
 //
-// One caller at a time has the team; a second one, or one inside of a round, works alone. After a fork the
-// child has no helpers and begins anew.
+// One caller at a time has the team. A second caller, or a caller inside a round, works alone. After a fork the
+// child has no helpers and starts a new team.
 #include "threads.h"
 
 #include <pthread.h>
@@ -59,9 +58,9 @@ inline void pause() {
 #endif
 }
 
-// Sleeps while a word is what it was. On Linux no lock is between a sleeper and who wakes it: whoever is stopped
-// while it goes to sleep, or wakes up, holds up nobody. (The library's condition variables have locks, also where
-// they are told without one.)
+// Sleeps while a word keeps its value. On Linux no lock is shared between a sleeper and a waking thread: a thread that
+// is suspended while it goes to sleep, or wakes up, delays no other thread. (The library's condition variables have
+// locks, even in variants that claim otherwise.)
 class Sleep {
  public:
 #if defined(__linux__)

@@ -1,8 +1,8 @@
-// A team of threads that work on the pieces of one operation.
+// Share the pieces of one operation among a team of threads.
 //
-// `work` is called in the calling thread and in up to `num_threads` - 1 helpers at once. Each call claims
-// pieces from a counter until none is left, so `work` must not care how many calls there are, or when they
-// come. See threads.cpp for how the threads wait.
+// `work` is called in the calling thread and in up to `num_threads` - 1 helpers at once. Each call claims pieces from
+// a counter until none is left. So `work` must not depend on the number or the time of the calls. threads.cpp
+// explains how the threads wait.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +23,10 @@ void on_threads(int num_threads, Work& work) {
     work();
 }
 
-// Calls `act(piece, following)` for each of `num_pieces`, on threads that claim them one by one. `following` is what this
-// thread is likely to work on next, for `act` to fetch its first bytes early: a piece, or from `num_pieces` on one of the
-// operation behind this one. A thread claims the next piece before it begins one; but where there are few for each,
-// only after it, since a claimed piece waits while other threads have nothing to do.
+// Calls `act(piece, following)` for each of `num_pieces`, on threads that claim them one by one. `following` is the
+// thread's probable next piece, so that `act` can prefetch its first bytes; from `num_pieces` on it is a piece of the
+// next operation. A thread claims the next piece before it begins a piece. If there are few pieces for each thread, it
+// claims the next piece only afterwards, because a claimed piece waits while other threads are idle.
 template <typename Act>
 void each_piece(int num_threads, int num_pieces, Act act) {
   const bool early = num_pieces >= kPiecesToClaimEarly * num_threads;

@@ -1,12 +1,12 @@
 // The instructions of AMX, the matrix unit of some Intel processors.
 //
-// It has eight tiles of up to 16 rows of 64 bytes. A tile of rows (16 x 32 bfloat16, or 16 x 64 bytes) times a
-// tile of weights (in each of its 16 rows the weights of a pair of bfloat16 inputs, or of four bytes, side by side
-// for 16 columns) is added to a tile of 16 x 16 sums.
+// It has eight tiles of up to 16 rows of 64 bytes. An instruction multiplies a tile of rows (16 x 32 bfloat16, or
+// 16 x 64 bytes) by a tile of weights and adds the product to a tile of 16 x 16 sums. Each of the 16 rows of a tile of
+// weights has the weights of a pair of bfloat16 inputs, or of four bytes, side by side for 16 columns.
 //
-// With EMULATED_TILES the same operations are plain C++, so that their users can be tested on a machine
-// without AMX; the arithmetic differs in rounding only. What the processor refuses (a tile without a shape, shapes
-// that do not fit) ends the process. TILE_TOUCHED and TILE_COUNTS_ONLY are for tests that count what is loaded.
+// With EMULATED_TILES the same operations are plain C++, so that tests can run without AMX; only the rounding
+// differs. If the processor refuses an operation (a tile without a shape, shapes that do not fit), the process ends.
+// TILE_TOUCHED and TILE_COUNTS_ONLY are for tests that count loads.
 #pragma once
 
 #include <cstdint>

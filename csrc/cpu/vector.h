@@ -1,10 +1,10 @@
 // Vectors in the vector extensions of GCC and clang, so that one source serves all instruction sets.
 //
-// A file that includes this defines LANES (16, 8 or 4) and is compiled for an instruction set that has
-// vectors of so many floats. It says what else there is, 1 or 0:
-//   BFLOAT16_DOT  a product of pairs of bfloat16
-//   BYTE_DOT      (as BFLOAT16_DOT if it is not defined) one of four unsigned bytes and four signed ones
-//   SIGNED_DOT    (0 if it is not defined) without that, one of four signed bytes and four signed ones
+// A file that includes this header defines LANES (16, 8 or 4), and is compiled for an instruction set with vectors of
+// LANES floats. It sets further features to 1 or 0:
+//   BFLOAT16_DOT  products of pairs of bfloat16
+//   BYTE_DOT      products of four unsigned bytes and four signed bytes (default: BFLOAT16_DOT)
+//   SIGNED_DOT    without BYTE_DOT, products of four signed bytes and four signed bytes (default: 0)
 // Everything is in an anonymous namespace: each instruction set has its own functions of these names, and
 // the linker must not merge them.
 #pragma once

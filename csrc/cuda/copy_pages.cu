@@ -1,15 +1,15 @@
-// Copies pages of one layer between arenas, or inside one.
+// Copy pages of one layer between arenas, or inside an arena.
 //
 // Arenas are on the device, or in page-locked host memory that is mapped into the device's addresses.
 //
 //   target[target_pages[i], :, :, :num_slots[i]] <- source[source_pages[i], :, :, :num_slots[i]]
 //
-// A page is 2 · kv_heads tiles of 32 · head_size elements, each contiguous; the first num_slots rows of a tile
-// are copied, 16 bytes at a time, bit for bit.  A block copies whole pages, one after another, so few blocks
-// saturate the bus and leave the multiprocessors to the computation beside them.  Four loads are issued before
-// the first store, which hides the latency of the bus.
+// A page is 2 · kv_heads contiguous tiles of 32 · head_size elements.  The first num_slots rows of a tile are
+// copied, 16 bytes at a time, bit for bit.  A block copies whole pages, one after another.  So few blocks saturate
+// the bus and leave the multiprocessors to the computation.  Each thread issues four loads before the first store,
+// which hides the latency of the bus.
 //
-// Where the driver copies pages as a batch, they cross the bus without this kernel (pensieve/model/kv/memory.py).
+// If the driver can copy pages as a batch, it does so instead of this kernel (pensieve/model/kv/memory.py).
 #include <element.h>
 
 namespace {

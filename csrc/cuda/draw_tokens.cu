@@ -1,24 +1,24 @@
 // Draws a token from each row of logits, exactly as pensieve/model/sampling/draw.py defines it, without sorting.
 //
-// A token's weight is floor(2^weight_bits exp((value - largest) / temperature)), an integer, and tokens have an order:
-// by descending value, then ascending id.  Every cut keeps the beginning of that order, so each of them, and the drawn
-// token itself, is one question: where does a running sum, of weights or of tokens, first exceed a number?
+// A token's weight is floor(2^weight_bits exp((value - largest) / temperature)), an integer.  Tokens are ordered by
+// descending value, then ascending id.  Every cut keeps the beginning of that order.  So each cut, and the drawn token
+// itself, answers one question: where does a running sum, of weights or of tokens, first exceed a number?
 //
 //   top_k    the running count exceeds top_k - 1; the weight up to there is what it keeps
 //   top_p    the running weight exceeds ceil(top_p * that) - 1
 //   min_p    all weights of at least weight_min (a sum, no search)
 //   token    the running weight exceeds floor(least of the three * draw / 2^62)
 //
-// A search goes down the bits of the value (`key_of`: descending), 11, 11 and 10 at a time: a histogram of the weights
-// of the tokens that agree with the bits found so far, and the bin where the sum passes the number.  What is left
-// are equal values, with equal weights, so a division says which of them it is, and their ids are counted in order.
-// All sums are over integers: no order of threads changes a result.
+// A search goes down the bits of the value (`key_of`: descending), 11, 11 and 10 at a time.  Each step makes a
+// histogram of the weights of the tokens that agree with the bits found so far, and finds the bin where the sum
+// passes the number.  The remaining tokens have equal values and weights.  So a division finds the token among them,
+// and their ids are counted in order.  All sums are over integers: the order of threads does not change a result.
 //
-// One block does one row, so a row's token depends on nothing else.  The first histogram serves all searches of a
-// row.  A 64-bit sum in shared memory is two words and a carry, because the hardware adds words alone.
+// One block does one row, so a row's token depends on no other row.  The first histogram serves all searches of a
+// row.  A 64-bit sum in shared memory is two words and a carry, because the hardware adds only words.
 //
-// Bound by the adds to shared memory and the double-precision exponentials: one of each for a token whose weight is
-// not zero, and three passes over the row, which stays in the cache, for each search.
+// The kernel is bound by the adds to shared memory and the double-precision exponentials: one of each for a token
+// with a nonzero weight.  Each search makes three passes over the row, which stays in the cache.
 //
 // Versions and what they reached:
 //   1  this one.  H200, 64 rows of 128,256, with the host's time: 1.4 ms, where sorting takes 3.4.

@@ -1,10 +1,10 @@
-// What lies between two products of a decoder layer, in one launch instead of two.
+// The work between two products of a decoder layer, in one launch instead of two.
 //
 //   add_and_norm        sum <- residual + added,  normed <- sum / rms(sum) · weight      (RMSNorm)
 //   gate_and_multiply   out <- silu(gate) · up,   for rows of a product that hold gate and up side by side
 //
-// Sums are in float; what torch would have written between its two launches is rounded here, too, so the results
-// are those of the two launches but for the order of a norm's sum.  A row's result depends on nothing else.
+// Sums are in float.  Values that torch would write between its two launches are rounded here, too.  So the results
+// equal those of the two launches, except for the order of a norm's sum.  A row's result depends on no other row.
 //
 // Bound by memory: a thread moves eight neighbouring elements at a time.
 #include <element.h>

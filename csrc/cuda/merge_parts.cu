@@ -1,12 +1,11 @@
-// Merges the parts of contexts that were cut for multi_token_attention, or whose beginning a pack attended to.
+// Merge the parts of contexts that were cut for multi_token_attention, or whose beginning belongs to a pack.
 //
 //   out[row] = Σ over parts of 2^(sum[part] - most) · values[part] / Σ of 2^(sum[part] - most)
 //
-// Values are normalised rows, sums are log2 of their softmax sums (-infinity where a part saw no key).
-// One warp does one row of one KV head, a block has four: block b does run b % row_runs of four rows of merge
-// b / row_runs / kv_heads.  Where a merge has no such rows the block ends at once.  A lane reads four
-// neighbouring values at a time, and the loads of UNROLLED parts are under way together: the kernel is short
-// and bound by latency.
+// Values are normalised rows.  Sums are log2 of their softmax sums (-infinity if a part saw no key).
+// One warp does one row of one KV head, and a block does four rows: block b does run b % row_runs of four rows of
+// merge b / row_runs / kv_heads.  If a merge has no such rows the block ends at once.  A lane reads four neighbouring
+// values at a time and loads UNROLLED parts together, because the kernel is short and bound by latency.
 #include <element.h>
 #include <ptx.h>
 #include <work.h>

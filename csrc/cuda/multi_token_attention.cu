@@ -3,7 +3,7 @@
 //   out[t, h] = softmax(scale · query[t, h] · Kᵀ) · V   over positions 0 … position of t
 //
 // One block of four warps does one item of work (include/work.h) for one KV head.  The rows of an item
-// are query tokens times the heads of a group.  How many there are decides how the warps share it:
+// are query tokens times the heads of a group.  Their number decides how the warps share the item:
 //
 //   narrow, at most 32 rows   decodes and short pieces.  All four warps take the same rows and every
 //                             fourth run of 16 keys each, through rings of their own: no warp waits for
@@ -12,22 +12,22 @@
 //                             all share a ring of pages.  Bound by the matrix rate: a page in shared
 //                             memory is used for 32 rows a warp.
 //
-// Keys and values come by cp.async, STAGES runs ahead, as groups K V K V …; one wait before the scores and
-// one before the values, each leaving the other 2 STAGES - 2 groups under way.  What was just read is
-// overwritten behind the next such wait, when every thread that read it has passed it.
+// Keys and values are loaded by cp.async, STAGES runs ahead, as groups K V K V …  There is one wait before the scores
+// and one before the values, each leaving the other 2 STAGES - 2 groups pending.  Data that was just read is
+// overwritten only after the next such wait, when every reading thread has passed it.
 //
-// Scores and values are products on the matrix units (m16n8k16); the query stays in registers where
-// it fits and is read again from shared memory where it does not.  Positions that a row does not see
-// are masked in the runs that reach beyond the item's first row; the other runs need no mask.  Slots behind
-// the last key are filled with zeros on the way, because a slot that was never written may hold NaN.
+// Scores and values are products on the matrix units (m16n8k16).  The query stays in registers if it fits; otherwise
+// it is read again from shared memory.  Positions that a row does not see are masked in the runs that reach beyond
+// the item's first row; the other runs need no mask.  Slots behind the last key are loaded as zeros, because a slot
+// that was never written may hold NaN.
 //
-// Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run has 32 keys, so as many bytes are under
-// way, and a warp unpacks in registers what it has loaded; in wide ones the block unpacks a page once for all
-// warps, into a tile of elements behind the query, and goes on from there as if there were no bytes.  A NaN among them
-// makes every row NaN that a warp, or a block, has at hand: all of them see it.
+// Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run then has 32 keys, so that as many bytes
+// are pending, and a warp unpacks in registers the data that it has loaded.  In wide items the block unpacks a page
+// once for all warps, into a tile of elements behind the query, and continues as for elements.  A NaN among the bytes
+// makes all rows of the warp, or of the block, NaN: all of them see it.
 //
 // A part of a longer context leaves normalised rows and log2 of their sums; merge_parts.cu joins them.  So does a
-// pack, rows of several slices over pages that all of them begin with: it differs in where its queries come from.
+// pack, rows of several slices over their common first pages.  It differs only in where its queries come from.
 //
 // Versions and what they reached (share of a large copy's bandwidth; of a large product's rate):
 //   1  this one.  H200, decodes of 32/8 heads of 128: 99 % at 64 x 4,096, 78 % at 1 x 65,536.

@@ -1,9 +1,9 @@
 // multi_token_attention of wide items on Hopper (sm_90a), with warpgroup products.
 //
 // A block of three warpgroups stays on its multiprocessor and does one item of each run of gridDim items, the
-// longest first.  The runs are gone through there and back (`item_of`): whoever had the longest item of one run gets
-// the shortest of the next, so the blocks end at about the same time.  One warpgroup fetches, two compute, 64 of
-// the item's 128 rows each:
+// longest first.  Runs are taken forwards and backwards in turn (`item_of`): the block with the longest item of a run
+// gets the shortest of the next run, so the blocks end at about the same time.  One warpgroup fetches, two compute,
+// 64 of the item's 128 rows each:
 //
 //   producer    one thread; page by page, boxes of 64 elements x 32 keys by the tensor memory accelerator, which
 //               permutes eight rows of 128 bytes as the products read them.  It runs ahead by as many stages
@@ -19,10 +19,10 @@
 // own: `full` counts the bytes of a stage, `empty` the warps that are done with it.  Both sides count
 // stages from the beginning of the kernel; stage n lies in slot n % STAGES, in the phase n / STAGES.
 //
-// The last stage of an item may hold less than 128 keys.  Behind them, scores are masked, and the consumers set the
+// The last stage of an item may hold less than 128 keys.  Behind them, scores are masked.  The consumers set the
 // values' rows to zero, because a slot that was never written may hold NaN.
 //
-// Items of packs (work.h) do not come here: their rows may be few, and the list of wide items is not in CUDA graphs.
+// This kernel never gets items of packs (work.h): their rows may be few, and CUDA graphs have no list of wide items.
 //
 // Versions and what they reached (share of a large product's rate):
 //   1  this one.  H200, 32/8 heads of 128: 59 % for 4,096 queries at 0, 76 % for 512 over 16,384.

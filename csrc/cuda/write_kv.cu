@@ -1,15 +1,15 @@
-// Writes the keys and values of an iteration's tokens to their slots; no other slot changes.
+// Write the keys and values of an iteration's tokens to their slots; no other slot changes.
 //
 //   key_pages[slot / 32, h, slot % 32] <- key[t, h],  values alike,  slot = slot_mapping[t]
 //
-// `rotate_and_write_kv` applies rotary embedding on the way: query and key rows are rotated,
+// `rotate_and_write_kv` also applies the rotary embedding.  Query and key rows are rotated,
 //
 //   x[i], x[i + half] <- x[i] cos[i] - x[i + half] sin[i],  x[i + half] cos[i + half] + x[i] sin[i + half]
 //
 // with half = rotated / 2, in float and rounded once.  The query goes to `rotated_query`, the key to its page.
 //
-// Where keys and values are kept as bytes (STORED=E4m3; e4m3.h), each is divided by the scale of its head and
-// rounded once on its way to the page.
+// If keys and values are stored as bytes (STORED=E4m3; e4m3.h), each is divided by the scale of its head and
+// rounded once.
 //
 // One block does one token; a thread moves four neighbouring elements at a time, or two where half a rotation is no
 // multiple of four.

@@ -1,18 +1,17 @@
-// Keys and values that are kept as one byte each: e4m3, that is a sign, four bits of exponent and three of
+// Keys and values that are stored as one byte each: e4m3, that is a sign, four bits of exponent and three of
 // mantissa.  There is no infinity; 0x7f and 0xff are NaN, the largest number is 448, the smallest 2^-9.
 //
-// What a byte means is multiplied by a scale of its layer, its head and its side (keys or values).  Scales are
-// powers of two, so nothing is rounded by them: a kernel multiplies scores by the keys' and a result by the
-// values', and in between the bytes' own values are operands, which two bytes of bfloat16 or float16 hold exactly.
+// A byte's number is multiplied by the scale of its layer, its head and its side (keys or values).  Scales are
+// powers of two, so scaling does not round.  A kernel multiplies scores by the keys' scale and a result by the
+// values' scale.  In between it uses the bytes' own numbers, which bfloat16 and float16 hold exactly.
 //
-// A word holds four neighbours of a row.  Taking it apart gives bytes 0 and 2 as one pair and bytes 1 and 3 as
-// another, which costs no permutation of bytes.  Whoever multiplies such pairs has them in another order than
-// memory does:
+// A word holds four neighbours of a row.  Unpacking gives bytes 0 and 2 as one pair and bytes 1 and 3 as another,
+// which needs no permutation of bytes.  So products get the elements in another order than memory has:
 //
-//   keys     the rows are summed over, so the order does not matter as long as the query has the same: `mixed`
-//            puts sixteen elements of a query row into the order in which lanes find those of a key.
-//   values   two neighbouring keys of a pair of columns make a word once they are transposed by pairs of bytes, so of
-//            two products, eight columns each, one has the even columns of sixteen and the other the odd ones.
+//   keys     products sum over the row, so the order does not matter if the query has the same order: `mixed`
+//            puts sixteen elements of a query row into the order in which lanes find a key's elements.
+//   values   two neighbouring keys of a pair of columns make a word once they are transposed by pairs of bytes.  So
+//            of two products, eight columns each, one has the even columns of sixteen and the other the odd columns.
 #pragma once
 #include <element.h>
 #include <ptx.h>

@@ -1,4 +1,4 @@
-// The types of rows (bfloat16 and float16) and what keys and values may be kept in beside them (e4m3.h), and
+// The types of rows (bfloat16 and float16), the further type of stored keys and values (e4m3.h), and
 // integers of known width.  No library header is included, so a kernel compiles with this folder alone.
 #pragma once
 

@@ -1,11 +1,11 @@
 // Online softmax, over keys that arrive a few at a time.
 //
-// Each row keeps the largest score so far and the sum of 2^(score - largest); what was accumulated under a
-// smaller maximum is scaled down.
+// Each row keeps the largest score so far and the sum of 2^(score - largest).  When the largest score grows, earlier
+// sums are scaled down.
 //
-// Scores are multiplied by `scale`, which holds log2(e), on the way.  A lane holds two rows of 16 (row
-// l / 4 and the one 8 below) and shares them with the three lanes beside it.  A row that has seen no key
-// has maximum -infinity, sum 0.  A NaN among the scores makes the row's sum NaN, and no other row's.
+// Scores are multiplied by `scale`, which includes log2(e).  A lane holds two rows of 16 (row l / 4 and the row 8
+// below) and shares them with the three neighbouring lanes.  A row that has seen no key has maximum -infinity and
+// sum 0.  A NaN among the scores makes only its own row's sum NaN.
 #pragma once
 #include <ptx.h>
 

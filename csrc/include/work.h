@@ -1,17 +1,18 @@
 // The work of an iteration's multi_token_attention, cut into items for blocks of threads.
 //
-// pensieve/kernels/attention/plan.py makes it once per iteration; the kernels of every layer read it.
+// pensieve/kernels/attention/plan.py makes the work once per iteration; the kernels of every layer read it.
 //
 // The rows of a slice are its query tokens times the query heads of one group: row r is token
 // r / group, head r % group of the group, so that one pass over a page serves the whole group.  A tile
 // is a run of rows of one slice; a tile whose context is long is cut into parts at page boundaries.
 // Every item is done once for each KV head.
 //
-// Slices may begin with the same pages.  Then some items are those of a pack: rows of several slices, all of which
-// lie behind the shared pages and see them whole.  A table says which row of the batch each of them is, as token ·
-// group + head.  Each slice has items of its own from there on, and its merge takes its rows of the pack's parts too.
+// Slices may begin with the same pages.  Then some items belong to a pack: rows of several slices, all of which
+// lie behind the shared pages and see all of them.  A table gives each row's place in the batch, as token ·
+// group + head.  Behind the shared pages each slice has its own items.  A slice's merge also takes its rows of the
+// pack's parts.
 //
-// Items are sorted longest first.  Items without rows fill the list up to a fixed length (CUDA graphs).
+// Items are sorted longest first.  Items without rows pad the list to a fixed length (CUDA graphs).
 #pragma once
 
 struct WorkItem {

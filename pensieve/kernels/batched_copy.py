@@ -1,8 +1,8 @@
-"""Moves pieces of memory over the bus by one call of CUDA's driver (cuMemcpyBatchAsync).
+"""Copy pieces of memory over the bus with one call of CUDA's driver (cuMemcpyBatchAsync).
 
-The copy engines do it, so no multiprocessor is taken from the computation; each piece costs the host a part
-of a microsecond.  The driver orders the whole batch like one operation of the stream, and promises nothing
-about the order inside it.  A captured graph cannot hold it, and the stream may not be the default one.
+The copy engines do the work, so no multiprocessor is taken from the computation.  Each piece costs the host a
+part of a microsecond.  The driver orders the whole batch like one operation of the stream, but guarantees no
+order inside it.  A captured graph cannot contain the call, and the stream must not be the default stream.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from pensieve.errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
-# CUmemcpyAttributes: sources are read in the order of the stream; two locations that do not matter for memory
-# that CUDA knows; beside computation if possible.
+# CUmemcpyAttributes: read sources in stream order; two location fields that CUDA ignores for memory that it
+# knows; overlap with computation if possible.
 ACCESS_ORDER_STREAM, OVERLAP_WITH_COMPUTE = 1, 1
 _ATTRIBUTES = struct.Struct("=IiiiiI")
 
 
 class Pieces(NamedTuple):
-    """Pieces that move together: parallel int64 tensors on the host, in bytes from where two arenas begin."""
+    """Pieces to copy together: parallel int64 tensors on the host, in bytes from the arenas' beginnings."""
 
     sources: torch.Tensor
     targets: torch.Tensor
@@ -33,14 +33,14 @@ class Pieces(NamedTuple):
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """Load the driver; OSError or AttributeError if there is none, or one that cannot copy batches."""
+    """Load the driver; raise OSError or AttributeError if there is none or it cannot copy batches."""
     driver = ctypes.CDLL(LIBRARY)
-    driver.cuMemcpyBatchAsync_v2  # noqa: B018  # the symbol is looked up here
+    driver.cuMemcpyBatchAsync_v2  # noqa: B018  # looks the symbol up
     return driver
 
 
 def available() -> bool:
-    """Return whether the driver copies batches, as those for CUDA 13 do."""
+    """Whether the driver copies batches, as CUDA 13's drivers do."""
     try:
         _driver()
     except (OSError, AttributeError):
@@ -49,7 +49,7 @@ def available() -> bool:
 
 
 def copy_pieces(pieces: Pieces, source: torch.Tensor, target: torch.Tensor, stream: int) -> None:
-    """Copy the pieces from one arena to the other, on the stream with this handle, if it is `available`."""
+    """Copy pieces between arenas, on the stream with this handle.  Requires `available`."""
     count = len(pieces.sizes)
     if not count:
         return
@@ -62,11 +62,9 @@ def copy_pieces(pieces: Pieces, source: torch.Tensor, target: torch.Tensor, stre
         ctypes.c_void_p(pieces.sizes.data_ptr()),
         ctypes.c_size_t(count),
         ctypes.create_string_buffer(attributes, len(attributes)),
-        ctypes.byref(
-            ctypes.c_size_t(0)
-        ),  # the attributes are those of all pieces from the first on
+        ctypes.byref(ctypes.c_size_t(0)),  # index of the first piece that these attributes apply to
         ctypes.c_size_t(1),
         ctypes.c_void_p(stream),
     )
     if code:
-        raise DeviceError(f"cuMemcpyBatchAsync answers {code} for {count} pieces")
+        raise DeviceError(f"cuMemcpyBatchAsync returned {code} for {count} pieces")

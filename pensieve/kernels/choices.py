@@ -1,7 +1,7 @@
-"""Switches of the CUDA kernels, for a GPU on which one of them is wrong.
+"""Switch off CUDA kernels, for a GPU on which a kernel is wrong.
 
-`PENSIEVE_GPU_CHOICES=hopper=0,radix=0` sets switches for a process and for those that it starts.
-`scripts/bench_gpu` finds wrong kernels, and switches them off for the rest of its run.
+`PENSIEVE_GPU_CHOICES=hopper=0,radix=0` sets switches for a process and its child processes.
+`scripts/bench_gpu` finds wrong kernels and switches them off for the rest of its run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ VARIABLE = "PENSIEVE_GPU_CHOICES"
 
 
 class Choices(NamedTuple):
-    hopper: int = 1  # wide work has Hopper's own kernel; 0: the one of other GPUs does it
-    radix: int = 1  # tokens are drawn by a search in each row of logits; 0: by sorting it
-    watchdog: int = 0  # a kernel that waits for seconds ends with an error instead of hanging
+    hopper: int = 1  # run wide work in Hopper's own kernel; 0: in the other GPUs' kernel
+    radix: int = 1  # draw tokens by a search in each row of logits; 0: by sorting the row
+    watchdog: int = 0  # end a kernel that waits for seconds with an error instead of hanging
 
 
 def of_text(text: str) -> Choices:
-    """`name=number,…`; what is not named keeps its default."""
+    """Parse `name=number,…`; missing names keep their defaults."""
     given: dict[str, int] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
         name, _, number = part.partition("=")
@@ -39,8 +39,8 @@ current = of_text(os.environ.get(VARIABLE, ""))
 
 @contextmanager
 def chosen(choices: Choices) -> Iterator[None]:
-    """Inside, these are the current ones."""
-    global current  # of the process, as its kernels are
+    """Use these choices inside the block."""
+    global current  # of the process, like its kernels
     before, current = current, choices
     try:
         yield

@@ -1,14 +1,14 @@
-"""Finds, loads and declares libpensieve_cpu.so, the compiled kernels for CPUs.
+"""Find, load and declare libpensieve_cpu.so, the compiled kernels for CPUs.
 
-The library is built from csrc/cpu when the package is installed.  Where that failed there is none:
-`compiled_library` warns once and answers None, and the torch implementations do the work.
+The library is built from csrc/cpu when the package is installed.  If the build failed, `compiled_library`
+warns once and returns None, and the torch implementations do the work.
 
-The C interface, one line per function, is the table `FUNCTIONS`; in csrc/cpu multi_token_attention.cpp,
-pages.cpp (copies), layer.cpp (the dense parts of a layer) and instruction_sets.cpp define it.  A function of
-the table that the library lacks makes the whole library unusable, so a caller never finds half of one.
+The table `FUNCTIONS` declares the C interface.  Its functions are defined in csrc/cpu:
+multi_token_attention.cpp, pages.cpp (copies), layer.cpp (the dense parts of a layer) and
+instruction_sets.cpp.  A library that lacks any of these functions is not used at all.
 
-The kernels have threads of their own (csrc/cpu/threads.cpp), as many as torch is set to use.  Torch's wait
-for one another at barriers, which is slow where a core is shared.
+The kernels have their own threads (csrc/cpu/threads.cpp), as many as torch is set to use.  Torch's threads
+wait for each other at barriers, which is slow on a shared core.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ import torch
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 NAME = "libpensieve_cpu.so"
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C interface numbers them
-STORED = {"auto": 0, "int8": 1}  # formats of KV (`kv_format`), as the C interface numbers them
-# The instruction set that all calls have to use, for comparing them; empty: the best of this machine.
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of the C interface
+STORED = {"auto": 0, "int8": 1}  # formats of KV (`kv_format`), numbers of the C interface
+# Force all calls to use this instruction set, for comparisons; empty: the best of this machine.
 only_instruction_set = os.environ.get("PENSIEVE_CPU_KERNEL", "").encode()
 
-# What each function returns and takes; `None` returns nothing.
+# The result and the arguments of each function; `None` is void.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pensieve_kernel": (text, (int32, text)),
     "pensieve_multi_token_attention": (
@@ -102,7 +102,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def compiled_library() -> ctypes.CDLL | None:
-    """The loaded library; None, after a warning, where there is none."""
+    """Return the loaded library, or None, after a warning, if there is none."""
     for folder in _folders():
         if (folder / NAME).exists():
             try:
@@ -119,7 +119,7 @@ def compiled_library() -> ctypes.CDLL | None:
 
 
 def instruction_set(dtype: torch.dtype, head_size: int) -> str | None:
-    """The name of the instruction set that attention would use; None: it would run in torch."""
+    """Return the instruction set that attention would use, or None if it would run in torch."""
     library = compiled_library()
     if library is None or dtype not in TYPES:
         return None
@@ -133,7 +133,7 @@ def takes_pages(dtype: torch.dtype, page_slots: int, head_size: int) -> bool:
 
 
 def succeeded(status: int) -> bool:
-    """What a kernel's status says: True, it is done; False, these tensors are not for it."""
+    """Return True if a kernel's status means done, False if it does not support these tensors."""
     if status == 2:
         raise IndexError("a page or slot lies outside the arena")
     if status == 3:
@@ -142,7 +142,7 @@ def succeeded(status: int) -> bool:
 
 
 def _folders() -> list[Path]:
-    """Where the library may lie: beside this file, or where an editable installation puts what it built."""
+    """Return the library's possible folders: of this file, and of editable installations."""
     named = os.environ.get("PENSIEVE_CPU_LIBRARY")
     if named:
         return [Path(named)]

@@ -1,11 +1,11 @@
-"""Puts a kernel of csrc/cuda onto torch's current stream of a GPU.
+"""Launch a kernel of csrc/cuda on torch's current stream of a GPU.
 
-A `Launch` says which kernel, how many blocks of how many threads, and which arguments.  It is a plain value
-made without a GPU, so the tests carry the same launch out on a CPU.  `launch` does it on the GPU: the code
-comes from `nvrtc`, is loaded once per device, and a CUDA graph captures it like any operation of torch.
-Nothing is allocated, waited for or read back.
+A `Launch` holds a kernel, numbers of blocks and threads, and arguments.  It is a plain value made without a
+GPU, so tests can run it on a CPU.  `launch` runs it on the GPU.  `nvrtc` supplies the code, which is loaded
+once per device.  A CUDA graph captures the launch like any torch operation.  `launch` allocates nothing,
+waits for nothing and reads nothing back.
 
-Tensors go over as addresses and strides, so nothing depends on the layout of torch's or CuPy's objects.
+Tensors are passed as addresses and strides, so the layout of torch's or CuPy's objects does not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Launch(NamedTuple):
     num_blocks: int
     num_threads: int
     arguments: tuple[Argument, ...]
-    shared: str = ""  # the constant of the source that says how much dynamic shared memory it needs
+    shared: str = ""  # the source's constant with the dynamic shared memory that the kernel needs
 
 
 def pointers(*tensors: torch.Tensor) -> tuple[Argument, ...]:
@@ -43,7 +43,7 @@ def launch(wanted: Launch, device: torch.device) -> None:
     index = device.index or 0
     function, shared_bytes = _loaded(wanted.kernel, wanted.shared, index)
     arguments = converted(wanted.arguments)
-    # What torch's own compiler asks for the stream: its class `Stream` costs more than a launch.
+    # Torch's own compiler gets the stream in this way: the class `Stream` costs more than a launch.
     stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
     sizes = ((wanted.num_blocks,), (wanted.num_threads,))
     if torch.cuda.current_device() == index:
@@ -54,10 +54,11 @@ def launch(wanted: Launch, device: torch.device) -> None:
 
 
 def converted(arguments: tuple[Argument, ...]) -> list[Any]:
-    """As CuPy takes them.
+    """Convert arguments to CuPy's types, with a cache.
 
-    Most come again in every layer and iteration, and to find one is much faster than to make it.  Several
-    threads launch, and one may forget what another has just made: that one returns what it made.
+    Most arguments repeat in every layer and iteration, and looking a value up is much faster than making it.
+    Several threads launch, and a thread may clear the cache while another adds to it.  So each call returns
+    the values that it made itself.
     """
     try:
         return [_converted[each] for each in arguments]
@@ -78,23 +79,23 @@ _converted: dict[Argument, Any] = {}
 
 
 class _Stream(NamedTuple):
-    """Torch's stream, as CuPy takes one."""
+    """Wrap torch's stream for CuPy."""
 
     ptr: int
 
 
 def prepare(device_index: int) -> None:
-    """Load one kernel, so that a device without kernels raises DeviceError before a model is loaded."""
+    """Load one kernel, so that an unsupported device raises DeviceError before a model is loaded."""
     _loaded(Kernel("copy_pages.cu", "copy_pages"), "", device_index)
     import cupy
 
     if not cupy.cuda.runtime.deviceGetAttribute(CAN_USE_HOST_POINTERS, device_index):
-        raise DeviceError("this machine gives page-locked memory other addresses on its GPU")
+        raise DeviceError("page-locked memory has other addresses on this machine's GPU")
 
 
 @cache
 def _loaded(kernel: Kernel, shared: str, device_index: int) -> tuple[Any, int]:
-    """The function on that device, and the dynamic shared memory that it needs."""
+    """Return the function on that device, and the dynamic shared memory that it needs."""
     import cupy
 
     path = nvrtc.cubin(kernel, architecture(device_index))
@@ -109,24 +110,24 @@ def _loaded(kernel: Kernel, shared: str, device_index: int) -> tuple[Any, int]:
                 function.max_dynamic_shared_size_bytes = shared_bytes
                 function.preferred_shared_memory_carveout = 100
             return function, shared_bytes
-    except Exception as error:  # of CuPy's own classes: a driver that is too old, no memory
+    except Exception as error:  # CuPy's own classes: the driver is too old, or memory is short
         raise DeviceError(f"{kernel.name} cannot be loaded from {path}: {error}") from error
 
 
 def architecture(device_index: int = 0) -> str:
-    """The architecture to compile for; sm_90a has the instructions that only Hopper knows."""
+    """Return the architecture to compile for; sm_90a has instructions that only Hopper knows."""
     major, minor = torch.cuda.get_device_capability(device_index)
     if (major, minor) < (8, 0):
         name = torch.cuda.get_device_name(device_index)
-        raise DeviceError(f"{name} is of compute capability {major}.{minor}; 8.0 is needed")
+        raise DeviceError(f"{name} has compute capability {major}.{minor}, but 8.0 is needed")
     if (major, minor) == (9, 0):
         return "sm_90a"
-    # Code for the first member of a generation runs on all of them, and any compiler for one knows the first.
+    # Code for the first member of a generation runs on all members, and every compiler knows the first.
     return f"sm_{major}0" if major >= 10 else f"sm_{major}{minor}"
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # of a GPU that is emulated
+        return 4  # for an emulated GPU
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

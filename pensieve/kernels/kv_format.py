@@ -1,23 +1,23 @@
-"""How pages keep keys and values: the type of an arena's elements, and what a row is made of.
+"""Define how pages store keys and values: the type of an arena's elements, and the layout of a row.
 
-A *row* is what a page holds of one token for one KV head, of keys or of values; rows are the last dimension
+A *row* is a page's data of one token for one KV head, of keys or of values.  Rows are the last dimension
 of an arena (layers, pages, 2, kv_heads, slots, row).
 
     auto   head_size values, in the type in which the model computes
     int8   head_size codes from -127 to 127, then their scale, a float32: a value is its code times the scale
-    fp8    head_size numbers of a byte (e4m3: four bits of exponent, three of mantissa, at most 448); a value
+    fp8    head_size one-byte numbers (e4m3: four bits of exponent, three of mantissa, at most 448); a value
            is its number times the scale of its layer, its head and its side (keys or values)
 
 Scales of fp8 are chosen once, when a model is loaded, from the keys and values that the load probe sees
-(`exponents_for`), and go beside the pages to whoever reads or writes them: float32 (2, kv_heads), keys'
-first.  They are powers of two, so nothing is rounded by them.  What exceeds the probe's largest by more than
-`HEADROOM` becomes the largest number there is; what is not finite becomes NaN.
+(`exponents_for`).  Readers and writers get them beside the pages: float32 (2, kv_heads), keys' first.  They
+are powers of two, so scaling does not round.  Values that exceed the probe's largest value by more than
+`HEADROOM` become the largest number of the format.  Values that are not finite become NaN.
 
-Rows are independent of one another: what a token's row holds follows from that token's values alone.  So it
-is the same whoever shares the batch and however a prompt is cut, and a row is copied, moved between the tiers
-and summed up as bytes.  Attention reads all rows from pages, also those that the same iteration wrote.
+A token's row depends only on that token's values.  So it is the same in every batch and for every split of
+a prompt, and a row can be copied, moved between the tiers and checksummed as bytes.  Attention reads all rows
+from pages, including rows written in the same iteration.
 
-`pages.dtype` says in which format pages are (`format_of`): no format has the elements of another one.
+`format_of` finds the format of pages from `pages.dtype`: no two formats share an element type.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from typing import NamedTuple
 
 import torch
 
-# The smallest scale of int8 rows, the smallest normal float32.  A row whose values all lie below 127 of these
-# is zero: a denormal scale would be coarse, and some processors are set to take it for zero.
+# The smallest scale of int8 rows, the smallest normal float32.  A row whose values all lie below 127 times it
+# becomes zero: a denormal scale would be coarse, and some processors flush denormals to zero.
 SCALE_MIN = 2.0**-126
 _CODE_MAX = 127.0
 FP8_MAX = 448.0
-HEADROOM = 16  # how much larger than what the probe sees a key or value may be before it is cut off
-EXPONENTS_MAX = 60  # of two, either way: a scale and its inverse are far from the ends of float32
+HEADROOM = 16  # how many times larger than the probe's largest value a key or value may be
+EXPONENTS_MAX = 60  # in both directions: keeps a scale and its inverse far from float32's limits
 
 
 class KVFormat(NamedTuple):
-    name: str  # as `--kv-dtype` has it
+    name: str  # value of `--kv-dtype`
     element: torch.dtype  # of an arena
-    more: int = 0  # elements of a row beside its head_size values
+    more: int = 0  # elements of a row in addition to its head_size values
 
     @property
     def in_words(self) -> str:
         return str(self.element).removeprefix("torch.") if self.name == "auto" else self.name
 
     def row(self, head_size: int) -> int:
-        """The elements of a row."""
+        """Return the number of elements of a row."""
         return head_size + self.more
 
     def row_bytes(self, head_size: int) -> int:
@@ -59,24 +59,24 @@ _BY_ELEMENT = {each.element: each for each in (INT8, FP8)}
 
 
 def kv_format(name: str, dtype: torch.dtype) -> KVFormat:
-    """The format of this name, for a model that computes in `dtype`."""
+    """Return the format of this name, for a model that computes in `dtype`."""
     if name == "auto":
         return KVFormat("auto", dtype)
     if name in _BY_NAME:
         return _BY_NAME[name]
-    raise ValueError(f"there is no KV format {name!r}")
+    raise ValueError(f"unknown KV format {name!r}")
 
 
 def format_of(pages: torch.Tensor, dtype: torch.dtype) -> KVFormat:
-    """The format of an arena or a view of it, for a model that computes in `dtype`."""
+    """Return the format of an arena or a view of it, for a model that computes in `dtype`."""
     return _BY_ELEMENT.get(pages.dtype, KVFormat("auto", dtype))
 
 
 def quantised(rows: torch.Tensor) -> torch.Tensor:
-    """Rows (…, head_size) in the format int8; a row that is not finite gets a scale of NaN."""
+    """Quantize rows (…, head_size) to int8; a row that is not finite gets a scale of NaN."""
     values = rows.float()
     largest = values.abs().amax(-1, keepdim=True)
-    # By a tensor: torch multiplies with the reciprocal of a number on some devices, which rounds twice.
+    # Divide by a tensor: for a number, torch multiplies by its reciprocal on some devices and rounds twice.
     scale = largest / torch.full_like(largest, _CODE_MAX)
     scale = torch.where(scale < SCALE_MIN, 0.0, scale)
     scale = torch.where(largest.isfinite(), scale, float("nan"))
@@ -85,7 +85,7 @@ def quantised(rows: torch.Tensor) -> torch.Tensor:
 
 
 def dequantised(rows: torch.Tensor) -> torch.Tensor:
-    """The float32 values (…, head_size) of rows in the format int8."""
+    """Return the float32 values (…, head_size) of int8 rows."""
     codes, scale = rows[..., : -INT8.more], rows[..., -INT8.more :]
     return codes.float() * scale.contiguous().view(torch.float32)
 
@@ -94,18 +94,18 @@ def dequantised(rows: torch.Tensor) -> torch.Tensor:
 
 
 def exponents_for(largest: torch.Tensor) -> torch.Tensor:
-    """For the largest keys or values of some heads, int: scales are two to the power of these."""
+    """Return the exponents of two (int) of the heads' scales, for their largest keys or values."""
     known = largest.isfinite() & (largest > 0)
     _, exponents = torch.frexp(torch.where(known, largest, 1.0).double() * (HEADROOM / FP8_MAX))
     return torch.where(known, exponents, 0).clamp(-EXPONENTS_MAX, EXPONENTS_MAX)
 
 
 def to_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows (tokens, kv_heads, head_size) in the format fp8, with a scale for each head."""
+    """Convert rows (tokens, kv_heads, head_size) to fp8, with a scale for each head."""
     numbers = (rows.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX)
     return torch.where(rows.isfinite(), numbers, float("nan")).to(FP8.element)
 
 
 def from_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The float32 values of rows (…, kv_heads, slots, head_size) in the format fp8."""
+    """Return the float32 values of fp8 rows (…, kv_heads, slots, head_size)."""
     return rows.float() * scales[:, None, None]

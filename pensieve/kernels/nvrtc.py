@@ -1,20 +1,20 @@
-"""Compiles the kernels of csrc/cuda with NVRTC, and keeps what it compiled in a cache.
+"""Compile the kernels of csrc/cuda with NVRTC, and cache the results.
 
 Compiling needs CuPy and NVRTC, but no GPU.
 
-Where a kernel's code (a cubin) comes from, in this order:
+A kernel's code (a cubin) is taken from, in this order:
 
-1. shipped with the package (`scripts/build_cubins` puts it there before a wheel is made);
+1. the package (`scripts/build_cubins` adds it before a wheel is made);
 2. this user's cache, $XDG_CACHE_HOME/pensieve/cubin;
-3. compiled now, which takes a second or two, and kept in the cache.
+3. the compiler, which takes a second or two; the result goes to the cache.
 
 A file's name is `key-digest.cubin`.  The key is the SHA-256 of everything that the code depends on: the
 source and every header, the definitions, the architecture, the options, and for the cache the version of
-the compiler.  The digest is the SHA-256 of the file's content; a file whose content has another is not used.
+the compiler.  The digest is the SHA-256 of the file's content.  A file with another digest is not used.
 
-Why processes do not disturb each other: a file is written under another name and then renamed, so it is
-complete when it appears; and while one process compiles a key, others that need it wait at its lock.  The
-cache folder has to belong to this user, and no other user may write to it: its files run on the device.
+Concurrent processes are safe: a file is written under another name and then renamed, so it is complete when
+it appears.  While one process compiles a key, other processes that need the key wait for its lock.  The cache
+folder must belong to this user and be writable for no other user, because its files run on the device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kernel(NamedTuple):
 
 
 def cubin(kernel: Kernel, architecture: str) -> Path:
-    """A file with the kernel's code."""
+    """Return a file with the kernel's code, compiling it if necessary."""
     found = shipped(kernel, architecture)
     if found is not None:
         return found
@@ -65,7 +65,7 @@ def shipped(kernel: Kernel, architecture: str) -> Path | None:
 
 
 def key_of(kernel: Kernel, architecture: str, version: str) -> str:
-    """The name is left out: all functions of a source lie in one file."""
+    """Return the key; the kernel's name is left out, because a file has all functions of a source."""
     digest = hashlib.sha256()
     for part in (version, architecture, *OPTIONS, "", *sorted(kernel.defines), ""):
         digest.update(part.encode() + b"\0")
@@ -76,11 +76,11 @@ def key_of(kernel: Kernel, architecture: str, version: str) -> str:
 
 @cache
 def sources() -> Path:
-    """csrc: beside this file in a wheel, at the top of a checkout."""
+    """Return csrc: beside this file in a wheel, at the top of a checkout."""
     for folder in (Path(__file__).parent / "csrc", Path(__file__).parents[2] / "csrc"):
         if (folder / "cuda").is_dir():
             return folder
-    raise DeviceError("the sources of the CUDA kernels (csrc/cuda) are not there: broken install?")
+    raise DeviceError("the sources of the CUDA kernels (csrc/cuda) are missing: reinstall pensieve")
 
 
 @cache
@@ -95,7 +95,7 @@ def _headers() -> bytes:
 
 
 def compiled(kernel: Kernel, architecture: str) -> bytes:
-    """The kernel's code, made now."""
+    """Compile the kernel and return its code."""
     nvrtc = _nvrtc()
     source = (sources() / "cuda" / kernel.source).read_text(encoding="utf-8")
     options = (
@@ -120,7 +120,7 @@ def compiled(kernel: Kernel, architecture: str) -> bytes:
 
 
 def whole(code: bytes) -> bytes:
-    """The ELF file in the length that its header says: CuPy drops the last byte, a zero."""
+    """Pad the ELF file to the length in its header: CuPy drops the last byte, a zero."""
     (program_offset, section_offset) = struct.unpack_from("<QQ", code, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<4H", code, 54)
     end = max(
@@ -134,9 +134,9 @@ def compiler_version() -> str:
     nvrtc = _nvrtc()
     try:
         return ".".join(str(part) for part in nvrtc.getVersion())
-    except Exception as error:  # of CuPy's own classes: no library, or a wrong one
+    except Exception as error:  # CuPy's own classes: the library is missing or wrong
         raise DeviceError(
-            f"CuPy finds no NVRTC to compile the kernels with: {error}; install "
+            f"CuPy cannot find NVRTC to compile the kernels: {error}. Install "
             "nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12"
         ) from error
 
@@ -146,7 +146,7 @@ def _nvrtc() -> Any:
         from cupy.cuda import nvrtc
     except Exception as error:
         raise DeviceError(
-            "the CUDA kernels need CuPy: install the extra cuda13, or cuda12 where torch "
+            "the CUDA kernels need CuPy. Install the extra cuda13, or cuda12 if torch "
             f"was built for CUDA 12 ({type(error).__name__}: {error})"
         ) from error
     return nvrtc
@@ -156,7 +156,7 @@ def _nvrtc() -> Any:
 
 
 def cache_folder() -> Path:
-    """The user's folder of compiled kernels; made if missing, refused if others may write to it."""
+    """Return the user's folder of compiled kernels; create it, or refuse it if others may write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(base).expanduser() / "pensieve" / "cubin"
     try:
@@ -164,19 +164,19 @@ def cache_folder() -> Path:
         status = folder.stat()
     except OSError as error:
         raise DeviceError(
-            f"compiled kernels cannot be kept in {folder}: {error.strerror}; "
-            "set XDG_CACHE_HOME to another folder"
+            f"cannot store compiled kernels in {folder}: {error.strerror}. "
+            "Set XDG_CACHE_HOME to another folder"
         ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise DeviceError(
-            f"{folder} belongs to another user or may be written by one, and code from it would run "
-            "on the device; make it yours alone (chmod 700), or set XDG_CACHE_HOME"
+            f"other users can write to {folder}, and code from it would run on the device. "
+            "Make the folder yours alone (chown, chmod 700), or set XDG_CACHE_HOME"
         )
     return folder
 
 
 def stored(folder: Path, key: str) -> Path | None:
-    """The file of this key whose content still has its digest; None if there is none."""
+    """Return the key's file whose content matches its digest, or None."""
     for path in sorted(folder.glob(f"{key}-*.cubin")):
         try:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -189,7 +189,7 @@ def stored(folder: Path, key: str) -> Path | None:
 
 def store(folder: Path, key: str, code: bytes) -> Path:
     path = folder / f"{key}-{hashlib.sha256(code).hexdigest()}.cubin"
-    for damaged in folder.glob(f"{key}-*.cubin"):  # an intact one would have been used
+    for damaged in folder.glob(f"{key}-*.cubin"):  # an intact file would have been used
         damaged.unlink(missing_ok=True)
     descriptor, beside = tempfile.mkstemp(dir=folder, suffix=".part")
     try:
@@ -200,7 +200,7 @@ def store(folder: Path, key: str, code: bytes) -> Path:
         os.replace(beside, path)
     except OSError as error:
         Path(beside).unlink(missing_ok=True)
-        raise DeviceError(f"a compiled kernel cannot be kept in {folder}: {error}") from error
+        raise DeviceError(f"cannot store a compiled kernel in {folder}: {error}") from error
     return path
 
 
@@ -208,22 +208,22 @@ def store(folder: Path, key: str, code: bytes) -> Path:
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # the lock ends with the file
+        yield  # closing the file releases the lock
 
 
 # -- shipping --
 
 
-# What choices.py may add to the definitions of a source; compiled beforehand where that is asked for.
+# Definitions that choices.py may add for a source; compiled in advance only on request.
 CHOSEN = {"multi_token_attention_hopper.cu": (("WATCHDOG",),)}
-FP8 = ("STORED=E4m3",)  # where keys and values are kept as bytes
+FP8 = ("STORED=E4m3",)  # keys and values are stored as bytes
 READING_KV = ("multi_token_attention.cu", "write_kv.cu")
 
 
 def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[tuple[Kernel, str]]:
-    """Every source with every element and head size that it is compiled for, on these architectures.
+    """Yield every source with every element and head size that it is compiled for, by architecture.
 
-    `chosen`: with every choice as well.
+    `chosen` includes every choice.
     """
     for source in sorted(path.name for path in (sources() / "cuda").glob("*.cu")):
         for architecture in architectures:
@@ -246,7 +246,7 @@ def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[
 
 
 def main(architectures: Sequence[str] = ARCHITECTURES, *, chosen: bool = False) -> int:
-    """Compile what is not there yet into `SHIPPED`."""
+    """Compile the missing kernels into `SHIPPED`."""
     SHIPPED.mkdir(exist_ok=True)
     wanted = list(variants(architectures, chosen=chosen))
     for number, (kernel, architecture) in enumerate(wanted, 1):

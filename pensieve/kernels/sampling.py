@@ -1,7 +1,7 @@
-"""Draws tokens from logits on a GPU by csrc/cuda/draw_tokens.cu, without sorting them.
+"""Draw tokens from logits on a GPU with csrc/cuda/draw_tokens.cu, without sorting them.
 
-What is drawn is defined in pensieve/model/sampling/draw.py; this is the launch, and the table of options
-that the kernel reads, one record for each row.
+pensieve/model/sampling/draw.py defines the distribution.  This module makes the launch, and the kernel's
+table of options, one record for each row.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ SHARED = "draw_tokens_shared_bytes"
 
 
 class RowOptions(NamedTuple):
-    """`RowOptions` of the source."""
+    """Mirror `RowOptions` of the source."""
 
     temperature: float
     top_p: float
-    top_k: int  # the size of the vocabulary: no limit
+    top_k: int  # the vocabulary's size means no limit
     weight_min: int  # at least 1
-    draw: int  # of 62 bits
+    draw: int  # 62 bits
 
 
 def table_of(rows: Iterable[RowOptions]) -> torch.Tensor:
-    """uint8 (rows · record), on the host."""
+    """Return the records as uint8 (rows · record), on the host."""
     return torch.frombuffer(bytearray().join(_RECORD.pack(*row) for row in rows), dtype=torch.uint8)
 
 
@@ -44,7 +44,7 @@ def draw_tokens_launch(
     if values.dtype != torch.float32 or values.stride(1) != 1:
         raise ValueError(f"draw_tokens: values are {values.dtype} with strides {values.stride()}")
     if len(table) != num_rows * _RECORD.size or token_ids.shape != (num_rows,):
-        raise ValueError(f"draw_tokens: {num_rows} rows, and other tables: {len(table)} bytes")
+        raise ValueError(f"draw_tokens: a table of {len(table)} bytes does not fit {num_rows} rows")
     return Launch(
         Kernel("draw_tokens.cu", "draw_tokens"),
         num_rows,

@@ -1,9 +1,8 @@
-"""Checks that the shapes of a kernel's tensors fit together.
+"""Check that the shapes of a kernel's tensors fit together.
 
-Shapes are algebra: one symbol per dimension, unified over all tensors of a call.
-
+Each dimension has a symbol, which must have one size over all tensors of a call.
 `Shapes("write_kv").unify("key", key, ("tokens", "kv_heads", "head_size"))` binds each symbol to its
-size the first time and compares it afterwards; a mismatch names the tensor, the symbol, both sizes
+size the first time and compares it afterwards.  A mismatch names the tensor, the symbol, both sizes
 and the tensor that bound it.  A symbol may carry "+1" ("slices+1": one more than `slices`).
 """
 
@@ -11,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
-PAGE_SLOTS = 32  # of the pages that the compiled kernels take; the torch implementation takes any
+PAGE_SLOTS = 32  # page size of the compiled kernels; the torch implementation takes any size
 
 
 class Shapes:
-    """The sizes that one kernel call has bound so far."""
+    """Hold the sizes that one kernel call has bound so far."""
 
     __slots__ = ("_bound", "_device", "_kernel")
 
@@ -36,7 +35,7 @@ class Shapes:
         *,
         anywhere: bool = False,
     ) -> None:
-        """Bind or compare each dimension; `anywhere` frees the tensor from the common device."""
+        """Bind or compare each dimension; `anywhere` allows a tensor on another device."""
         shape = tensor.shape
         if len(shape) != len(symbols):
             raise ValueError(
@@ -56,7 +55,7 @@ class Shapes:
                 )
 
     def expect(self, symbol: str, size: int, why: str) -> None:
-        """Raise unless a symbol that was bound has this size."""
+        """Raise ValueError unless a bound symbol has this size."""
         bound, name = self._bound[symbol]
         if bound != size:
             raise ValueError(

@@ -15,7 +15,7 @@ from pensieve.launch import programs
 from pensieve.launch.memory_nodes import spread_memory
 from pensieve.launch.model_folder import Report, weights_fingerprint
 from pensieve.model.loader import LoadedModel, check_divisible, check_stages, load
-from pensieve.model.parallel.arrivals import Elsewhere, split_address
+from pensieve.model.parallel.arrivals import RemoteRanks, split_address
 from pensieve.model.parallel.handshake import described
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.ranks import check_devices, check_machine
@@ -168,7 +168,7 @@ def _start_ranks(
     return leader
 
 
-def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> Elsewhere | None:
+def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> RemoteRanks | None:
     """Describe the ranks on other machines. By default these are the ranks of all stages but the last."""
     address, secret = settings.rank_address, settings.cluster_secret
     if not address:
@@ -187,7 +187,7 @@ def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> Elsewh
             f"--ranks-elsewhere {num_ranks}: of {num_others + 1} ranks at most {num_others} can run elsewhere"
         )
     expected = described(device.type, weights_fingerprint(folder), str(folder), 0, 0)
-    return Elsewhere(
+    return RemoteRanks(
         *(num_ranks, *split_address(address)),
         *(read_secret(secret).encode(), expected, RANK_WAIT_SECONDS),
     )

@@ -54,7 +54,7 @@ def sharing_of(settings: Settings) -> Sharing:
     if announced and not (host and port.isdigit()):
         raise InvalidArgument("announce", f"{announced!r} is not HOST:PORT")
     if replica and not ID_PATTERN.fullmatch(replica):
-        raise InvalidArgument("replica", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+        raise InvalidArgument("replica", "must be 1 to 128 characters of A-Z a-z 0-9 . _ ~ -")
     try:
         certificates = None if ca is None else ca.read_bytes()
     except OSError as error:

@@ -1,16 +1,16 @@
-"""An Iteration made real with torch and transformers.
+"""Execute an Iteration with torch and transformers.
 
-loader ─> probe ─> shape            a model whose every layer is known to go through our attention
-             └─> fuse               its layers and products replaced by faster ones
-executor                            launch and collect
-  ├── kv: copier ─> memory          pages move between the tiers beside the compute
-  │       streamer ─> memory        those of streamed turns, to the device and back, in each layer
-  ├── forward ─> batch              an iteration's slices as tensors, and the model's logits
+loader ─> probe ─> shape            loads a model and checks that every layer uses our attention
+             └─> fuse               replaces its layers and products by faster ones
+executor                            launches and collects iterations
+  ├── kv: copier ─> memory          moves pages between the tiers while the device computes
+  │       streamer ─> memory        moves the pages of streamed turns to the device and back, in each layer
+  ├── forward ─> batch              turns an iteration's slices into tensors, and computes logits
   │     ├── attention ─> kernels    one layer: wait, copy, write, attend
-  │     ├── streamed_pass           the same where turns are streamed: group by group
-  │     └── graphs                  decode iterations of a GPU as CUDA graphs
-  │         piecewise_graphs        the others between their attentions
-  ├── sampling                      logits to token ids
-  └── reply ─> text                 token ids to text, and when a reply ends
-parallel                            the same on several devices, a process for each
+  │     ├── streamed_pass           the same steps, group by group, for streamed turns
+  │     └── graphs                  decode iterations on a GPU as CUDA graphs
+  │         piecewise_graphs        for other iterations: CUDA graphs of the work between attentions
+  ├── sampling                      turns logits into token ids
+  └── reply ─> text                 turns token ids into text and detects the end of a reply
+parallel                            the same work on several devices, one process per device
 """

@@ -1,13 +1,13 @@
-"""Connects transformers models to our attention over pages.
+"""Connect transformers models to our attention over pages.
 
-`AttentionInterface.register` makes "pensieve" a name that `set_attn_implementation` accepts.  What an
-iteration shares over all layers travels as a keyword argument of the forward (`pensieve_pass`), which
-modeling code that follows the interface passes on to every attention call; there is no global.
+`AttentionInterface.register` makes "pensieve" a name that `set_attn_implementation` accepts.  State shared by
+all layers of an iteration travels as a keyword argument of the forward (`pensieve_pass`).  Modeling code that
+follows the interface passes it to every attention call.  There is no global state.
 
-No mask is registered under "pensieve", so transformers builds none: causality follows from the
-slices.  The load probe runs under "pensieve-probe", which registers a mask function.  It builds no mask
-either: it returns None for a plain causal mask, and for any other one a marker that reaches the attention
-call.  So the probe sees which mask each layer would use, whatever the config calls it.
+No mask is registered under "pensieve", so transformers builds none: causality follows from the slices.  The
+load probe uses "pensieve-probe", which registers a mask function.  This function builds no mask either: it
+returns None for a plain causal mask, and a marker for any other mask.  The marker reaches the attention call.
+So the probe sees which mask each layer would use, whatever the config calls it.
 
 One layer of a pass, in this order (the executor's contract in core.iteration):
 
@@ -39,7 +39,7 @@ PROBING = "pensieve-probe"
 
 
 class AttentionCall(NamedTuple):
-    """What one layer of a model asks of its attention, and the rows that it brings."""
+    """One layer's call of the attention, with its rows."""
 
     module: torch.nn.Module  # its `layer_idx` is the layer
     query: torch.Tensor  # (tokens, heads, head_size)
@@ -47,29 +47,29 @@ class AttentionCall(NamedTuple):
     value: torch.Tensor  # (tokens, kv_heads, head_size)
     kind: AttentionKind
     mask: torch.Tensor | None  # from `probing_mask`
-    rest: Mapping[str, Any]  # other arguments, which the probe judges and serving ignores
+    rest: Mapping[str, Any]  # other arguments: the probe checks them, serving ignores them
 
 
 class ForwardPass(Protocol):
-    """What a forward passes to every layer's attention: one object per iteration, or the probe's."""
+    """The object that a forward passes to every layer's attention: one per iteration, or the probe's."""
 
     @property
     def paged_rows(self) -> PagedRows | None:
-        """For fused layers, which then do the attention themselves; None: they call `attend`."""
+        """Pages for fused layers, which then attend themselves; None makes them call `attend`."""
 
     @property
     def pages_ready(self) -> bool:
-        """Whether all layers' pages hold what `arrive` would wait for, so that nobody needs to call it."""
+        """Whether all layers' pages are ready, so that calling `arrive` is unnecessary."""
 
     def arrive(self, layer: int) -> None:
-        """Return when the layer's pages hold what the iteration needs; a fused layer calls this itself."""
+        """Wait until the layer's pages hold what the iteration needs.  Fused layers call this themselves."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """(tokens, heads, head_size): what the layer's queries found."""
+        """Return the layer's attention, (tokens, heads, head_size)."""
 
 
 class PagedPass:
-    """The forward pass of one iteration over paged memory."""
+    """Run the attention of one iteration over paged memory."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PagedPass:
 
 
 class WholeModel(Protocol):
-    """Computes the same logits as the model, without the model's own code."""
+    """Compute the same logits as the model, without the model's own code."""
 
     def logits(
         self,
@@ -128,7 +128,7 @@ class WholeModel(Protocol):
 
 
 class LengthOnlyCache(DynamicCache):  # type: ignore[misc]  # transformers has no types
-    """A cache that only says how many tokens came before; keys and values are those of the new tokens."""
+    """A cache that only knows the number of earlier tokens; it returns the keys and values it is given."""
 
     def __init__(self, num_tokens: int | torch.Tensor) -> None:
         super().__init__()
@@ -149,17 +149,17 @@ class LengthOnlyCache(DynamicCache):  # type: ignore[misc]  # transformers has n
 
 
 class FlatModel:
-    """A transformers model called on one flat batch."""
+    """Call a transformers model on one flat batch."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.whole: WholeModel | None = None  # replaces the forward, once all layers are fused
+        self.whole: WholeModel | None = None  # replaces the forward if all layers are fused
         self.alone = True  # no other rank has a part of it
-        self.num_layers: int | None = None  # where it has only some of the module's
-        self.first_layer = 0  # of those, in the whole model
+        self.num_layers: int | None = None  # if it has only some of the module's layers
+        self.first_layer = 0  # the first of them, counted in the whole model
         self.counts_from_cache = False  # its layers take positions from the cache (Llama 4 does)
-        self.form = ""  # in which the layers run, as a sentence for people; the loader says it
-        # All families of transformers 5 know this argument; another model computes every row's logits.
+        self.form = ""  # tells people how the layers run; set by the loader
+        # All families of transformers 5 know this argument.  Other models compute every row's logits.
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def logits(
@@ -169,7 +169,7 @@ class FlatModel:
         rows: torch.Tensor,  # int64 (rows)
         forward_pass: ForwardPass,
     ) -> torch.Tensor:  # (rows, vocab)
-        """Logits of the given rows; only they are multiplied with the output matrix."""
+        """Return the logits of the given rows; only these rows are multiplied by the output matrix."""
         if self.whole is not None:
             return self.whole.logits(input_ids, positions, rows, forward_pass)
         past = {}
@@ -198,10 +198,10 @@ def attention_forward(
     pensieve_pass: ForwardPass | None = None,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls in every layer."""
+    """Attend in one layer.  Transformers calls this function in every layer."""
     if pensieve_pass is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} does not pass the forward's keyword arguments on "
+            f"{type(module).__name__} does not pass the forward's keyword arguments "
             "to its attention"
         )
     call = AttentionCall(
@@ -216,11 +216,11 @@ def attention_forward(
     return pensieve_pass.attend(call).unsqueeze(0), None
 
 
-FAR = 1 << 30  # a position beyond any window; mask functions compute with any index
+FAR = 1 << 30  # a position beyond any window; mask functions accept any index
 
 
 def probing_mask(*, mask_function: Callable[..., Any], **rest: Any) -> torch.Tensor | None:
-    """None for a plain causal mask; otherwise a (1, 1, 1, 1) marker holding `mask_reach`.
+    """Return None for a plain causal mask, otherwise a (1, 1, 1, 1) marker holding `mask_reach`.
 
     Transformers describes a mask by a function of (batch, head, query position, key position).
     """
@@ -229,7 +229,7 @@ def probing_mask(*, mask_function: Callable[..., Any], **rest: Any) -> torch.Ten
 
 
 def mask_reach(mask_function: Callable[..., Any]) -> int:
-    """How many positions a query sees, itself included: FAR if all, 0 if it is not causal at all."""
+    """Return how many positions a query sees, including its own: FAR for all, 0 if not causal."""
 
     def visible(query_position: int, key_position: int) -> bool:
         zero = torch.tensor(0)
@@ -242,7 +242,7 @@ def mask_reach(mask_function: Callable[..., Any]) -> int:
             return 0
         if visible(FAR, 0):
             return FAR
-        nearest, furthest = 0, FAR  # position 0 is visible from `nearest`, not from `furthest`
+        nearest, furthest = 0, FAR  # position 0 is visible from `nearest` but not from `furthest`
         while furthest - nearest > 1:
             middle = (nearest + furthest) // 2
             if visible(middle, 0):
@@ -255,7 +255,7 @@ def mask_reach(mask_function: Callable[..., Any]) -> int:
 
 
 def register() -> None:
-    """Make both names known to transformers; idempotent."""
+    """Register both names with transformers; idempotent."""
     AttentionInterface.register(SERVING, attention_forward)
     AttentionInterface.register(PROBING, attention_forward)
     AttentionMaskInterface.register(PROBING, probing_mask)

@@ -1,7 +1,7 @@
-"""Turns an iteration into tensors: its tokens in one row, and where each token's keys and values lie.
+"""Turn an iteration into tensors: its tokens in one row, and where each token's keys and values lie.
 
 A piece of a prefill, a recomputed hole and a decode are treated alike: each slice is some consecutive rows
-with absolute positions, a start, and the page table of the turn that it attends to.
+with absolute positions, a start, and the page table of its turn.
 
     input_ids, positions, slot_mapping   one entry per token, slices one after another
     page_index                           the pages that each slice attends to (`kernels.attention.input`);
@@ -10,11 +10,11 @@ with absolute positions, a start, and the page table of the turn that it attends
     logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
     lengths, starts                      of the slices, as numbers on the host
 
-On the host these are arrays of numbers, and one copy takes them all to the device.
+On the host these are arrays of numbers.  One copy takes them all to the device.
 
-The last token of a slice may be one that the iteration before samples and that only the device
-knows (`SampledIds`).  It is copied into the batch there.  Where that row failed, token 0 takes its place,
-and the slice's result is thrown away.
+The last token of a slice may be a token that the iteration before samples and that only the device knows
+(`SampledIds`).  It is copied into the batch on the device.  If that row failed, token 0 takes its place and
+the slice's result is discarded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pensieve.model.transfer import upload
 
 
 class SampledIds(NamedTuple):
-    """Tokens sampled by an iteration that is not collected yet."""
+    """Tokens sampled by an iteration that is not yet collected."""
 
     ids: torch.Tensor  # int64 (rows), on the device; -1: a row that failed
     rows: Mapping[int, int]  # turn_id -> row
@@ -48,7 +48,7 @@ class Batch:
     logit_rows: torch.Tensor  # int64 (rows)
     logit_turn_ids: tuple[int, ...]
     logit_positions: tuple[int, ...]
-    lengths: Sequence[int]  # of the slices, for the host
+    lengths: Sequence[int]  # of the slices, on the host
     starts: Sequence[int]
 
     @classmethod
@@ -60,13 +60,13 @@ class Batch:
         sampled: SampledIds | None = None,
         search: Search = shared_pages,
     ) -> Batch:
-        """The tensors of an iteration's slices, at least one; `search` finds which pages they share."""
+        """Return the tensors of at least one slice; `search` finds the pages that the slices share."""
         device = torch.device(device)
         token_ids, positions, slots, logit_rows = (array("q") for _ in range(4))
-        entries, sampled_rows = array("q"), array("q")  # of token_ids, and of `sampled`
+        entries, sampled_rows = array("q"), array("q")  # indices into token_ids and into `sampled`
         offsets, slice_turns = array("i", [0]), array("i")
         starts = array("i", [piece.start for piece in slices])
-        tables: list[array[int]] = []  # of the turns: the longest that a slice of it brings
+        tables: list[array[int]] = []  # by turn: the longest page table among its slices
         turn_rows: dict[int, int] = {}  # turn_id -> row of the page table
         logit_turn_ids: list[int] = []
         logit_positions: list[int] = []
@@ -127,7 +127,7 @@ class Batch:
 
 
 def staged(columns: Sequence[array[int]], device: torch.device) -> list[torch.Tensor]:
-    """Every column as a tensor on the device, by one copy for all; those of larger numbers come first."""
+    """Return every column as a tensor on the device, with one copy; int64 columns must come first."""
     whole = bytearray().join(column.tobytes() for column in columns)
     there = upload(torch.frombuffer(whole, dtype=torch.uint8), device)
     pieces = torch.split(there, [len(column) * column.itemsize for column in columns])

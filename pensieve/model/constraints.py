@@ -1,34 +1,33 @@
-"""Holds replies to their constraints: which tokens the next one of a turn may be, found beside the forward.
+"""Keep replies within their constraints: compute which tokens may come next, beside the forward.
 
     prepare     a thread compiles, before the scheduler knows the turn (engine/held_turns.py)
-    launch      start_masks ── a job for each constrained row ──> threads: consume what is new, make the mask
+    launch      start_masks ── a job for each constrained row ──> threads: consume new tokens, make the mask
                 forward                                               │
-                masks  <──────────────────────────────────────────────┘ waits for what is not ready
-                sample: each row among what its mask allows
+                masks  <──────────────────────────────────────────────┘ waits for unfinished jobs
+                sample: each row among the tokens that its mask allows
 
-A *mask* has a bit for each token.  It is a function of the constraint and of the reply's tokens so far, so a
-reply is the same however its turn was suspended, recomputed or begun again.
+A *mask* has a bit for each token.  It depends only on the constraint and on the reply's tokens so far.  So a
+reply is the same if its turn is suspended, recomputed or started again.
 
-**Where a reply may end.**  A token that ends it (end of turn, or one of the client's stop tokens) is allowed
-where the grammar accepts, and is all that is left where the grammar takes nothing more; so the turn ends with
-STOP.  `min_tokens` gives way there.  What cuts a reply all the same is `max_tokens`, the context's end and
-the client's own stop strings.
+**End of a reply.**  An end token (end of turn, or one of the client's stop tokens) is allowed where the
+grammar accepts.  It is the only allowed token where the grammar takes nothing more, even before `min_tokens`.
+So the turn ends with STOP.  `max_tokens`, the end of the context and the client's stop strings can still cut
+a reply short.
 
-**Thinking is free.**  If the prompt has opened the thinking, or the reply's first token opens it, the
-constraint holds from the token behind its closing mark on.  Until then only the tokens that end a reply are
-masked.  A prompt that has closed the thinking leaves nothing to open.  As in text/parts.py, the ids of
-control tokens decide.
+**Thinking is free.**  The prompt or the reply's first token may open the thinking.  The constraint then
+applies after the closing mark; until then only end tokens are masked.  If the prompt has closed the thinking,
+the reply cannot open it.  As in text/parts.py, the ids of control tokens decide.
 
-**One token ahead.**  A row may be launched while the token before it is known to the device only
-(`Row.is_ahead`).  Its job is made after the forward was launched, when the iteration before has arrived on
-the host: the device then computes this forward, so the mask is still made beside it.  A token that turns out
-to have ended its turn is not consumed, and the row has no mask: its result is thrown away.
+**One token ahead.**  A row may be launched while only the device knows the token before it (`Row.is_ahead`).
+Its job starts after the forward was launched, once the iteration before has arrived on the host.  The device
+still computes this forward while the mask is made.  If the token has ended its turn, it is not consumed
+and the row has no mask: the row's result is discarded.
 
-**A constraint that fails** (a step exceeds its fuel, the vocabulary lacks a token) fails its turn and
-no other: the row is sampled without a mask, and `collect` reports CONSTRAINT_FAILED instead of its token.
+**A constraint that fails** (a step exceeds its fuel, the vocabulary lacks a token) fails only its own turn:
+the row is sampled without a mask, and `collect` reports CONSTRAINT_FAILED instead of its token.
 
-The threads touch only what belongs to a turn's `ConstrainedReply`, one job at a time: whoever launches waits
-for all masks of an iteration before it starts others.
+A thread touches only one turn's `ConstrainedReply`, in one job at a time: the launching thread waits for all
+masks of an iteration before it starts more jobs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from pensieve.model.sampling.penalties import Row
 from pensieve.text.grammars import GrammarError, Grammars, Matcher, Vocabulary
 from pensieve.text.parts import THINKING_MARKS
 
-THREADS = 4  # that make masks
+THREADS = 4  # for masks
 COMPILERS = 2
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
 FAILED = "CONSTRAINT_FAILED"
@@ -57,7 +56,7 @@ class ConstrainedVocabulary(Vocabulary, Protocol):
 
 
 class MaskJobs(NamedTuple):
-    """Masks of an iteration's rows that are under way, by the row's place; and the rows that are ahead."""
+    """Pending masks by row number, and the numbers of the rows that are ahead."""
 
     by_row: dict[int, Future[TokenMask | TurnFailure]]
     ahead: list[int]
@@ -74,26 +73,26 @@ class Masks(NamedTuple):
 
 
 class TurnConstraints:
-    """Those of an executor's turns."""
+    """Manage the constraints of an executor's turns."""
 
     def __init__(
         self, vocabulary: ConstrainedVocabulary, eos_token_ids: frozenset[int], vocab_size: int
     ) -> None:
-        """`vocab_size` is the model's, which may pad the vocabulary's; `eos_token_ids` end a turn."""
+        """`vocab_size` is the model's and may exceed the vocabulary's; `eos_token_ids` end a turn."""
         self._grammars = Grammars(vocabulary)
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._num_bytes = -(-vocab_size // 8)
         self._vocab_size = vocab_size
-        self._threads: ThreadPoolExecutor | None = None  # of masks, from the first constraint on
-        self._compilers: ThreadPoolExecutor | None = None  # likewise; masks do not wait for them
+        self._threads: ThreadPoolExecutor | None = None  # for masks
+        self._compilers: ThreadPoolExecutor | None = None  # apart: masks do not wait for them
         self._compiling: dict[int, Future[Matcher]] = {}  # by turn_id, until the turn begins
         self._constrained: dict[int, ConstrainedReply] = {}  # by turn_id, until the turn ends
 
-    # -- before a turn begins: what the engine's `Preparer` is --
+    # -- before a turn begins: implements the engine's `Preparer` --
 
     def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
-        """Whether it is compiled; else `on_ready` is called from a thread once it is, or has failed."""
+        """Return whether it is compiled; if not, a thread calls `on_ready` when that ends or fails."""
         compiling = self._compile(constraint)
         self._compiling[turn_id] = compiling
         if compiling.done():
@@ -105,14 +104,14 @@ class TurnConstraints:
         return self._compiling[turn_id].done()
 
     def forget(self, turn_id: int) -> None:
-        """The turn has ended, and may never have begun."""
+        """Drop the compilation of a turn that has ended, perhaps before it began."""
         if (compiling := self._compiling.pop(turn_id, None)) is not None:
             compiling.cancel()
 
     # -- turns that have begun --
 
     def begin(self, start: TurnStart) -> None:
-        """A turn begins; if it has a constraint that nobody has prepared, a thread compiles it."""
+        """Begin a turn; a thread compiles its constraint unless `prepare` was called."""
         if start.constraint is None:
             return
         compiling = self._compiling.pop(start.turn_id, None) or self._compile(start.constraint)
@@ -129,7 +128,7 @@ class TurnConstraints:
         self._constrained.pop(turn_id, None)
 
     def start_masks(self, rows: Sequence[Row]) -> MaskJobs:
-        """Begin with the masks of the rows whose logs are complete."""
+        """Start the masks of the rows whose logs are complete."""
         if not self._constrained:
             return NO_JOBS
         jobs = MaskJobs({}, [])
@@ -143,16 +142,16 @@ class TurnConstraints:
         return jobs
 
     def start_ahead(self, jobs: MaskJobs, rows: Sequence[Row], newest: Mapping[int, int]) -> None:
-        """Begin with the others; `newest` has the tokens that their logs lack, by turn_id."""
+        """Start the masks of the rows ahead; `newest` has their last tokens, by turn_id."""
         for number in jobs.ahead:
             log = rows[number].log
             reply, token_id = self._constrained[log.turn_id], newest[log.turn_id]
-            if token_id >= 0 and token_id not in reply.ends:  # else its turn ends before this row
+            if token_id >= 0 and token_id not in reply.ends:  # else the turn ends before this row
                 tokens = log.tokens + array("I", [token_id])
                 jobs.by_row[number] = self._submit(reply, tokens)
 
     def masks(self, jobs: MaskJobs, rows: list[Row]) -> Masks:
-        """Wait for all of them."""
+        """Wait for all masks."""
         if not jobs.by_row:
             return Masks(rows, {})
         failures: dict[int, TurnFailure] = {}
@@ -189,7 +188,7 @@ class TurnConstraints:
 
 
 class ThinkingTracker:
-    """Whether a reply is in its thinking, by the tokens of the prompt's end and its own."""
+    """Track whether a reply is thinking, from the end of the prompt and the reply's tokens."""
 
     def __init__(self, vocabulary: ConstrainedVocabulary, prompt_end: Sequence[int]) -> None:
         opening, closing = (
@@ -199,14 +198,14 @@ class ThinkingTracker:
         self.opening, self._closing = opening, closing
         self.is_open = was_closed = False
         for token_id in prompt_end:
-            if token_id in vocabulary.eos_token_ids:  # what is before belongs to another message
+            if token_id in vocabulary.eos_token_ids:  # tokens before it belong to another message
                 self.is_open = was_closed = False
             was_closed |= token_id in closing
             self._go_on(token_id)
         self.may_open = bool(opening) and not self.is_open and not was_closed
 
     def push(self, token_id: int) -> bool:
-        """Whether the token belongs to the thinking."""
+        """Add a token; return whether it belongs to the thinking."""
         was_open = self.is_open
         if was_open or self.may_open:
             self._go_on(token_id)
@@ -221,7 +220,7 @@ class ThinkingTracker:
 
 
 class ConstrainedReply:
-    """Follows the reply of one turn; used by one thread at a time."""
+    """Follow the reply of one turn.  Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -241,13 +240,13 @@ class ConstrainedReply:
         self._failure: TurnFailure | None = None
 
     def next_mask(self, tokens: Sequence[int]) -> TokenMask | TurnFailure:
-        """Of the token behind these, which are new."""
+        """Consume the new `tokens` and return the mask of the token after them."""
         self.num_followed += len(tokens)
         if self._failure is None:
             try:
                 return self._next_mask(tokens)
             except (GrammarError, ConfigError) as error:
-                message = f"the reply's constraint cannot be held to: {error}"
+                message = f"the reply cannot satisfy its constraint: {error}"
                 self._failure = TurnFailure(self._turn_id, FAILED, message)
         return self._failure
 
@@ -268,7 +267,7 @@ class ConstrainedReply:
         if self._matcher.is_accepting:
             _set(packed, self.ends, True)
         elif not takes_more:
-            raise GrammarError("no token of the vocabulary goes on")
+            raise GrammarError("no token of the vocabulary can come next")
         if self._thinking.may_open:
             _set(packed, self._thinking.opening, True)
             takes_more = True

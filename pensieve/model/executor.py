@@ -1,33 +1,32 @@
-"""The executor that runs a model: carries out iterations with torch, and samples their tokens.
+"""Execute iterations on a model with torch, and sample their tokens.
 
-`launch` gives the swaps to the copier, and the forward and the sampling to the device; `collect` waits
-for the sampled ids, turns them into text and reports which copies have finished.  It keeps the contract of
-core.iteration:
+`launch` gives the swaps to the copier, and the forward and the sampling to the device.  `collect` waits for
+the sampled ids, turns them into text and reports finished copies.  One thread calls both.  The contract of
+core.iteration is kept as follows:
 
-* page copies are done layer by layer inside the forward, after that layer has waited for its swap-ins and
-  before it is written; an iteration without slices does them at once;
-* an iteration without slices is collected when one outstanding copy has finished;
-* tokens of turns with a constraint are sampled under masks, which are made while the forward runs
-  (constraints.py);
-* a row of logits with NaN or infinity fails its turn and no other: rows of a flat batch meet only
-  in attention, which reads one turn's pages, and slots that were never written reach no result.
+* Page copies are done layer by layer inside the forward, after the layer has waited for its swap-ins and
+  before it is written.  An iteration without slices does them at once.
+* An iteration without slices is collected when one outstanding copy has finished.
+* Tokens of turns with a constraint are sampled under masks.  Threads make them while the forward runs
+  (constraints.py).
+* A row of logits with NaN or infinity fails only its own turn.  Rows of a flat batch meet only in attention,
+  which reads one turn's pages, and slots that were never written reach no result.
 
-At depth 2 an iteration may be launched before the one before it is collected.  It then uses tokens that the
-iteration before samples and that only the device knows:
+At depth 2 an iteration may be launched before the iteration before it is collected.  It then uses sampled
+tokens that only the device knows:
 
     launch n      forward n ─ sample n ─> ids of n (on the device) ─── one copy ───> collect n
     launch n + 1  ids of n into the batch ─> forward n + 1 ─ sample n + 1 ─> …
 
-Replies are those of depth 1, to the last bit of a logprob, because all that a step depends on is complete
-when the step runs:
+Replies equal those of depth 1, to the last bit of a logprob, because each step has all that it depends on:
 
-* a slice holds copies of what it needs (core/iteration.py), and the sampler can work with a log that is
-  one token short;
+* A slice holds copies of what it needs (core/iteration.py), and the sampler can work with a log that is
+  one token short.
 * `collect n` runs after `collect n - 1`, so text and stop strings see the same log as at depth 1.  If the
   turn has ended meanwhile, only the token's id is reported.
 
-Besides the slices it knows a turn's log and the text of its reply, from the iteration that lists the turn
-as started to the one that lists it as ended.  One thread launches and collects.
+The executor keeps a turn's log and the text of its reply, from the iteration that lists the turn as started
+to the iteration that lists it as ended.
 """
 
 from __future__ import annotations
@@ -63,24 +62,24 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class _Reply(NamedTuple):
-    """What is kept of a turn that has started and not ended."""
+    """The state of a turn that has started and not ended."""
 
     log: TurnLog
     text: ReplyText
 
 
 class _Launched(NamedTuple):
-    """An iteration that is launched and not collected."""
+    """An iteration that is launched and not yet collected."""
 
     has_slices: bool
     sampled: list[Slice]
-    drawn: Drawn | None  # a token for each of them
+    drawn: Drawn | None  # a token for each sampled slice
     groups: tuple[PageGroup, ...]
-    failures: Mapping[int, TurnFailure]  # by turn_id: of them, those whose token is not to be used
+    failures: Mapping[int, TurnFailure]  # by turn_id: turns whose sampled token must not be used
 
 
 class TorchExecutor:
-    """Carries out iterations on one model and one KV memory."""
+    """Execute iterations on one model and one KV memory."""
 
     def __init__(
         self,
@@ -92,9 +91,10 @@ class TorchExecutor:
         graphs: DecodeGraphs | None = None,
         checksums: PageChecksums | None = None,
     ) -> None:
-        """The sampler's `eos_token_ids` end a turn: the checkpoint's and the chat template's.
+        """The sampler's `eos_token_ids` end a turn: those of the checkpoint and of the chat template.
 
-        On a CPU `launch` itself computes, so depth 2 would gain nothing: None means 1 there, and 2 on a GPU.
+        `depth` None means 1 on a CPU and 2 on a GPU.  On a CPU `launch` itself computes, so depth 2 would
+        gain nothing.
         """
         self.depth = depth or (1 if memory.device_arena.device.type == "cpu" else 2)
         assert self.depth in (1, 2), "the scheduler plans one iteration ahead"
@@ -142,7 +142,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def collect(self) -> Outcome:
-        """The outcome of the oldest launched iteration."""
+        """Wait for the oldest launched iteration and return its outcome."""
         assert self._launched, "no iteration is launched"
         launched = self._launched.popleft()
         samples, failures = self._read(launched)
@@ -156,11 +156,11 @@ class TorchExecutor:
 
     @property
     def rows_padded(self) -> int:
-        """Rows of captured graphs that were computed for no turn, since the start."""
+        """Padding rows that captured graphs have computed since the start."""
         return self._forward.rows_padded
 
     def close(self) -> None:
-        """End the copier and the streamer; nothing can be launched afterwards."""
+        """Stop the copier and the streamer; nothing can be launched afterwards."""
         self.constraints.close()
         self._forward.close()
         self._copier.close()
@@ -176,14 +176,17 @@ class TorchExecutor:
         return self._sampler.draw(computed.logits, rows, computed.newest_ids)
 
     def _sampled_ids(self) -> SampledIds | None:
-        """Tokens that the last launched iteration samples, if it is not collected yet."""
+        """Return the tokens that the last launched iteration samples, if it is not collected yet."""
         if not self._launched or (drawn := self._launched[-1].drawn) is None:
             return None
         rows = {each.turn_id: row for row, each in enumerate(self._launched[-1].sampled)}
         return SampledIds(drawn.ids, rows)
 
     def _newest_ids(self) -> dict[int, int]:
-        """The same on the host, by turn_id; waits for that iteration, and not for the one launched since."""
+        """Wait for the last launched iteration's sampled ids; return them by turn_id.
+
+        This does not wait for the forward launched since.
+        """
         launched = self._launched[-1]
         assert launched.drawn is not None
         ids = launched.drawn.read_ids()
@@ -207,7 +210,7 @@ class TorchExecutor:
                 failures.append(TurnFailure(turn_id, "NAN_LOGITS", message))
                 continue
             reply = self._replies.get(turn_id)
-            if reply is None or len(reply.log.tokens) != piece.stop:  # computed for nothing
+            if reply is None or len(reply.log.tokens) != piece.stop:  # the turn has ended meanwhile
                 samples.append(SampledToken(turn_id, token.token_id))
                 continue
             reply.log.tokens.append(token.token_id)

@@ -1,18 +1,20 @@
-"""Computes an iteration's logits: builds the batch, runs the model, splits what does not fit the memory.
+"""Compute an iteration's logits: build the batch, run the model, and split a batch that exceeds the memory.
 
-The batch is built on the model's device.  On a GPU the attention's work is planned here, once for all layers,
-and an iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py);
-of others, what lies between the layers' attentions does (piecewise_graphs.py).
+The batch is built on the model's device.  On a GPU the attention's work is planned here, once for all layers.
+An iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py).  Other
+iterations capture the work between attentions (piecewise_graphs.py).  An iteration with streamed turns uses
+another pass (streamed_pass.py) and no graph.
 
-An iteration with streamed turns has another pass (streamed_pass.py) and no graph.
+A batch that runs out of memory is computed in two halves, one after the other, and each half is halved again
+if necessary.  So no turn fails for lack of memory.  The results are the same: a slice needs only what earlier
+slices compute (core.iteration), page copies come first, and repeating them, or some of a layer's writes,
+writes the same values again.
 
-When memory does not suffice for a batch it is computed in two halves, one after the other, and each of
-them again if need be, so no turn fails for lack of memory.  The results are the same: a slice needs only what
-slices before it compute (core.iteration), page copies come before everything, and repeating them, or a part
-of a layer's writes, writes the same values again.  Streamed turns are computed group by group first, each
-as a run of its own, then a group in halves: the second one loads what the first has stored.  A single token
-that does not fit ends the engine.  So does any batch where several ranks compute together, since the other
-ranks would not halve theirs.
+Streamed turns are first computed group by group, each as a run of its own, then a group in halves: the second
+half loads what the first half has stored.
+
+The engine ends if a single token does not fit.  It also ends on any batch that does not fit if several ranks
+compute together, because the other ranks would not halve theirs.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ OUT_OF_MEMORY = (
 
 
 class Computed(NamedTuple):
-    """Rows of logits, the turn and position of each, and the token that each was computed from."""
+    """Logits, and for each row its turn, its position and the token it was computed from."""
 
     logits: torch.Tensor  # float32 (rows, vocab)
     newest_ids: torch.Tensor  # int64 (rows): the tokens that the rows were computed from
@@ -54,7 +56,7 @@ class Computed(NamedTuple):
 
 
 class Forward:
-    """One model over one KV memory."""
+    """Run one model over one KV memory."""
 
     def __init__(
         self,
@@ -72,12 +74,12 @@ class Forward:
         self._graphs = graphs
         self._device = memory.device_arena.device
         self._search = SharedSearch()
-        self._searches: list[SharedSearch] = []  # of each group, by its place among them
+        self._searches: list[SharedSearch] = []  # one for each group, by its index
         self._streamer = streamer_for(memory)
 
     @property
     def rows_padded(self) -> int:
-        """Computed for nothing since the start, as captured graphs have more rows than there were tokens."""
+        """Padding rows that captured graphs have computed since the start."""
         whole = self._flat.whole
         of_pieces = whole.graphs if isinstance(whole, FusedModel) else None
         return sum(each.rows_padded for each in (self._graphs, of_pieces) if each is not None)
@@ -89,7 +91,7 @@ class Forward:
         sampled: SampledIds | None = None,
         groups: Sequence[PageGroup] = (),
     ) -> Computed:
-        """Compute slices; there must be at least one."""
+        """Compute at least one slice."""
         try:
             return self._once(slices, copies, sampled, groups)
         except (MemoryError, RuntimeError) as error:
@@ -98,19 +100,19 @@ class Forward:
             num_tokens = sum(piece.stop - piece.start for piece in slices)
             if num_tokens == 1 or not self._halves:
                 raise DeviceError(f"out of memory in a batch of {num_tokens} tokens") from error
-        # Outside of the handler, whose traceback would keep the failed half's tensors.
+        # Outside of the handler: its traceback would keep the failed batch's tensors alive.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         computed: list[Computed] = []
         for some_slices, some_groups in smaller_runs(slices, groups):
             each = self.run(some_slices, copies, sampled, some_groups)
-            # A graph's logits are overwritten by the next.
+            # The next graph overwrites this graph's logits.
             computed.append(each._replace(logits=each.logits.clone()))
             copies = None
         return _concatenated(computed)
 
     def wait_stored(self) -> None:
-        """Return when the host can read what groups of all iterations until now have stored."""
+        """Wait until the host can read what groups of all earlier iterations have stored."""
         if self._streamer is not None:
             self._streamer.wait_stored()
 
@@ -119,7 +121,7 @@ class Forward:
             self._streamer.close()
 
     def page_copies(self, iteration: Iteration) -> PageMoves | None:
-        """The iteration's page copies, as the device needs them; None if there are none."""
+        """Return the iteration's page copies, prepared for the device, or None if there are none."""
         if not iteration.copies:
             return None
         return self._memory.prepared(PageMoves.from_copies(iteration.copies))
@@ -140,7 +142,7 @@ class Forward:
         chunk_tokens, graphs = self._memory.chunk_tokens, self._graphs
         if groups and self._memory.in_place:
             slices = in_host_pages(slices, groups)
-        search = self._search if not groups else nothing_shared  # which is found for each part
+        search = self._search if not groups else nothing_shared  # each part is searched by itself
         batch = Batch.from_slices(slices, chunk_tokens, self._device, sampled, search)
         if groups:
             logits = self._streamed(batch, slices, copies, groups)
@@ -185,13 +187,13 @@ class Forward:
 
 
 def nothing_shared(slices: Sequence[Slice], chunk_tokens: int) -> None:
-    """A search that finds nothing."""
+    """Search that finds no shared pages."""
 
 
 def smaller_runs(
     slices: Sequence[Slice], groups: Sequence[PageGroup]
 ) -> Iterator[tuple[Sequence[Slice], Sequence[PageGroup]]]:
-    """The same in runs that need less memory at once: resident slices and each group apart, or halves."""
+    """Split into runs that need less memory: resident slices and each group by itself, or halves."""
     num_resident = groups[0].first_slice if groups else len(slices)
     if len(groups) > 1 or (groups and num_resident):
         if num_resident:
@@ -208,14 +210,14 @@ def smaller_runs(
         yield second, ()
         return
     (group,) = groups
-    # What the first half stores is loaded for the second; slots that are the second's hold anything then.
+    # The second half loads what the first half stores; its own slots may hold anything at that time.
     loaded = array("i", map(max, group.loaded_slots, group.stored_slots))
     yield first, (group._replace(stop_slice=len(first)),)
     yield second, (group._replace(stop_slice=len(second), loaded_slots=loaded),)
 
 
 def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[Slice]]:
-    """Slices of the first `num_first` tokens, and slices of the others."""
+    """Return slices of the first `num_first` tokens, and slices of the other tokens."""
     first: list[Slice] = []
     second: list[Slice] = []
     left = num_first

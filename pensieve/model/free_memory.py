@@ -1,10 +1,9 @@
-"""Measures how much of a GPU's memory is left for KV.
+"""Measure how much of a GPU's memory is left for KV after the weights are loaded.
 
-The weights are loaded already.  What else needs memory is run once: the largest batch there can be (the
-budget of tokens, a row of logits for every turn), with every option of sampling, and the batch of a decode
-iteration.  Captured graphs keep at most the memory of both once more.  What they need is the most that
-torch's allocator held, less the KV of these trials.  A margin is left for what torch does not allocate (the
-graphs' nodes, what a library loads later, fragments).
+Two trials run once each, with the costliest sampling options: the largest possible batch (the token budget,
+and a row of logits for every turn) and the batch of a decode iteration.  The need is the peak of torch's
+allocator, less the KV of the trials.  Captured graphs keep at most the memory of both trials once more.
+A margin covers what torch does not allocate: the graphs' nodes, libraries that load later, fragmentation.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from pensieve.model.sampling.sampler import Sampler
 from pensieve.sampling import Sampling
 
 MARGIN_BYTES = 256 << 20
-MARGIN_SHARE = 0.02  # of all memory
-# The sampling that needs the most memory.
+MARGIN_SHARE = 0.02  # of the device's total memory
+# The sampling options that need the most memory.
 COSTLIEST = Sampling(
     temperature=1.0,
     top_p=0.9,
@@ -47,7 +46,7 @@ def free_for_kv(
     *,
     with_graphs: bool = False,
 ) -> int:
-    """Bytes of the device that KV can take; all ranks have to call it at the same time."""
+    """Return the bytes of the device that KV can take.  All ranks must call this at the same time."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved(device)
@@ -58,7 +57,7 @@ def free_for_kv(
         torch.cuda.synchronize(device)
         most.append(torch.cuda.max_memory_reserved(device) - held - trial_bytes)
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)  # what was loaded by the trials is counted now
+    free, total = torch.cuda.mem_get_info(device)  # includes libraries that the trials have loaded
     kept = torch.cuda.memory_reserved(device) - held
     logits = 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
     graphs = sum(most) + logits if with_graphs else 0
@@ -74,7 +73,7 @@ def run_once(
     device: torch.device,
     sampler: Sampler | None = None,
 ) -> int:
-    """Run one iteration of so many tokens and of `turns_max` turns; returns the bytes of its own KV."""
+    """Run one iteration of `num_tokens` tokens and `turns_max` turns; return the bytes of its own KV."""
     slices, num_pages = widest(num_tokens, turns_max, model.shape.context_max, chunk_tokens)
     memory = KVMemory(model.shape, num_pages, 0, chunk_tokens, device)
     copier = copier_for(memory)
@@ -98,7 +97,7 @@ def run_once(
 def widest(
     num_tokens: int, turns_max: int, context_max: int, chunk_tokens: int
 ) -> tuple[list[Slice], int]:
-    """Slices of a batch with that many tokens and turns, and the number of pages that they need."""
+    """Return the slices of a batch with that many tokens and turns, and the number of pages they need."""
     slices, page = [], 0
     longest = min(max(num_tokens - turns_max + 1, 1), context_max)
     for index, length in enumerate([longest, *[1] * (turns_max - 1)]):

@@ -1,21 +1,21 @@
-"""Captures decode iterations as CUDA graphs, one launch for all layers.
+"""Capture decode iterations as CUDA graphs: one launch for all layers.
 
-At batch 1 to 64 a layer of an 8 B model takes some 100 microseconds, and a transformers layer is some 20
-kernel launches; done one by one from Python, the launches would bound the speed.  A graph is captured for
-each of a few batch sizes (`buckets`) and replayed for every iteration that only decodes.
+At batch 1 to 64 a layer of an 8 B model takes about 100 microseconds.  A transformers layer makes about 20
+kernel launches, which would limit the speed if Python launched them one by one.  So a graph is captured for
+each of a few batch sizes (`buckets`), and replayed for every iteration that only decodes.
 
-A graph reads tensors that stay at their addresses: token ids, positions, slots, page tables, and the work
-list of the attention.  Before a replay the iteration's values are copied into their first rows, on the same
-stream, so only after the replay before has read the old ones.  The other rows are padding: they are at
-position 0 of a page that no turn has (`KVMemory.spare_page`), no item of work covers them, and their logits
-are not read.
+A graph reads tensors at fixed addresses: token ids, positions, slots, page tables, and the work list of the
+attention.  Before a replay the iteration's values are copied into their first rows, on the same stream, so
+only after the previous replay has read the old values.  The other rows are padding.  Padding rows are at
+position 0 of a page that no turn has (`KVMemory.spare_page`), no work item covers them, and nothing reads
+their logits.
 
-The work list has a fixed length, so the attention is planned with the fewest waves
-(`kernels.attention.plan`), and the rest of the list is filled with empty items.  All lists lie in one tensor,
-one behind another, each as long as the graph reads it: a merge for each row, items, and the rows of packs.
-Every row is one tile, so it is merged once at most, and is in one pack at most.
+The work list has a fixed length.  So the attention is planned with the fewest waves
+(`kernels.attention.plan`), and empty items fill the rest of the list.  One tensor holds all lists one after
+another, each as long as the graph reads it: a merge for each row, items, and the rows of packs.  Every row is
+one tile, so it is merged at most once and is in at most one pack.
 
-Logits go to one tensor that all graphs share: they are valid until the next replay.
+All graphs share one tensor of logits, which are valid until the next replay.
 
 A model that cannot be captured (its code reads values from the device, as some routers of experts do)
 runs without graphs; the reason is reported.
@@ -41,28 +41,28 @@ from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.transfer import upload
 
-ROWS_MAX = 256  # of a graph: one per turn
+ROWS_MAX = 256  # of a graph: one row per turn
 Replay = Callable[[], Any]
 
 
 class Capture(Protocol):
-    """Captures computations that always read and write the same tensors."""
+    """Capture computations that always read and write the same tensors."""
 
     def warm(self, compute: Callable[[], None]) -> None:
-        """Run what is to be captured; a RuntimeError if it cannot be."""
+        """Run the computation once as a test; raise RuntimeError if it cannot be captured."""
 
     def record(self, compute: Callable[[], None]) -> Replay: ...
 
 
 def buckets(turns_max: int) -> list[int]:
-    """Batch sizes that graphs are captured for; larger batches decode without a graph."""
+    """Return the batch sizes to capture graphs for; larger batches decode without a graph."""
     largest = min(turns_max, ROWS_MAX)
     steps = {1, 2, 4, *range(8, 64, 8), *range(64, ROWS_MAX, 32), largest}
     return sorted(size for size in steps if size <= largest)
 
 
 class PlannedSlices(Protocol):
-    """Slices that attend together: a batch, or a part of one."""
+    """Slices that attend together: a batch or a part of a batch."""
 
     @property
     def lengths(self) -> Sequence[int]: ...
@@ -75,7 +75,7 @@ class PlannedSlices(Protocol):
 
 
 def device_plan(slices: PlannedSlices, memory: KVMemory) -> DevicePlan | None:
-    """The attention's plan on the device; None where torch attends."""
+    """Return the attention's plan on the device, or None if torch attends."""
     shape, device = memory.shape, memory.device_arena.device
     if (plan := plan_of(slices, memory)) is None:
         return None
@@ -83,7 +83,7 @@ def device_plan(slices: PlannedSlices, memory: KVMemory) -> DevicePlan | None:
 
 
 def plan_of(batch: PlannedSlices, memory: KVMemory, waves_more: int | None = None) -> Plan | None:
-    """The attention's plan for slices; None where torch attends."""
+    """Return the attention's plan for slices, or None if torch attends."""
     shape, device = memory.shape, memory.device_arena.device
     if not attends(memory):
         return None
@@ -100,7 +100,7 @@ def plan_of(batch: PlannedSlices, memory: KVMemory, waves_more: int | None = Non
 
 
 def attends(memory: KVMemory) -> bool:
-    """Whether the CUDA kernels attend over such memory; elsewhere torch does."""
+    """Whether the CUDA kernels, not torch, attend over this memory."""
     shape = memory.shape
     return memory.device_arena.device.type == "cuda" and cuda.takes(
         shape.dtype, memory.chunk_tokens, shape.head_size, stored=memory.format.element
@@ -108,12 +108,12 @@ def attends(memory: KVMemory) -> bool:
 
 
 class _Bucket(NamedTuple):
-    batch: Batch  # kept alive: a captured kernel only has its tensors' addresses
+    batch: Batch  # keeps the tensors alive: a captured kernel only has their addresses
     replay: Replay
 
 
 class DecodeGraphs:
-    """The graphs of one model over one KV memory."""
+    """Run decode iterations of one model over one KV memory as graphs."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Bucket] = {}
         self._sizes = buckets(turns_max)
         self.failure = ""  # why nothing could be captured
-        self.rows_padded = 0  # computed for nothing since the start
+        self.rows_padded = 0  # padding rows computed since the start
         rows, pages_max = self._sizes[-1], -(-shape.context_max // memory.chunk_tokens)
         pages_max = min(pages_max, memory.device_pages)
 
@@ -152,7 +152,7 @@ class DecodeGraphs:
             at_once = cuda.blocks_at_once(device, shape.head_size, memory.format.element)
             self._group, self._extra_items = group, at_once.narrow // heads + 1
             self._lists = zeros(sum(self._sizes_of_lists(rows)), dtype=torch.int32)
-            # A part of each row's own context; any other may be of a pack as large as they may be.
+            # Each row has a part of its own context; every further item may be a pack of the largest size.
             rows_of_pack = min(rows * group, cuda.tiling(shape.head_size).wide)
             part_rows = rows * group + self._extra_items * rows_of_pack
             self._plan = DevicePlan(
@@ -163,10 +163,10 @@ class DecodeGraphs:
             )
 
     def capture(self) -> None:
-        """Capture all graphs, the largest first: the others fit into the memory that it takes."""
+        """Capture all graphs, the largest first: smaller graphs reuse its memory."""
         group = self._memory.shape.num_heads // self._memory.shape.num_kv_heads
         if group > cuda.tiling(self._memory.shape.head_size).narrow_max:
-            self.failure = f"groups of {group} heads are not for the graphs' work lists"
+            self.failure = f"the graphs' work lists do not support groups of {group} heads"
             return
         shape, device = self._memory.shape, self._input_ids.device
         if device.type == "cuda" and self._plan is None:
@@ -202,7 +202,7 @@ class DecodeGraphs:
         )
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """float32 (rows, vocab), valid until the next call."""
+        """Return float32 (rows, vocab), valid until the next call."""
         rows = len(batch.lengths)
         size = next(size for size in self._sizes if size >= rows)
         self._input_ids[:rows].copy_(batch.input_ids)
@@ -221,7 +221,7 @@ class DecodeGraphs:
         return self._logits[:rows]
 
     def _pad(self, first: int, last: int) -> None:
-        """Make these rows padding."""
+        """Turn rows `first` to `last` into padding."""
         self._positions[first:last].zero_()
         self._slots[first:last].fill_(self._spare_slot)
         self._starts[first:last].zero_()
@@ -246,7 +246,7 @@ class DecodeGraphs:
         )
 
     def _plan_for(self, size: int) -> DevicePlan | None:
-        """The work list as a graph of `size` rows reads it."""
+        """Return the work list as a graph of `size` rows reads it."""
         if self._plan is None:
             return None
         items, wide_items, merges, pack_rows = self._lists_of(size)
@@ -255,17 +255,17 @@ class DecodeGraphs:
         )
 
     def _sizes_of_lists(self, size: int) -> tuple[int, int, int]:
-        """Numbers of merges, items and rows of packs, the most that a plan for `size` rows may need."""
+        """Return the largest lengths of merges, items and pack rows that a plan for `size` rows needs."""
         return size * MERGE, (size + self._extra_items) * ITEM, size * self._group
 
     def _lists_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Items, wide items (there are none), merges, rows of packs."""
+        """Return items, wide items (always empty), merges, and rows of packs."""
         sizes = self._sizes_of_lists(size)
         merges, items, pack_rows = torch.split(self._lists[: sum(sizes)], list(sizes))
         return items.view(-1, ITEM), items[:0].view(-1, ITEM), merges.view(-1, MERGE), pack_rows
 
     def _write_plan(self, plan: Plan, size: int) -> None:
-        """Put all lists in their places, filled up with records of nothing, by one copy."""
+        """Write all lists to their places with one copy, padded with empty records."""
         assert self._plan is not None
         assert not plan.wide_items, "a graph's rows are narrow tiles"
         assert plan.num_part_rows <= len(self._plan.part_sums)
@@ -281,7 +281,7 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures computations on a GPU, all into one pool of memory and on one stream."""
+    """Capture computations on a GPU, all in one memory pool and on one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -289,15 +289,15 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, compute: Callable[[], None]) -> None:
-        """Load what is loaded at the first use, then check that nothing waits for the device.
+        """Load lazily loaded libraries, then check that the computation does not wait for the device.
 
-        A failed capture would make its stream and its pool unusable.
+        A failed capture would make its stream and its pool unusable, so this check comes first.
         """
         with self._on_its_stream():
             compute()
             torch.cuda.synchronize(self._device)
             before = torch.cuda.get_sync_debug_mode()
-            with warnings.catch_warnings():  # which torch calls a prototype
+            with warnings.catch_warnings():  # torch warns that this mode is a prototype
                 warnings.simplefilter("ignore")
                 torch.cuda.set_sync_debug_mode("error")
             try:
@@ -305,7 +305,7 @@ class CudaCapture:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
             torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # of this stream: captured graphs have memory of their own
+        torch.cuda.empty_cache()  # of this stream: captured graphs use their own pool
 
     def record(self, compute: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()

@@ -1,21 +1,21 @@
-"""A part of a model: some consecutive layers, and what stands before and behind all layers where it has that.
+"""Keep one stage of a model: some consecutive layers, plus the embeddings or output product if it needs them.
 
-The module of transformers stays as it is written, with its list of layers.  Before any weight is read, each
-layer of another stage is replaced by one that does nothing:
+The transformers module keeps its list of layers.  Before any weight is read, each layer of another stage is
+replaced by a layer that does nothing:
 
     first stage     embeddings   0 … k-1              (nothing …)   norm
     another         (blank)      (nothing …) k … l-1  (nothing …)   norm
     last stage      (blank)      (nothing …) l … n-1                norm   output product
 
-The one in front of the first own layer is the entry, where what the stage before has sent takes the place of
-what came so far; the one behind the last own layer is the exit (parallel/stages.py).  So whatever the model's
-code does around its layers (masks, rotations, factors) is done, and decides nothing in the wrong place.
+The empty layer before the first own layer is the entry: it answers the hidden states that the stage before
+has sent.  The empty layer after the last own layer is the exit (parallel/stages.py).  So the model's code
+around its layers (masks, rotations, factors) still runs, but never affects the wrong layers.
 
-Tables of embeddings and the output product are what else is large: a stage has them if it needs them.  A
-blank table gives random rows, the same for the same token: what the probe computes with.
+A table of embeddings and the output product are large, so a stage has them only if it needs them.  A blank
+table gives random rows, always the same for a token.  The probe computes with them.
 
-A module's layers are numbered from 0, as the pages of its stage are.  A model whose layers compute something
-that depends on their number (`number_from_zero` tries it) cannot be divided.
+A stage numbers its layers from 0, like its pages.  A model whose layers compute something that depends on
+their number cannot be divided; `number_from_zero` checks this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 from pensieve.errors import UnsupportedModel
 
-BLANK_ROWS = 499  # of random numbers, in a blank table
+BLANK_ROWS = 499  # random rows of a blank table
 _PROMPT_TOKENS = 9
 
 
@@ -41,8 +41,8 @@ class LayerRange(NamedTuple):
         return self.stop - self.first
 
 
-class LayerElsewhere(torch.nn.Module):
-    """A layer of another stage: it answers what it is given, or what `exchange` makes of it."""
+class OtherStageLayer(torch.nn.Module):
+    """Stand in for a layer of another stage: return the input, or the result of `exchange` if set."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class LayerElsewhere(torch.nn.Module):
 
 
 class BlankTable(torch.nn.Module):
-    """Embeddings that another stage has."""
+    """Stand in for embeddings that another stage has."""
 
     def __init__(self, table: Any) -> None:
         super().__init__()
         self._width, self._dtype = table.weight.shape[1], table.weight.dtype
-        self.weight = torch.empty(table.weight.shape[0], 0, device="cpu")  # its length counts
+        self.weight = torch.empty(table.weight.shape[0], 0, device="cpu")  # callers read its length
         self._rows: torch.Tensor | None = None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -72,24 +72,24 @@ class BlankTable(torch.nn.Module):
 
 
 class NoProduct(torch.nn.Module):
-    """An output product that another stage has."""
+    """Stand in for an output product that another stage has."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
 
 class StagePart(NamedTuple):
-    """What `cut` has left of a module."""
+    """The part of a module that `cut` has kept."""
 
     layers: LayerRange
-    entry: LayerElsewhere | None  # None: it is the first stage
-    exit: LayerElsewhere | None  # None: it is the last one
+    entry: OtherStageLayer | None  # None in the first stage
+    exit: OtherStageLayer | None  # None in the last stage
 
 
-def divided(num_layers: int, num_stages: int, head_layers: Fraction) -> list[LayerRange]:
-    """The layers of each stage, so that the largest has as little as possible to read.
+def divide_layers(num_layers: int, num_stages: int, head_layers: Fraction) -> list[LayerRange]:
+    """Return the layers of each stage, so that the largest stage reads as little as possible.
 
-    The last one has the output product beside its layers, which is as large as `head_layers` of them.
+    The last stage also reads the output product, which is as large as `head_layers` layers.
     """
     assert 1 <= num_stages <= num_layers
     num_others = num_stages - 1
@@ -109,20 +109,20 @@ def divided(num_layers: int, num_stages: int, head_layers: Fraction) -> list[Lay
 def cut(
     module: Any, layers: Sequence[tuple[Any, str, Any]], index: int, num_stages: int
 ) -> StagePart:
-    """Leave one stage of a module; `layers` are its (parent, name, layer), in their order."""
+    """Keep one stage of a module; `layers` lists (parent, name, layer) in order."""
     table, head = module.get_input_embeddings(), module.get_output_embeddings()
     if head is None:
-        raise UnsupportedModel("it has no output product that a stage could have")
+        raise UnsupportedModel("it has no output product, so it cannot be divided into stages")
     layer_sizes = [_num_parameters(layer) for _, _, layer in layers]
     head_layers = Fraction(head.weight.numel() * len(layers), sum(layer_sizes))
-    own = divided(len(layers), num_stages, head_layers)[index]
-    others: dict[int, LayerElsewhere] = {}
+    own = divide_layers(len(layers), num_stages, head_layers)[index]
+    others: dict[int, OtherStageLayer] = {}
     for number, (parent, name, layer) in enumerate(layers):
         if not own.first <= number < own.stop:
             attributes = {
                 key: value for key, value in vars(layer).items() if not key.startswith("_")
             }
-            others[number] = LayerElsewhere(attributes)
+            others[number] = OtherStageLayer(attributes)
             setattr(parent, name, others[number])
     if index < num_stages - 1:
         module.set_output_embeddings(NoProduct())
@@ -132,7 +132,7 @@ def cut(
 
 
 def number_from_zero(module: Any, layers: Sequence[torch.nn.Module], first: int) -> None:
-    """Number a part's layers from 0; UnsupportedModel if that changes what they compute."""
+    """Number a stage's layers from 0; raise UnsupportedModel if that changes their results."""
     if not first:
         return
     ids = torch.arange(_PROMPT_TOKENS, device=module.device)[None]
@@ -145,7 +145,7 @@ def number_from_zero(module: Any, layers: Sequence[torch.nn.Module], first: int)
         after = module(input_ids=ids, use_cache=False).logits
     if not torch.equal(before, after):
         raise UnsupportedModel(
-            "what its layers compute depends on their numbers, so that it cannot be divided into stages"
+            "the results of its layers depend on their numbers, so it cannot be divided into stages"
         )
 
 

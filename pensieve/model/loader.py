@@ -1,9 +1,13 @@
-"""Loads a model from a folder or a hub id, and has it probed.
+"""Load a model from a folder or a hub id, and have it probed.
 
-`load` runs no code that a repository ships, reads safetensors only, and refuses a checkpoint that lacks
-weights (transformers would fill them with random numbers) or has weights that the model would leave out, an
-adapter, or a quantization that transformers does not know (it would drop the scales).  Then `probe` measures
-the model and refuses it, with the reason, if it cannot be served exactly.  Each error is one line.
+`load` runs no code from a repository and reads safetensors only.  It refuses a checkpoint that:
+
+* lacks weights (transformers would fill them with random numbers);
+* has weights that the model would ignore, or is an adapter;
+* has a quantization that transformers does not know (it would drop the scales).
+
+Then `probe` measures the model and refuses it, with the reason, if it cannot be served exactly.  Each error
+message is one line.
 """
 
 from __future__ import annotations
@@ -31,19 +35,19 @@ from pensieve.model.fuse import in_torch
 from pensieve.model.fuse.record import decoder_layers
 from pensieve.model.layer_range import (
     BlankTable,
-    LayerElsewhere,
     NoProduct,
+    OtherStageLayer,
     StagePart,
     cut,
     number_from_zero,
 )
 from pensieve.model.parallel.ranks import ParallelModel, Rank
-from pensieve.model.parallel.stages import StageModel, shards_of, without_elsewhere
+from pensieve.model.parallel.stages import StageModel, expand_own_plan, shards_of
 from pensieve.model.probe import FusionFailed, probe, with_scales_of_all
 from pensieve.model.shape import ModelShape
 
-# Weights that a language model may leave out: heads that predict several tokens ahead, towers of other
-# inputs, and scales for keeping KV in fp8.
+# Weights that a language model may ignore: heads that predict several tokens ahead, towers for other inputs,
+# and scales of fp8 KV.
 LEFT_OUT = re.compile(
     r"(^|[._])(mtp|nextn|vision|visual|image|audio|speech|multi_modal)([._]|$)|\.[kv]_scale$"
 )
@@ -51,13 +55,13 @@ LEFT_OUT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model under our attention, with its measured shape."""
+    """A loaded model that uses our attention, with its measured shape."""
 
     name: str  # the path or id it was loaded from
     flat: FlatModel
     shape: ModelShape  # with the heads of this rank
     num_heads: int  # of all ranks together
-    eos_token_ids: frozenset[int]  # those the checkpoint names; a chat template may add its own
+    eos_token_ids: frozenset[int]  # from the checkpoint; a chat template may add more
 
 
 def load(
@@ -73,15 +77,15 @@ def load(
 ) -> LoadedModel:
     """Load, check and probe a causal language model.
 
-    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers; `kv_dtype` is how
-    its KV is kept (`kernels.kv_format`); `context_max` lowers the context that it is served with.  With a
-    `rank` only this rank's part is loaded, and all ranks load at the same time.  Where each layer is shared
-    the layers are not replaced, since transformers' hooks in them combine the ranks' results.
-    `report` receives one line per stage.
+    `dtype` None keeps the checkpoint's dtype.  `int8` rounds the weights inside the layers.  `kv_dtype` is
+    the format of KV (`kernels.kv_format`).  `context_max` lowers the served context.  With a `rank` only this
+    rank's part is loaded, and all ranks must load at the same time.  If ranks share each layer, no layer is
+    replaced, because transformers' hooks in the layers combine the ranks' results.  `report` receives one
+    line per stage.
     """
     name = os.fspath(path_or_id)
     device = torch.device(device)
-    sharing = rank if rank is not None and rank.num_shards > 1 else None  # each layer
+    sharing = rank if rank is not None and rank.num_shards > 1 else None  # ranks share each layer
     with _quiet_transformers():
         report(f"loading {name}")
         config = _read_config(name)
@@ -90,7 +94,7 @@ def load(
         try:
             found = _probed(flat, context_max, sharing is None, int8, kv_dtype)
             if isinstance(found, str):
-                # Nothing refers to the replaced layers by now, so one model is in memory at a time.
+                # Nothing refers to the replaced layers any more, so only one model is in memory.
                 del flat
                 gc.collect()
                 if device.type == "cuda":
@@ -114,14 +118,14 @@ def load(
         f"{' in this stage' if rank and rank.num_stages > 1 else ''}, context {shape.context_max}"
     )
     if sharing is not None:
-        flat.form = in_torch("several ranks compute each of them together")
+        flat.form = in_torch("several ranks share each layer")
     report(flat.form)
     num_heads = shape.num_heads
     if sharing is not None:
         num_heads = int(config.get_text_config().num_attention_heads)
         if shape.num_heads == num_heads:
             report(
-                "transformers' plan for it leaves its attention whole: each rank keeps KV of all heads"
+                "transformers' plan does not divide its attention: each rank keeps the KV of all heads"
             )
     return LoadedModel(name, flat, shape, num_heads, _eos_token_ids(flat.module))
 
@@ -133,7 +137,7 @@ def _probed(
     int8: bool,
     kv_dtype: str,
 ) -> ModelShape | str:
-    """The model's shape, or why replacing its layers failed, after which it has to be loaded again."""
+    """Return the model's shape, or why replacing layers failed; the model must then be loaded again."""
     try:
         return probe(
             flat, context_max=context_max, fuse_layers=fuse_layers, int8=int8, kv_dtype=kv_dtype
@@ -152,8 +156,8 @@ def _read_config(name: str) -> Any:
         raise ModelError(f"cannot load {name}: {problem}")
     if (path / "adapter_config.json").is_file():
         raise UnsupportedModel(
-            f"cannot serve {name}: its adapter (adapter_config.json) would be left out; merge it into the "
-            "weights first (peft's merge_and_unload, then save_pretrained), or remove that file to serve "
+            f"cannot serve {name}: its adapter (adapter_config.json) would be ignored. Merge the adapter "
+            "into the weights (peft's merge_and_unload, then save_pretrained), or remove that file to serve "
             "the base model"
         )
     if path.is_dir() and not (path / "config.json").is_file():
@@ -174,26 +178,26 @@ def _read_config(name: str) -> Any:
     method = _quantization(path, config)
     if method is not None and not AutoHfQuantizer.supports_quant_method({"quant_method": method}):
         raise UnsupportedModel(
-            f"cannot serve {name}: its weights are quantized by {method}, which transformers does not know; "
-            "an unquantized checkpoint or a GGUF file of the model may be served"
+            f"cannot serve {name}: its weights are quantized by {method}, which transformers does not know. "
+            "Use an unquantized checkpoint or a GGUF file of the model"
         )
     return config
 
 
 def _quantization(folder: Path, config: Any) -> str | None:
-    """The method by which the weights are quantized; None: by none, or the config does not name it."""
+    """Return the quantization method of the weights, or None if the config names none."""
     for each in (config, config.get_text_config()):
         named = getattr(each, "quantization_config", None)
         if named is not None:
             method = named.get("quant_method") if isinstance(named, dict) else named.quant_method
-            is_bits = method is None or str(method).endswith("bitsandbytes")  # which has two
+            is_bits = method is None or str(method).endswith("bitsandbytes")  # it has two names
             return None if is_bits else str(getattr(method, "value", method))
-    # ModelOpt's older checkpoints say it in a file of their own.
+    # Older ModelOpt checkpoints store the method in a file of its own.
     return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
 
 
 def check_divisible(path_or_id: str | os.PathLike[str], num_ranks: int) -> None:
-    """Raise UnsupportedModel unless transformers can give that many ranks equal parts of a model."""
+    """Raise UnsupportedModel unless transformers can divide the model equally among `num_ranks` ranks."""
     name = os.fspath(path_or_id)
     with _quiet_transformers():
         config = _read_config(name).get_text_config()
@@ -205,20 +209,20 @@ def check_divisible(path_or_id: str | os.PathLike[str], num_ranks: int) -> None:
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if num_kv_heads % num_ranks:
         raise UnsupportedModel(
-            f"cannot divide {name} among {num_ranks} ranks: it has {num_kv_heads} KV heads, "
-            "and each rank needs as many"
+            f"cannot divide {name} among {num_ranks} ranks: its {num_kv_heads} KV heads "
+            "cannot be divided equally"
         )
 
 
 def check_stages(path_or_id: str | os.PathLike[str], num_stages: int) -> None:
-    """Raise UnsupportedModel unless a model has a layer for each of so many stages."""
+    """Raise UnsupportedModel unless the model has a layer for each stage."""
     name = os.fspath(path_or_id)
     with _quiet_transformers():
         num_layers = _read_config(name).get_text_config().num_hidden_layers
     if num_layers < num_stages:
         raise UnsupportedModel(
             f"cannot divide {name} into {num_stages} stages: it has {num_layers} layers, "
-            f"so {num_layers} is the most"
+            f"so use at most {num_layers} stages"
         )
 
 
@@ -233,7 +237,7 @@ def _read_model(
 
     parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
     module = _read_weights(name, config, dtype, parts)
-    rank.wait_until_all_loaded()  # may take one rank minutes longer than another: no collective
+    rank.wait_until_all_loaded()  # no collective: ranks may finish minutes apart
     return ParallelModel(module, rank)
 
 
@@ -242,13 +246,13 @@ def _read_stage(
 ) -> StageModel:
     config = copy.deepcopy(config)
     is_last = rank.stage == rank.num_stages - 1
-    if not is_last:  # its table of embeddings is no output product
+    if not is_last:  # its table of embeddings is not the output product
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     whole: Any = AutoModelForCausalLM._model_mapping[type(config)]
     parts: list[StagePart] = []
 
     def cut_at_once(module: Any, *args: Any, **kwargs: Any) -> None:
-        whole.__init__(module, *args, **kwargs)  # which allocates no weights yet
+        whole.__init__(module, *args, **kwargs)  # allocates no weights yet
         layers = decoder_layers(module)
         if len(layers) < rank.num_stages:
             raise UnsupportedModel(f"it has {len(layers)} layers for {rank.num_stages} stages")
@@ -259,7 +263,7 @@ def _read_stage(
     if rank.num_shards > 1:
         body |= {
             "prepare_distribute_model": shards_of(rank),
-            "_expand_parallel_plan": without_elsewhere,
+            "_expand_parallel_plan": expand_own_plan,
         }
         shared = {"distributed_config": {"tp_size": rank.num_shards}}
     try:
@@ -271,7 +275,7 @@ def _read_stage(
             raise error.__cause__ from None
         raise
     if rank.num_shards > 1:
-        rank.wait_until_all_loaded()  # what follows has collectives
+        rank.wait_until_all_loaded()  # the code below uses collectives
     else:
         module = _on(device, module, name)
     own = [each.module for each in decoder_layers(module)]
@@ -303,9 +307,9 @@ def _read_weights(
                 dtype="auto" if dtype is None else dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are in the info, and named below
+                ignore_mismatched_sizes=True,  # they are in loading_info and reported below
                 output_loading_info=True,
-                attn_implementation="eager",  # whatever its config names; the probe sets ours
+                attn_implementation="eager",  # overrides the config; the probe sets ours later
                 **(parts or {}),
             )
         except Exception as error:
@@ -313,7 +317,7 @@ def _read_weights(
             raise ModelError(f"cannot load the weights of {name}: {reason}") from error
     left_out = [key for key in loading["unexpected_keys"] if _would_count(module, key)]
     for keys, problem in (
-        (left_out, "hold what the model would leave out:"),
+        (left_out, "contain weights that the model would ignore:"),
         (loading["missing_keys"], "lack"),
         (loading["mismatched_keys"], "have the wrong shape for"),
     ):
@@ -329,8 +333,8 @@ def _read_weights(
 def _would_count(module: Any, key: str) -> bool:
     """Whether a weight without a place in the model belongs to a part that the model has.
 
-    So does a scale or a bias beside a loaded weight, or one more norm in a layer.  What stands beside the
-    layers, or is a layer behind the last one, is another part.
+    Examples are a scale or a bias beside a loaded weight, or an additional norm in a layer.  A weight beside
+    the layers, or in a layer after the model's last layer, belongs to another part.
     """
     if LEFT_OUT.search(key):
         return False
@@ -344,7 +348,7 @@ def _would_count(module: Any, key: str) -> bool:
             if not isinstance(child, torch.nn.Module):
                 break
             parent = child
-        if isinstance(parent, LayerElsewhere | BlankTable | NoProduct):
+        if isinstance(parent, OtherStageLayer | BlankTable | NoProduct):
             return False
         base = getattr(module, module.base_model_prefix, module)
         if parent not in (module, base) and not isinstance(parent, torch.nn.ModuleList):
@@ -353,14 +357,14 @@ def _would_count(module: Any, key: str) -> bool:
 
 
 def _reported(log: str) -> str:
-    """The first weight that could not be put together, and why; an error that refers to it says neither."""
+    """Return the first weight that could not be converted, and why; transformers' error names neither."""
     weight = re.search(r"^(\S+) *\| CONVERSION", log, re.MULTILINE)
     why = re.search(r"^\w+Error: (.+)", log, re.MULTILINE)
     return f"{weight[1]}: {why[1]}" if weight and why else ""
 
 
 def _named(key: Any) -> str:
-    """A weight that transformers names, or names with its shape in the file and the one it needs."""
+    """Return a weight's name and, if transformers gives them, its shape in the file and the needed shape."""
     if not isinstance(key, tuple):
         return str(key)
     name, there, needed = key
@@ -368,18 +372,18 @@ def _named(key: Any) -> str:
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:
-    """The ids that its two configs name, each of which may name one, several or none."""
+    """Return the end-of-sequence ids of the model's two configs; each may name one, several or none."""
     ids: set[int] = set()
     for config in (module.config.get_text_config(), module.generation_config):
         named = getattr(config, "eos_token_id", None)
         if named is not None:
             ids.update([named] if isinstance(named, int) else named)
-    return frozenset(each for each in ids if each >= 0)  # some configs say -1 for none
+    return frozenset(each for each in ids if each >= 0)  # some configs use -1 for "none"
 
 
 @contextmanager
 def _logged_by_transformers() -> Iterator[list[str]]:
-    """Its warnings as a list, and nowhere else."""
+    """Collect transformers' warnings in a list instead of logging them."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -397,7 +401,7 @@ def _logged_by_transformers() -> Iterator[list[str]]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silences its warnings and progress bars: what matters becomes an error or a line of `report`."""
+    """Silence transformers' warnings and progress bars; problems become errors or `report` lines."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)

@@ -1,22 +1,22 @@
-"""Captures what lies between a model's attentions as CUDA graphs, for iterations that have prompts.
+"""Capture the work between a model's attentions as CUDA graphs, for iterations that contain prompts.
 
-An iteration that only decodes is one graph (graphs.py). Where there are prompts, the attention's work has as
-many forms as there are mixtures of slices, so it is launched by itself, and what lies between the attention
-of one layer and that of the next is a graph: a piece. Launched one by one, the some ten kernels of a layer
-cost the host more time than the device needs for hundreds of tokens.
+An iteration that only decodes is one graph (graphs.py).  With prompts, the attention's work has as many forms
+as there are mixtures of slices, so it is launched by itself.  The work between two layers' attentions is a
+graph, called a piece.  Without pieces a layer takes about ten kernel launches.  These cost the host more time
+than the device needs for hundreds of tokens.
 
     piece 0                 norm, queries, keys, values, rotation and pages of layer 0
     attention of layer 0
     piece 1                 the rest of layer 0; norm, queries, ... of layer 1
     …
-    attention of the last layer, and the rest of it for those rows whose logits are wanted
+    attention of the last layer, and the rest of that layer for the rows whose logits are wanted
 
-Pieces are captured for some numbers of tokens (`token_sizes`). An iteration takes the next larger one; the
-rows that are too many are padding, whose keys and values go to the page that no turn has
-(`KVMemory.spare_page`). All pieces take turns with the same memory: a piece reads `residual` or what the
-piece before has left, and `attended`, and leaves `rotated` for the attention.
+Pieces are captured for some numbers of tokens (`token_sizes`), and an iteration uses the next larger size.
+The remaining rows are padding: their keys and values go to a page that no turn has (`KVMemory.spare_page`).
+All pieces share their memory: a piece reads `residual`, or the result of the piece before it, and `attended`.
+It leaves `rotated` for the attention.
 
-Before piece n is launched, the layer's pages have to have arrived, since it writes to them.
+A piece writes to its layer's pages, so these must have arrived before it is launched.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pensieve.model.fuse.whole_model import FusedModel, Rotation
 from pensieve.model.graphs import Capture, CudaCapture, Replay, attends
 from pensieve.model.kv.memory import KVMemory
 
-TOKENS_MAX = 1024  # of a piece: for more, the device takes longer than the host
+TOKENS_MAX = 1024  # of a piece: beyond it the device takes longer than the host
 
 
 def token_sizes(tokens_max: int) -> list[int]:
-    """For how many tokens pieces are captured: in steps that leave little padding where it costs much."""
+    """Return the numbers of tokens to capture pieces for, in steps that keep padding small."""
     largest = min(tokens_max, TOKENS_MAX)
     steps = {1, 2, 4, 8, 16, *range(32, 256, 32), *range(256, TOKENS_MAX + 1, 64), largest}
     return sorted(size for size in steps if size <= largest)
@@ -57,7 +57,7 @@ class PiecewiseGraphs:
         self._pieces: dict[int, list[Replay]] = {}  # by number of tokens
         self._sizes = token_sizes(tokens_max)
         self.failure = ""  # why nothing could be captured
-        self.rows_padded = 0  # computed for nothing since the start
+        self.rows_padded = 0  # padding rows computed since the start
         self._spare_slot = memory.spare_page * memory.chunk_tokens
         rows = self._sizes[-1]
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -73,13 +73,13 @@ class PiecewiseGraphs:
         self._attended = torch.zeros_like(self._rotated)
 
     def capture(self) -> None:
-        """Capture all pieces, the largest first: the others fit into the memory that it takes."""
+        """Capture all pieces, the largest first: smaller pieces reuse its memory."""
         if self._rotation is None or not attends(self._memory):
             self.failure = "attention, or its rotation, runs in torch"
             return
         for layer in self._model.layers:
             if not isinstance(layer.dense, CudaLayer):
-                self.failure = f"layer {layer.layer_idx} is not a GPU's"
+                self.failure = f"layer {layer.layer_idx} does not run in GPU kernels"
                 return
             self._layers.append(layer.dense)
         try:
@@ -94,7 +94,7 @@ class PiecewiseGraphs:
         paged_rows = CudaPagedRows(
             self._memory.device_arena,
             self._slots[:size],
-            PageIndex(none[None], none, none[:1], none[:1]),  # the attention's, which is elsewhere
+            PageIndex(none[None], none, none[:1], none[:1]),  # only the attention reads it
             None,
             self._memory.shape.dtype,
             self._memory.kv_scales,
@@ -102,7 +102,7 @@ class PiecewiseGraphs:
         paged_rows.rotation = (cosines[:size], sines[:size])
         rotated, attended = self._rotated[:size], self._attended[:size]
         last = len(self._layers) - 1
-        residual = self._residual[:size]  # of the piece that is computed
+        residual = self._residual[:size]  # of the piece being computed
 
         def compute(index: int) -> None:
             nonlocal residual
@@ -111,10 +111,10 @@ class PiecewiseGraphs:
             else:
                 residual = self._layers[index - 1].after_attention(residual, attended)
             self._layers[index].write_rows(residual, paged_rows, rotated)
-            if index == last > 0:  # elsewhere pieces behind the next one take its memory
+            if index == last > 0:  # `run` reads it; later pieces reuse any other memory
                 residual = self._residual[:size].copy_(residual)
 
-        def first_two() -> None:  # which launch what all the others launch, but for one copy
+        def first_two() -> None:  # they launch the same kernels as all pieces, except one copy
             for index in range(min(2, len(self._layers))):
                 compute(index)
 
@@ -127,7 +127,7 @@ class PiecewiseGraphs:
             bool(self._pieces)
             and num_tokens <= self._sizes[-1]
             and isinstance(paged_rows, CudaPagedRows)
-            and paged_rows.arena is self._memory.device_arena  # which the pieces write to
+            and paged_rows.arena is self._memory.device_arena  # the pieces write to it
         )
 
     def run(
@@ -137,7 +137,7 @@ class PiecewiseGraphs:
         kept: torch.Tensor,
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
-        """The last layer's residual of the kept rows."""
+        """Return the last layer's residual of the kept rows."""
         paged_rows = forward_pass.paged_rows
         assert isinstance(paged_rows, CudaPagedRows)
         assert self._rotation is not None
@@ -161,9 +161,9 @@ class PiecewiseGraphs:
 
 
 def capture_pieces(flat: FlatModel, memory: KVMemory, tokens_max: int) -> str:
-    """Let the model run in pieces from now on; returns why it cannot, or an empty text.
+    """Let the model run in pieces from now on; return why it cannot, or an empty string.
 
-    To be called once its decode iterations are captured, which are no pieces.
+    Call this after the decode graphs are captured: they do not use pieces.
     """
     if not isinstance(flat.whole, FusedModel):
         return "the model's own code runs between its layers"

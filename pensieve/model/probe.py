@@ -1,27 +1,28 @@
-"""Finds out, by running a model, whether it can be served exactly.
+"""Run a model to find out whether it can be served exactly.
 
-Nothing here knows the name of a model.  A model is served if
+Nothing here depends on the name of a model.  A model is served if
 
 1. its attention accepts our implementation, and every layer calls it exactly once per forward, in
    order, with `layer_idx` 0 … n-1 (recurrent layers never call it; modeling code that bypasses the
    interface or drops the forward's arguments fails here, too);
-2. what reaches those calls is plain causal attention: no mask but the causal one (also no window that is
-   longer than the probe's prompts: the mask itself is examined), and no argument that we would ignore
+2. these calls ask for plain causal attention: no mask except the causal one, no window (the mask function is
+   examined, so a window longer than the prompts is found, too), and no argument that we would ignore
    (soft caps, sinks, biases, ...);
 3. all layers have one number of heads, and keys and values one size;
 4. two prompts in scattered pages, computed in uneven pieces in shared flat batches, give the logits
-   of the model's own attention, each prompt by itself;
+   of the model's own attention on each prompt alone;
 5. its logits are finite;
-6. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
+6. a slice's result does not change when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch);
-7. at far positions, up to the last of the context, what reaches the attention is what the model itself
-   computes there behind a cache (some scale their queries beyond a length, and count from the cache).
+7. at far positions, up to the last of the context, the attention gets the inputs that the model itself
+   computes there with a cache (some models scale queries beyond a length, and count from the cache).
 
-`_observe` finds 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks say how far a
-query sees.  Layers are replaced only if they agree at far positions, too (`model.fuse`).  Where KV is kept in
-less than the model's own type, 4 is checked once more with it: the difference has to be one of rounding.  For
-fp8 its scales are chosen before, from the prompts' keys and values.  The probe fails with UnsupportedModel,
-whose message is the reason.
+`_observe` checks 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks tell how far a
+query sees.  Layers are replaced only if they also agree at far positions (`model.fuse`).  If KV is stored in
+less precision than the model's dtype, check 4 is repeated with that format: the difference must be rounding.
+The scales of fp8 KV are chosen before that, from the prompts' keys and values.
+
+The probe fails with UnsupportedModel, whose message is the reason.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.layer_range import BlankTable
 from pensieve.model.shape import ModelShape
 
-INT8_DIFFERENCE = 0.15  # of the logits' range; weights or keys in a wrong order give far more
-# Of the logits' range.  Where replaced layers have experts it is the larger one: each layer alone has
-# answered what its module answered, and rounding in one sends rows to other experts in all that follow.
+INT8_DIFFERENCE = 0.15  # of the logits' range; weights or keys in a wrong order differ far more
+# Shares of the logits' range.  If replaced layers have experts, the larger limit applies.  Each layer alone
+# agrees with its module, but rounding in a layer can send rows to other experts in all later layers.
 LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2
 NOT_FUSED = Fused(0, 0, "")
 _CHUNK_TOKENS = 8
 _PROMPT_TOKENS = (45, 12)  # the first is longer than a page
-_NEAR, _FAR = 33, 12  # rows by which layers are compared with their replacement
-_FAR_BLOCK = 4  # rows at each far position that is checked
-# Arguments of an attention call that do not change its result: dropout is 0 outside of training,
-# positions and caches are ours, and the others request outputs that are not used.
+_NEAR, _FAR = 33, 12  # numbers of rows to compare layers with their replacement
+_FAR_BLOCK = 4  # rows checked at each far position
+# Arguments of an attention call that do not change its result.  Dropout is 0 outside of training, positions
+# and caches are ours, and the others request outputs that nothing uses.
 HARMLESS = frozenset(
     {
         "dropout",
@@ -76,7 +77,7 @@ MEANING = {"s_aux": "attention sinks", "softcap": "a cap on scores"}
 
 
 class FusionFailed(Exception):
-    """The model with replaced layers fails or differs; its original weights are freed already."""
+    """The model with replaced layers fails or differs; its original weights are already freed."""
 
 
 def probe(
@@ -87,11 +88,11 @@ def probe(
     int8: bool = False,
     kv_dtype: str = "auto",
 ) -> ModelShape:
-    """The shape of a model that can be served; afterwards it uses our attention, and its layers are fused.
+    """Check a model and return its shape; afterwards it uses our attention, and its layers are fused.
 
-    A lower `context_max` than its own may make a model plain: no window or change of frequencies is
-    reached.  With `int8` their weights are rounded, and the median over rows of logits has to be near.
-    So it has to be with a `kv_dtype` other than "auto", which the shape then has.
+    A lower `context_max` can make a model plain, if no window or change of frequencies is reached.  `int8`
+    rounds the weights.  With `int8`, or a `kv_dtype` other than "auto", only the median over rows of logits
+    must agree.  The shape stores `kv_dtype`.
     """
     attention.register()
     module = flat.module
@@ -117,12 +118,12 @@ def probe(
                 tolerance = LOW_PRECISION_MAX
             if int8:
                 if not num_replaced:
-                    raise UnsupportedModel("none of its weights can be made int8 here")
+                    raise UnsupportedModel("none of its weights can be int8 on this device")
                 tolerance = INT8_DIFFERENCE
             try:
                 _compare(flat, shape, prompts, plain, tolerance, _CHUNK_TOKENS)
                 if num_replaced or module.device.type != "cpu":
-                    # The kernels take only pages of their own size; with others torch attends.
+                    # The kernels take only pages of PAGE_SLOTS; with other pages torch attends.
                     _compare(flat, shape, prompts, plain, tolerance, PAGE_SLOTS)
                 _check_far_neighbor(flat, shape, prompts[0], own_max)
             except Exception as error:
@@ -146,10 +147,10 @@ def probe(
 
 @torch.inference_mode()
 def with_scales_of_all(flat: FlatModel, shape: ModelShape) -> ModelShape:
-    """A stage's shape with the scales of its KV in fp8, chosen from what reaches it from the stages before.
+    """Return a stage's shape with fp8 scales that are chosen from the real activations of earlier stages.
 
-    All stages call this at the same time, when they are connected: the probe of one alone has seen
-    activations that were made up.
+    All stages must call this at the same time, once they are connected: the probe of a single stage sees
+    only made-up activations.
     """
     prompts = _prompts(flat.module, shape.context_max)
     plain = replace(shape, kv_dtype="auto", kv_exponents=())
@@ -157,9 +158,9 @@ def with_scales_of_all(flat: FlatModel, shape: ModelShape) -> ModelShape:
 
 
 class _ObservingPass:
-    """A forward pass that notes sizes and types, checks masks and arguments, and computes nothing.
+    """Record sizes and dtypes, check masks and arguments, and compute no attention.
 
-    A short view is only noted: a lower context helps there, unless something else is refused.
+    A limited view is only recorded.  If nothing else is refused, the error suggests a lower context.
     """
 
     paged_rows: PagedRows | None = None
@@ -168,7 +169,7 @@ class _ObservingPass:
     def __init__(self, context_max: int) -> None:
         self._context_max = context_max
         self.layers: list[Any] = []
-        self.views: dict[Any, int] = {}  # how many positions a layer sees, where that is not all
+        self.views: dict[Any, int] = {}  # how many positions a layer sees, if not all
         self.sizes: set[tuple[int, int, int]] = set()  # heads, kv_heads, head_size
         self.dtypes: set[torch.dtype] = set()
 
@@ -183,7 +184,7 @@ class _ObservingPass:
             )
             raise UnsupportedModel(
                 f"layer {layer} has queries, keys and values of different sizes ({', '.join(described)}), "
-                "and a page holds keys and values of one size"
+                "but a page holds keys and values of one size"
             )
         self.layers.append(layer)
         self.sizes.add((query.shape[1], key.shape[1], key.shape[2]))
@@ -191,14 +192,14 @@ class _ObservingPass:
         return torch.zeros_like(query)
 
     def arrive(self, layer: int) -> None:
-        """Nothing moves."""
+        """Do nothing: no pages move."""
 
     def _check_mask(self, layer: Any, attention_mask: torch.Tensor | None) -> None:
         if attention_mask is None:
             return
         reach = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
         if reach == 0:
-            raise UnsupportedModel(f"layer {layer} asks for a mask that is not causal")
+            raise UnsupportedModel(f"layer {layer} uses a mask that is not causal")
         self._note_view(layer, reach)
 
     def _note_view(self, layer: Any, reach: int) -> None:
@@ -210,7 +211,7 @@ class _ObservingPass:
             layer, reach = min(self.views.items(), key=lambda item: item[1])
             raise UnsupportedModel(
                 f"layer {layer} sees at most {reach} positions (a sliding window or chunks), "
-                f"fewer than the context of {self._context_max}; --context-max {reach} serves it up to there"
+                f"fewer than the context of {self._context_max}. Serve it with --context-max {reach}"
             )
 
     def _check_arguments(self, layer: Any, call: AttentionCall) -> None:
@@ -223,7 +224,7 @@ class _ObservingPass:
             shown = f" = {given}" if isinstance(given, int | float) else ""
             meaning = f" ({MEANING[name]})" if name in MEANING else ""
             raise UnsupportedModel(
-                f"layer {layer} passes {name}{shown} to its attention, which we do not honour{meaning}"
+                f"layer {layer} passes {name}{shown} to its attention, which is not supported{meaning}"
             )
         causal = call.rest.get("is_causal")
         if not (getattr(call.module, "is_causal", True) if causal is None else causal):
@@ -231,7 +232,7 @@ class _ObservingPass:
 
 
 def _declared(module: Any) -> str:
-    """What the model itself says of its layers that KV in pages cannot hold; empty if nothing."""
+    """Return what the model itself declares about layers that KV pages cannot hold, or an empty string."""
     config = module.config.get_text_config()
     if getattr(module, "_is_stateful", False):
         return "it keeps a recurrent state beside KV (state-space layers or linear attention): "
@@ -241,7 +242,7 @@ def _declared(module: Any) -> str:
 
 
 def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
-    """The shape of a model, from one prompt at positions 0 … n-1; UnsupportedModel if it is not plain."""
+    """Measure the shape with one prompt at positions 0 … n-1; raise UnsupportedModel if it is not plain."""
     observer = _ObservingPass(context_max)
     tokens, device = len(prompt), flat.module.device
     logits = flat.logits(
@@ -303,7 +304,7 @@ def _fused(flat: FlatModel, prompt: list[int], context_max: int, int8: bool) -> 
 
 
 def _near_and_far(context_max: int) -> list[int]:
-    """The first positions of the context, then ever sparser ones up to the last."""
+    """Return the first positions of the context, then ever sparser positions up to the last."""
     last = context_max - 1
     far = (round(_NEAR * (last / _NEAR) ** (step / _FAR)) for step in range(1, _FAR + 1))
     return sorted({*range(min(_NEAR, context_max)), *(min(each, last) for each in far)})
@@ -326,21 +327,21 @@ def _prompts(module: Any, context_max: int) -> list[list[int]]:
 
 
 def _plain_logits(module: Any, prompt: Sequence[int]) -> torch.Tensor:
-    """The model's own attention on one prompt alone, (tokens, vocab)."""
+    """Return the logits of the model's own attention on one prompt alone, (tokens, vocab)."""
     ids = torch.tensor([prompt], device=module.device)
     logits: torch.Tensor = module(input_ids=ids, use_cache=False).logits[0]
     return logits.float()
 
 
 def _check_finite(module: Any, plain: Sequence[torch.Tensor]) -> None:
-    """NaN equals nothing, itself included, so every later comparison would blame something else."""
+    """Check finiteness first: NaN differs from itself, so later checks would report a wrong reason."""
     if all(bool(logits.isfinite().all()) for logits in plain):
         return
     for name, weights in module.named_parameters():
         if not weights.isfinite().all():
             raise UnsupportedModel(f"its weights hold NaN or infinity, first in {name}")
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-    raise UnsupportedModel(f"its logits are not finite in {dtype}; another --dtype may do")
+    raise UnsupportedModel(f"its logits are not finite in {dtype}. Try another --dtype")
 
 
 def _set_implementation(module: Any, implementation: str) -> None:
@@ -359,14 +360,14 @@ def _compare(
     tolerance: float,
     chunk_tokens: int,
 ) -> None:
-    """The logits over pages have to be the plain ones."""
+    """Raise UnsupportedModel unless the logits over pages equal the plain logits."""
     exact = shape.dtype == torch.float32 and tolerance < LOW_PRECISION_MIN
     rows = _over_pages(flat, _paged(shape, prompts, chunk_tokens, flat.module.device), prompts)
     difference = _difference(rows, torch.cat(plain), exact)
     if not difference <= tolerance:
         raise UnsupportedModel(
             f"{_declared(flat.module)}its logits through our attention differ from its own by "
-            f"{difference:.1e} of their range (at most {tolerance:.1e} is rounding)"
+            f"{difference:.1e} of their range (rounding explains at most {tolerance:.1e})"
         )
 
 
@@ -378,14 +379,14 @@ def _check_rounded_kv(
     if not difference <= INT8_DIFFERENCE:
         raise UnsupportedModel(
             f"with --kv-dtype {shape.kv_dtype} its logits differ from its own by {difference:.1e} of "
-            f"their range (at most {INT8_DIFFERENCE:.1e} is rounding)"
+            f"their range (rounding explains at most {INT8_DIFFERENCE:.1e})"
         )
 
 
 def _kv_exponents(
     flat: FlatModel, shape: ModelShape, prompts: list[list[int]]
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Of the scales for KV in fp8, from the prompts' keys and values."""
+    """Return the exponents of the fp8 scales, chosen from the prompts' keys and values."""
     memory, tables = _paged(shape, prompts, PAGE_SLOTS, flat.module.device)
     memory.device_arena.zero_()
     _over_pages(flat, (memory, tables), prompts)
@@ -400,7 +401,7 @@ def _over_pages(
     paged: tuple[KVMemory, list[array[int]]],
     prompts: list[list[int]],
 ) -> torch.Tensor:
-    """Logits of both prompts, computed in scattered pages and uneven pieces."""
+    """Return the logits of both prompts, computed in scattered pages and uneven pieces."""
     memory, tables = paged
     device, chunk_tokens = flat.module.device, memory.chunk_tokens
     tokens = [array("I", prompt) for prompt in prompts]
@@ -418,10 +419,10 @@ def _over_pages(
 
 
 class _Recorder:
-    """A forward pass that keeps the first rows of queries, keys and values, and attends to nothing.
+    """Keep the first rows of queries, keys and values; compute no attention.
 
-    Without attention, and in batches of one size, those rows are the same to the last bit unless
-    their positions were treated differently.
+    Without attention, and in batches of one size, those rows are equal to the last bit unless the model
+    treats their positions differently.
     """
 
     paged_rows: PagedRows | None = None
@@ -438,14 +439,14 @@ class _Recorder:
         return torch.zeros_like(call.query)
 
     def arrive(self, layer: int) -> None:
-        """Nothing moves."""
+        """Do nothing: no pages move."""
 
 
 def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -> None:
-    """Compare a few rows at far positions with what the model computes there behind a cache.
+    """Compare rows at far positions with the model's own computation there behind a cache.
 
-    The cache only says how long it is.  Attention is left out, so nobody misses the keys before; and what
-    reaches the attention is all that may differ.
+    The cache only knows its length.  Attention is left out, so earlier keys are not needed.  Only the inputs
+    of the attention can differ.
     """
     num_rows = min(_FAR_BLOCK, context_max)
     device = flat.module.device
@@ -473,13 +474,13 @@ def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -
         flat.counts_from_cache = True
         if (layer := differing()) is not None:
             raise UnsupportedModel(
-                f"at position {first} its layer {layer} computes something else in a batch than behind "
+                f"at position {first} its layer {layer} computes another result in a batch than behind "
                 "a cache"
             )
 
 
 def _near(got: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether they are the same but for the last bits."""
+    """Whether both are equal except for the last bits."""
     worst = (got - right).abs().max()
     return bool(worst <= 8 * torch.finfo(right.dtype).eps * right.abs().max())
 
@@ -487,13 +488,14 @@ def _near(got: torch.Tensor, right: torch.Tensor) -> bool:
 def _check_far_neighbor(
     flat: FlatModel, shape: ModelShape, prompt: list[int], own_max: int
 ) -> None:
-    """Run a prompt beside a token at position 0, then beside one past the length of the model's training.
+    """Compare a prompt beside a token at position 0 with the prompt beside a token at a far position.
 
-    Where the operator has lowered the context, no token lies beyond it, and the last position is enough.
+    The far position lies beyond the model's trained length.  If the operator has lowered the context, no
+    token can be that far, so the last position of the context is used.
     """
     kinds = torch.nn.Embedding | BlankTable
     embeddings = [each for each in flat.module.modules() if isinstance(each, kinds)]
-    # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
+    # A second table holds positions: no rotary frequencies exist, and positions end with the table.
     is_last = len(embeddings) > 1 or shape.context_max < own_max
     far = shape.context_max - 1 if is_last else 4 * shape.context_max
     alone = _beside(flat, prompt, 0)
@@ -510,12 +512,12 @@ def _check_far_neighbor(
     longest = min(harmful, own_max - 1)
     raise UnsupportedModel(
         "its rotary frequencies depend on the longest context in the batch, so one conversation would "
-        f"change another; --context-max {longest} serves it up to there"
+        f"change another. Serve it with --context-max {longest}"
     )
 
 
 def _beside(flat: FlatModel, prompt: list[int], neighbor: int) -> list[torch.Tensor]:
-    """What reaches the attention from a prompt beside a token at that position."""
+    """Return the attention's inputs of a prompt beside a token at position `neighbor`."""
     recorder = _Recorder(len(prompt))
     device = flat.module.device
     positions = torch.tensor([*range(len(prompt)), neighbor], device=device)
@@ -527,7 +529,7 @@ def _beside(flat: FlatModel, prompt: list[int], neighbor: int) -> list[torch.Ten
 def _paged(
     shape: ModelShape, prompts: list[list[int]], chunk_tokens: int, device: torch.device
 ) -> tuple[KVMemory, list[array[int]]]:
-    """Memory just large enough, and a page table for each prompt, whose pages lie in no order."""
+    """Return a memory just large enough, and a scattered page table for each prompt."""
     counts = [-(-len(prompt) // chunk_tokens) for prompt in prompts]
     memory = KVMemory(shape, sum(counts), 0, chunk_tokens, device)
     free = list(range(sum(counts)))
@@ -536,7 +538,7 @@ def _paged(
 
 
 def _pieces(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
-    """Iterations of (prompt, start, stop): odd cuts, then single tokens."""
+    """Return iterations of (prompt, start, stop): odd cuts, then single tokens."""
     first, second = lengths
     cuts = [0, min(5, first), min(13, first), max(first - 2, 0), max(first - 1, 0), first]
     other = [0, min(7, second), min(8, second), max(second - 1, 0), second, second]
@@ -552,16 +554,16 @@ def _pieces(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
 
 
 def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tensor:
-    """Logits of every row, (tokens, vocab)."""
+    """Return the logits of every row, (tokens, vocab)."""
     rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
     forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
     return flat.logits(batch.input_ids, batch.positions, rows, forward_pass).float()
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float:
-    """How far the logits lie apart, as a share of the expected range.
+    """Return the difference of the logits, as a share of the expected range.
 
-    Rounding alone may send a token to another expert, which changes its row; a wrong attention changes
+    Rounding alone may send a token to another expert, which changes its row.  A wrong attention changes
     nearly all rows.  So in low precision the median over rows counts, not the maximum.
     """
     span = (expected.max() - expected.min()).clamp_min(1e-12)
@@ -570,10 +572,10 @@ def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float
 
 
 def _tolerance(module: Any, prompts: list[list[int]], plain: list[torch.Tensor]) -> float:
-    """The largest difference of logits that can be rounding.
+    """Return the largest difference of logits that rounding can cause.
 
-    In low precision it is measured, between two of the model's own attentions, which are both right.
-    A scaling that is 10 % off differs by well over twice as much.
+    In low precision it is measured as the difference of two of the model's own attentions, which are both
+    right.  A scaling that is wrong by 10 % differs by well over twice as much.
     """
     dtype = next(module.parameters()).dtype
     if dtype == torch.float32:
@@ -581,7 +583,7 @@ def _tolerance(module: Any, prompts: list[list[int]], plain: list[torch.Tensor])
     try:
         _set_implementation(module, "sdpa")
         other = [_plain_logits(module, prompt) for prompt in prompts]
-    except Exception:  # a model that only knows the eager one
+    except Exception:  # a model that only supports eager attention
         return LOW_PRECISION_MIN
     measured = 2 * _difference(torch.cat(other), torch.cat(plain), exact=False)
     return min(max(measured, LOW_PRECISION_MIN), LOW_PRECISION_MAX)

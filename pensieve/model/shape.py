@@ -1,9 +1,9 @@
-"""A model's shape as plain numbers (layers, heads, sizes), and the bytes that its KV takes.
+"""Describe a model's shape as plain numbers (layers, heads, sizes), and compute the bytes of its KV.
 
-The load probe measures it on what the layers pass to the attention: the field names of configs differ from
-model to model.  Only `context_max` comes from the config, or from the operator who lowers it, and the probe
-runs a token at its last position.  `kv_dtype` is the operator's, too (`--kv-dtype`); the scales of KV in fp8
-come from the keys and values of the probe's prompts.
+Configs name their fields differently, so the load probe measures the shape on the tensors that the layers
+pass to the attention.  Only `context_max` comes from the config, or from the operator, who may lower it; the
+probe runs a token at its last position.  `kv_dtype` is the operator's choice (`--kv-dtype`).  The scales of
+fp8 KV come from the keys and values of the probe's prompts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ModelShape:
     num_parameters: int
     weight_bytes: int
     kv_dtype: str = "auto"  # a name of kernels.kv_format
-    # Of the scales of KV in fp8, powers of two: by layer, then for keys and for values, by KV head.
+    # Exponents of the scales of fp8 KV (powers of two): by layer, then keys and values, then KV head.
     kv_exponents: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
@@ -36,7 +36,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         row_bytes = self.kv_format.row_bytes(self.head_size)
         return 2 * self.num_layers * self.num_kv_heads * row_bytes
 

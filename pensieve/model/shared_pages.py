@@ -1,9 +1,9 @@
-"""Which slices of an iteration begin with the same pages, so that attention reads those once.
+"""Find the slices of an iteration that begin with the same pages, so that attention reads those pages once.
 
-What turns that generate share in one iteration they share in the next, so what was found is kept
-(`SharedSearch`): as long as the slices are of the same turns and each still begins with its group's pages,
-it holds, and comparing them is a tenth of the search.  Whether somebody shares more by now is looked at every
-SEARCH_EVERY iterations; sharing changes no result, or only its rounding.
+Turns that generate usually share the same pages in the next iteration, so `SharedSearch` keeps its result.
+The result stays valid while the slices belong to the same turns and begin with their group's pages.  This
+check costs a tenth of a search.  Every SEARCH_EVERY iterations a new search looks for more shared pages.
+Sharing changes results by rounding at most.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pensieve.core.iteration import Slice
 from pensieve.core.prefix_groups import prefix_groups
 from pensieve.kernels.attention.input import SharedPages
 
-SHARED_MIN = 5  # pages; with fewer there is little to gain
+SHARED_MIN = 5  # pages; sharing fewer gains little
 SEARCH_EVERY = 32
 Search = Callable[[Sequence[Slice], int], SharedPages | None]
 
 
 def shared_pages(slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | None:
-    """Groups such that as few pages as possible are read (core/prefix_groups.py); None: nobody shares."""
+    """Return groups that minimise the pages read (core/prefix_groups.py), or None if nothing is shared."""
     by_page: dict[int, list[int]] = {}
     for index, piece in enumerate(slices):
         if piece.start >= SHARED_MIN * chunk_tokens:
@@ -42,7 +42,7 @@ def shared_pages(slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | No
 
 
 class SharedSearch:
-    """For one iteration after another."""
+    """Search each iteration in turn, and reuse the last result while it is valid."""
 
     def __init__(self) -> None:
         self._turn_ids: list[int] = []
@@ -66,7 +66,7 @@ class SharedSearch:
         return found
 
     def _holds(self, slices: Sequence[Slice], chunk_tokens: int) -> bool:
-        """Each slice of a group begins with its pages, and lies wholly behind them."""
+        """Whether each slice of a group still begins with its group's pages and lies behind them."""
         if self._found is None:
             return True
         for piece, group in zip(slices, self._found.slice_groups, strict=True):

@@ -1,4 +1,4 @@
-"""The forward pass of an iteration with streamed turns: their slices attend to staging arenas, by groups.
+"""Run the attention of an iteration with streamed turns: their slices attend to staging arenas, by groups.
 
 The dense parts see one flat batch.  The attention of a layer has parts, in this order: the slices of resident
 turns over the device's pages, then each group (core/iteration.py, `PageGroup`) over the arena that its pages
@@ -8,11 +8,11 @@ of this layer were loaded to (kv/streamer.py).
     write_kv  device pages      arena 0       arena 1    …      a row's slot counts in its own part's pages
     attend    over those        over those    over those
 
-A part is a stretch of the batch, so its index tensors are views of the batch's; only the offsets of its
-slices are counted from its own first row.  Fused layers do their dense halves around this (`paged_rows` is
-None): on a CPU the same functions that the whole layer calls, so results are those of resident turns to the
-last bit.  On a GPU a layer of resident turns alone rotates with rounded cosines, in one kernel with the
-writing, so there the two ways differ by rounding.
+A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are
+counted from its own first row.  `paged_rows` is None, so fused layers run only their dense halves around this
+attention.  On a CPU these are the functions that the whole layer calls, so results equal those of resident
+turns to the last bit.  On a GPU a layer without streamed turns rotates with rounded cosines, in one kernel
+with the writing, so the results differ by rounding.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from pensieve.model.shared_pages import Search
 
 
 class AttentionPart(NamedTuple):
-    """Slices that attend together, to the same pages; tensors as in `Batch`."""
+    """Slices that attend together to the same pages; tensors as in `Batch`."""
 
     first_row: int
     stop_row: int
-    slot_mapping: torch.Tensor  # of its rows
-    page_index: PageIndex  # rows count from its first row; the page table is the whole batch's
-    lengths: Sequence[int]  # of the slices, for the host
+    slot_mapping: torch.Tensor  # of the part's rows
+    page_index: PageIndex  # rows count from the part's first row; page table of the batch
+    lengths: Sequence[int]  # of the slices, on the host
     starts: Sequence[int]
-    plan: DevicePlan | None = None  # the plan of its attention
+    plan: DevicePlan | None = None  # of the part's attention
 
 
 class StreamedPass:
-    """The forward pass of one iteration over device pages and staging arenas."""
+    """Run the attention of one iteration over device pages and staging arenas."""
 
     paged_rows: PagedRows | None = None
     pages_ready = False
@@ -115,14 +115,14 @@ def parts_of(
     slices: Sequence[Slice],
     groups: Sequence[PageGroup],
     memory: KVMemory,
-    search_of: Callable[[int], Search],  # of the resident part, 0, and of group i, i + 1
+    search_of: Callable[[int], Search],  # 0 for the resident part, i + 1 for group i
 ) -> list[AttentionPart]:
-    """The resident slices, if there are any, then each group."""
+    """Return the part of the resident slices, if there are any, then a part for each group."""
     stretches = [(group.first_slice, group.stop_slice) for group in groups]
     if stretches[0][0]:
         stretches.insert(0, (0, stretches[0][0]))
     assert [first for first, _ in stretches[1:]] == [stop for _, stop in stretches[:-1]]
-    assert stretches[-1][1] == len(slices), "groups come behind all other slices, without a gap"
+    assert stretches[-1][1] == len(slices), "groups must come after all other slices, without a gap"
     whole = batch.page_index
     found: list[AttentionPart] = []
     row = 0

@@ -1,11 +1,10 @@
-"""Copies tensors between host and device without waiting.
+"""Copy tensors between host and device without waiting.
 
-On an accelerator both ways lead through page-locked memory and are ordered by the stream: what is
-uploaded has arrived when a later kernel reads it, and the host waits only for a `ReadBack` whose
-value it reads.  (An ordinary copy waits for everything that was launched before it.)  Torch does
-not use the page-locked memory again until the copy is done.
+On an accelerator both directions use page-locked memory and are ordered by the stream.  An upload has arrived
+when a later kernel reads it.  The host waits only for a `ReadBack` whose value it reads.  (An ordinary copy
+waits for everything launched before it.)  Torch reuses the page-locked memory only after the copy is done.
 
-On a CPU nothing is copied: an upload is the tensor itself, and so is a read-back.
+On a CPU nothing is copied: an upload or a read-back is the tensor itself.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ def reading_is_free(values: Tensor) -> bool:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A copy of a host tensor on the device."""
+    """Return a host tensor's copy on the device; on a CPU, the tensor itself."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64 (numbers)."""
+    """Return the numbers as int64 (numbers)."""
     return upload(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 class ReadBack:
-    """A tensor of the device on its way to the host."""
+    """Bring a tensor from the device to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
         self._values = values
         if values.device.type != "cpu":
-            with torch.cuda.device(values.device):  # which is not every thread's current one
+            with torch.cuda.device(values.device):  # other threads may have another current device
                 self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
                 self._values.copy_(values, non_blocking=True)
                 self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._arrived.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> Tensor:
-        """Its values, once the device has computed them."""
+        """Return the values once the device has computed them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values

@@ -13,7 +13,7 @@ from pensieve.cli.main import main
         (["step", "--batch", "0"], "at least 1"),
         (["step", "--shape", "7T"], "is one of 0.03B, 0.37B, 1.1B"),
         (["chat", "--turns", "0"], "at least 1"),
-        (["chat", "--think", "-1"], "not negative"),
+        (["chat", "--think", "-1"], "must not be negative"),
         (["step", "./nowhere"], "no model folder"),
     ],
 )

@@ -309,7 +309,10 @@ def test_a_model_without_a_chat_template_is_given_one(
     template.write_text(given.pop("chat_template").replace("You are", "You were"))
     (bare / config).write_text(json.dumps(given))
     assert chat("-q", "Hello.", folder=bare) == 4
-    assert "has no chat template (chat_template.jinja); --chat-template" in capsys.readouterr().err
+    assert (
+        "has no chat template (chat_template.jinja). Give one with --chat-template"
+        in capsys.readouterr().err
+    )
     assert chat("-q", "Hello.", "--chat-template", str(tmp_path / "nowhere"), folder=bare) == 4
     assert "has no nowhere" in capsys.readouterr().err
     for folder in (bare, model):  # it also stands for one that is there

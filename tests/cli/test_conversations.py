@@ -167,7 +167,7 @@ def test_a_line_that_cannot_be_imported_is_named_and_the_others_are_imported(
     errors = [line for line in said.err.splitlines() if line.startswith("! ")]
     assert [line.split(":")[0] for line in errors] == [f"! line {n}" for n in (2, 3, 4, 5, 6, 8)]
     for wanted, line in zip(
-        ("already", "128 of A-Z", "robot", "tool_call_id", "colour", "JSON"),
+        ("already", "1 to 128 characters of A-Z", "robot", "tool_call_id", "colour", "JSON"),
         errors,
         strict=True,
     ):

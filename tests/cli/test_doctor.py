@@ -95,7 +95,9 @@ def test_tokenizer_and_template_are_loaded_as_a_daemon_loads_them(
     template = tmp_path / "template.jinja"
     template.write_text("{% for each in messages %}{{ each.content[0].text }}{% endfor %}")
     said = problem(str(folder), "--chat-template", str(template))
-    assert "the model cannot be loaded: the chat template takes content as a list of parts" in said
+    assert (
+        "the model cannot be loaded: the chat template expects content as a list of parts" in said
+    )
     (folder / "tokenizer.json").unlink()
     assert f"the model cannot be loaded: {folder} has no tokenizer.json" in problem(str(folder))
 
@@ -108,7 +110,10 @@ def test_weights_that_would_be_left_out_are_wrong(
     weights["model.layers.0.mlp.up_proj.weight_scale"] = torch.ones(1)
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     assert main(["doctor", str(folder)]) == 1
-    assert "hold what the model would leave out: model.layers.0.mlp.up" in capsys.readouterr().out
+    assert (
+        "contain weights that the model would ignore: model.layers.0.mlp.up"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_model_that_cannot_be_loaded_is_wrong(

@@ -470,7 +470,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
                 with pytest.raises(grpc.RpcError) as caught:
                     stub.GetConversation(pb.GetConversationRequest(conversation_id="last"))
                 refused = caught.value.code()
-        assert down.stdout.read() == "ended\n"
+        assert down.stdout.read() == "stopped\n"
     assert down.returncode == 0
     assert refused in (None, grpc.StatusCode.UNAVAILABLE)  # clients come again
     assert events[-1][0] == "completed"

@@ -26,7 +26,7 @@ def windowed(tmp_path: Path) -> Path:
 
 def test_a_windowed_model_is_exact_below_its_window(windowed: Path, tmp_path: Path) -> None:
     """The reference is plain transformers, whose window is the model's own."""
-    with pytest.raises(UnsupportedModel, match=f"--context-max {WINDOW} serves it"):
+    with pytest.raises(UnsupportedModel, match=f"Serve it with --context-max {WINDOW}"):
         started(windowed, tmp_path / "refused")
     with started(windowed, tmp_path / "data", context_max=str(WINDOW)) as runtime:
         assert runtime.engine.config.context_max == WINDOW

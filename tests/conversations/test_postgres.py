@@ -87,7 +87,7 @@ def test_a_conversation_goes_on_after_either_process_was_killed(
     where = ("--data", str(daemon.data))
     assert main(["admin", "check", *where]) == 0
     assert main(["backup", str(tmp_path / "copy"), *where]) != 0
-    assert "PostgreSQL has backups of its own" in capsys.readouterr().err
+    assert "back PostgreSQL up with its own tools" in capsys.readouterr().err
     copy = ("--data", str(tmp_path / "back"), "--store", url)
     assert main(["copy", "--back", *copy]) == 3
     refused = capsys.readouterr().err
@@ -126,4 +126,4 @@ def test_a_backup_folder_of_ours_is_refused(tmp_path: Path) -> None:
     backup = ("--backup", str(tmp_path / "copy"))
     done = serve(tmp_path / "data", "--store", "postgresql:///history", *backup)
     assert done.returncode == 2
-    assert "PostgreSQL has backups of its own" in done.stderr
+    assert "Use PostgreSQL's own backups" in done.stderr

@@ -479,5 +479,5 @@ def test_who_outgrows_the_objective_stops_one_after_the_other(
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="negative"):
         CacheConfig(4, 4, staging_pages=-1)
-    with pytest.raises(ValueError, match="stream is one of auto, on, off"):
+    with pytest.raises(ValueError, match="stream must be one of auto, on, off"):
         SchedulerConfig(stream="maybe")

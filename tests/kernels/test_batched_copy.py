@@ -70,7 +70,7 @@ def test_what_the_driver_refuses_is_an_error_of_the_device(driver: None) -> None
     arena = torch.zeros(2, 2, 1, 8, 16)
     moves = PageMoves(torch.tensor([0]), torch.tensor([1]), torch.tensor([8]))
     pieces = moves.in_pieces(8, 2, 8 * 16 * 4)
-    with pytest.raises(DeviceError, match="answers 1 for 1 pieces"):
+    with pytest.raises(DeviceError, match="returned 1 for 1 pieces"):
         copy_pieces(pieces, arena, arena, stream=0)
 
 

@@ -85,7 +85,7 @@ def test_names_sizes_and_types() -> None:
     assert (int8.row(64), int8.row_bytes(64), int8.in_words) == (68, 68, "int8")
     assert format_of(torch.empty(1, dtype=torch.int8), torch.float32) == int8
     assert format_of(torch.empty(1), torch.float32) == kv_format("auto", torch.float32)
-    with pytest.raises(ValueError, match="no KV format 'int4'"):
+    with pytest.raises(ValueError, match="unknown KV format 'int4'"):
         kv_format("int4", torch.float32)
 
 

@@ -269,7 +269,7 @@ def test_without_cupy_it_says_what_to_install(tmp_path: Path) -> None:
         text=True,
         check=True,
     ).stdout
-    assert "CuPy: install the extra cuda13, or cuda12 where torch" in told
+    assert "CuPy. Install the extra cuda13, or cuda12 if torch" in told
 
 
 def test_two_that_need_the_same_code_compile_it_once(

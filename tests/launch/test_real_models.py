@@ -176,6 +176,7 @@ def talk(tmp_path: Path, index: Path) -> Talk:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         small = ("--device-cache", "2000t", "--host-cache", "2000t", "--max-tokens", "4")
+        greedy = ("--temperature", "0")
         return subprocess.run(
             [
                 sys.executable,
@@ -185,6 +186,7 @@ def talk(tmp_path: Path, index: Path) -> Talk:
                 "chat",
                 *arguments,
                 *small,
+                *greedy,
                 "-q",
                 "Hello.",
             ],

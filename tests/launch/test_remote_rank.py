@@ -151,8 +151,8 @@ def test_a_rank_elsewhere_that_is_killed_comes_again_and_no_token_is_wrong(tmp_p
     with pair(tmp_path, "127.0.0.1") as found:
         talk_and_kill(found, signal.SIGKILL)
         log = found.daemon.log.read_text()
-        assert re.search(r"waiting at 127.0.0.1:\d+ for 1 rank of other machines", log)
-        assert len(re.findall(r"came: 1 of 1", log)) == 2
+        assert re.search(r"waiting at 127.0.0.1:\d+ for 1 rank from other machines", log)
+        assert len(re.findall(r"connected: 1 of 1", log)) == 2
         assert len(re.findall(r"the engine is ready again", log)) == 1
         (pid,) = found.rank.children()
         found.rank.process.kill()

@@ -99,7 +99,7 @@ def test_both_tiers_hold_bytes_and_move_them() -> None:
 
 def test_a_model_without_scales_has_no_pages_in_fp8() -> None:
     shape = ModelShape(3, 2, 1, 4, 50, 64, torch.bfloat16, 0, 0, "fp8")
-    with pytest.raises(ValueError, match="scales of shape"):
+    with pytest.raises(ValueError, match="have the shape"):
         KVMemory(shape, 8, 5, 4)
 
 

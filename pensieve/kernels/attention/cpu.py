@@ -1,8 +1,8 @@
-"""The attention kernels of csrc/cpu, called through ctypes.
+"""Call the attention kernels of csrc/cpu through ctypes.
 
-Each function carries its operation out and answers True, or answers False and has done nothing: there
-is no library, or these tensors are not for it (their type, strides or page size).  `paged` then calls
-the torch implementation (`reference`).
+Each function runs its operation and returns True.  It does nothing and returns False if there is no library
+or the library does not support these tensors (their type, strides or page size).  `paged` then calls the
+torch implementation (`reference`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pensieve.kernels.kv_format import format_of
 
 
 class KindStruct(ctypes.Structure):
-    """`AttentionKind` as csrc/cpu/attention.h has it."""
+    """Mirror `AttentionKind` of csrc/cpu/attention.h."""
 
     _fields_: ClassVar = [("scaling", ctypes.c_float)]
 
@@ -150,6 +150,6 @@ def copy_pages(
         row * source_arena.element_size(),
         len(source_arena),
         len(target_arena),
-        1,  # a thread: others would take cores from the one that computes
+        1,  # thread: more would take cores from the computing thread
     )
     return succeeded(status)

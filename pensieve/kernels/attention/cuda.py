@@ -1,7 +1,7 @@
-"""The launches of the attention kernels of csrc/cuda, their blocks and arguments, as values.
+"""Make launches of the attention kernels of csrc/cuda, with their blocks and arguments, as values.
 
-A function ending in `_launch` (or `_launches`) turns tensors into a `Launch` (`kernels.cuda_launch`); that is
-plain arithmetic, and needs no GPU.  The plan of an iteration, which blocks do what, is made by `plan`.
+A function ending in `_launch` (or `_launches`) turns tensors into a `Launch` (`kernels.cuda_launch`) by plain
+arithmetic, without a GPU.  `plan` decides which blocks do which work of an iteration.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HOPPER_HEAD_SIZES = (64, 128)
 KIND_FIELDS = frozenset({"scaling"})
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LOG2_E = 1.4426950408889634
-# Shared memory in KiB: what a block of multi_token_attention takes, by head size (the driver takes 1 more);
-# what a multiprocessor has, by compute capability (100 where it is not listed).
+# Shared memory in KiB: of a block of multi_token_attention, by head size (the driver takes 1 more);
+# of a multiprocessor, by compute capability (100 if it is not listed).
 BLOCK_KIB = {64: 52, 96: 60, 128: 80, 256: 96}
 MULTIPROCESSOR_KIB = {
     (8, 0): 164,
@@ -38,14 +38,14 @@ MULTIPROCESSOR_KIB = {
     (10, 3): 228,
     (11, 0): 228,
 }
-BLOCKS_MAX = 2  # of a multiprocessor: its registers hold no more
-ROWS_OF_A_MERGE = 4  # that one block of merge_parts does
-# Of copy_pages: more blocks move nothing faster over the bus, and take multiprocessors from the computation.
+BLOCKS_MAX = 2  # per multiprocessor: its registers hold no more
+ROWS_OF_A_MERGE = 4  # per block of merge_parts
+# Of copy_pages: more blocks do not copy faster over the bus, and take multiprocessors from the computation.
 BUS_COPY_BLOCKS, DEVICE_COPY_BLOCKS, COPY_THREADS = 4, 32, 1024
 
 
 def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.dtype) -> bool:
-    """Whether the kernels can be used with rows and KV like this; torch does the rest."""
+    """Whether the kernels support these rows and this KV; if not, torch attends."""
     return (
         dtype in ELEMENTS
         and stored in (dtype, FP8.element)
@@ -62,13 +62,13 @@ def takes_inputs(inputs: AttentionInput) -> bool:
 
 
 def takes_arena(arena: torch.Tensor) -> bool:
-    """Whether `copy_pages` can copy these pages: elements of any type, rows of a multiple of 16 bytes."""
+    """Whether `copy_pages` can copy these pages: any type, but rows of a multiple of 16 bytes."""
     _, _, _, slots, head_size = arena.shape
     return slots == PAGE_SLOTS and head_size * arena.element_size() % 16 == 0
 
 
 def tiling(head_size: int) -> Tiling:
-    """The row counts of multi_token_attention.cu's `Plan`s."""
+    """Return the row counts of multi_token_attention.cu's `Plan`s."""
     return Tiling(16, 64) if head_size == 256 else Tiling(32, 128)
 
 
@@ -91,7 +91,7 @@ def plan(
 
 
 def device_plan(inputs: AttentionInput) -> DevicePlan:
-    """The plan of one call, from its tensors; it reads them back, so iterations are planned beforehand."""
+    """Make the plan of one call by reading its tensors back; iterations are planned in advance instead."""
     query, key_pages, index = inputs.query, inputs.key_pages, inputs.page_index
     lengths = [end - begin for begin, end in itertools.pairwise(index.slice_offsets.tolist())]
     num_kv_heads, _, head_size = key_pages.shape[1:]
@@ -110,9 +110,9 @@ def device_plan(inputs: AttentionInput) -> DevicePlan:
 def blocks_at_once(
     device: torch.device, head_size: int, stored: torch.dtype = torch.bfloat16
 ) -> BlocksAtOnce:
-    """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel.
+    """Return how many blocks of multi_token_attention, and of Hopper's own kernel, the device runs at once.
 
-    Hopper's kernel takes no keys and values in fp8: its products read them from shared memory as they are.
+    Hopper's kernel does not support fp8 KV: its products read keys and values directly from shared memory.
     """
     found = _blocks_at_once(device, head_size, bool(choices.current.hopper))
     return found._replace(wide=None) if stored == FP8.element else found
@@ -136,9 +136,9 @@ def attention_launches(
     plan: DevicePlan,
     map_of: Callable[[torch.Tensor], int] | None = None,
 ) -> list[Launch]:
-    """The kernel, the one for Hopper's wide items, and the merge of what was cut.
+    """Return the launches of the kernel for Hopper's wide items, of the main kernel, and of the merge.
 
-    `map_of` gives the address of a tensor map of key or value pages.
+    `map_of` returns the address of a tensor map of key or value pages.
     """
     query, key_pages, value_pages = inputs[:3]
     page_table, slice_offsets, slice_turns, slice_starts, _ = inputs.page_index
@@ -146,7 +146,7 @@ def attention_launches(
     num_kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
     num_heads = query.shape[1]
     if not scaling > 0:
-        raise ValueError(f"multi_token_attention: scaling is {scaling}, it has to be positive")
+        raise ValueError(f"multi_token_attention: scaling is {scaling}, but must be positive")
     for name, tensor in (("query", query), ("out", out)):
         if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 8:
             raise ValueError(f"multi_token_attention: {name} has strides {tensor.stride()}")
@@ -155,7 +155,7 @@ def attention_launches(
             raise ValueError(f"multi_token_attention: {name} has strides {tensor.stride()}")
     for name, tensor in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
         if tensor.data_ptr() % 16:
-            raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
+            raise ValueError(f"multi_token_attention: {name} is not aligned to 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
     scales = _scales(inputs.kv_scales, key_pages)
     rows: tuple[Argument, ...] = (
@@ -173,7 +173,7 @@ def attention_launches(
     launches = []
     if len(plan.wide_items):
         if key_pages.dtype == FP8.element:
-            raise ValueError("multi_token_attention: Hopper's kernel takes no fp8")
+            raise ValueError("multi_token_attention: Hopper's kernel does not support fp8")
         num_items = len(plan.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
         hoppers = "multi_token_attention_hopper.cu"
@@ -243,13 +243,13 @@ def attention_launches_again(
     out: torch.Tensor,
     map_of: Callable[[torch.Tensor], int] | None = None,
 ) -> list[Launch]:
-    """The launches of another layer, whose tensors have the same shapes and lie elsewhere."""
+    """Return the launches for another layer, whose tensors differ only in their addresses."""
     query, key_pages, value_pages = inputs[:3]
     map_of = map_of or tensor_map.map_of
     read = pointers(query, key_pages, value_pages)
     (written,) = pointers(out)
     if any(address % 16 for _, address in read):
-        raise ValueError("multi_token_attention: a tensor does not begin at 16 bytes")
+        raise ValueError("multi_token_attention: a tensor is not aligned to 16 bytes")
     found = []
     for launch in launches:
         arguments = launch.arguments
@@ -277,7 +277,7 @@ def write_kv_launch(
         if tensor.stride(2) != 1 or tensor.stride(0) % 4 or tensor.stride(1) % 4:
             raise ValueError(f"write_kv: {name} has strides {tensor.stride()}")
         if tensor.data_ptr() % 8:
-            raise ValueError(f"write_kv: {name} does not begin at 8 bytes")
+            raise ValueError(f"write_kv: {name} is not aligned to 8 bytes")
     return Launch(
         Kernel("write_kv.cu", "write_kv", _element(key, head_size) + stored(key_pages.dtype)),
         num_tokens,
@@ -313,10 +313,10 @@ def rotate_and_write_kv_launch(
         if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 4:
             raise ValueError(f"rotate_and_write_kv: {name} has strides {tensor.stride()}")
         if tensor.data_ptr() % 8:
-            raise ValueError(f"rotate_and_write_kv: {name} does not begin at 8 bytes")
+            raise ValueError(f"rotate_and_write_kv: {name} is not aligned to 8 bytes")
     if cosine.shape[1] % 4 or not (cosine.is_contiguous() and sine.is_contiguous()):
         raise ValueError(
-            "rotate_and_write_kv: cosine and sine are (tokens, a multiple of 4), contiguous"
+            "rotate_and_write_kv: cosine and sine must be (tokens, a multiple of 4), contiguous"
         )
     return Launch(
         Kernel(
@@ -366,21 +366,21 @@ def copy_pages_launch(
 
 
 def hopper_defines() -> tuple[str, ...]:
-    """What is chosen of Hopper's kernel."""
+    """Return the definitions that the current choices add to Hopper's kernel."""
     return ("WATCHDOG",) if choices.current.watchdog else ()
 
 
 def stored(dtype: torch.dtype) -> tuple[str, ...]:
-    """What says that keys and values are kept in another type than the rows have."""
+    """Return the definition that keys and values are stored in another type than the rows."""
     return ("STORED=E4m3",) if dtype == FP8.element else ()
 
 
 def _scales(kv_scales: torch.Tensor | None, key_pages: torch.Tensor) -> Argument:
-    """The address of the scales of a layer's pages; of pages that need none, no address."""
+    """Return the address of a layer's scales, or 0 if its pages need none."""
     if key_pages.dtype != FP8.element:
         return ("p", 0)
     if kv_scales is None or kv_scales.shape != (2, key_pages.shape[1]):
-        raise ValueError("pages in fp8 need a scale for each KV head, of keys and of values")
+        raise ValueError("fp8 pages need a scale for each KV head, of keys and of values")
     if kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
         raise ValueError(f"scales are {kv_scales.dtype} with strides {kv_scales.stride()}")
     (address,) = pointers(kv_scales)

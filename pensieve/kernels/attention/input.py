@@ -1,11 +1,11 @@
-"""What an attention kernel reads: one layer's queries, pages of keys and values, and its kind of attention.
+"""Define the input of an attention kernel: a layer's queries, pages of keys and values, and attention kind.
 
     model ── AttentionKind ──┐
     batch ── PageIndex ──────┼─> AttentionInput ──> paged ──> cpu, cuda or reference
     layer ── queries, pages ─┘
 
-The code between a model's layer and a kernel passes these values on. A new kind of attention is a field of
-`AttentionKind` and a kernel that reads the field.
+The code between a model's layer and a kernel only passes these values on.  A new kind of attention is a field
+of `AttentionKind` and a kernel that reads the field.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 class AttentionKind(NamedTuple):
     """How a layer's queries weigh keys; the same in every iteration.
 
-    A further field is None where a layer does without it. A kernel names the fields that it knows
-    (`KIND_FIELDS`) and leaves a layer that needs another one to the reference.
+    Further fields are None in layers that do not use them.  A kernel names the fields that it supports
+    (`KIND_FIELDS`).  The reference computes layers that need other fields.
     """
 
-    scaling: float  # of the scores
+    scaling: float  # factor of the scores
 
     @classmethod
     def plain(cls, head_size: int) -> AttentionKind:
@@ -39,18 +39,18 @@ class AttentionKind(NamedTuple):
 
 
 class SharedPages(NamedTuple):
-    """Which slices begin with the same pages, so that attention reads these once; on the host.
+    """Groups of slices that begin with the same pages, which attention then reads once; on the host.
 
-    All rows of a group's slices lie behind the group's pages. On a CPU no bit of a result depends on
-    sharing. On a GPU rows are merged from other parts, so results differ by rounding.
+    All rows of a group's slices lie behind the group's pages.  On a CPU results do not depend on sharing at
+    all.  On a GPU rows are merged from other parts, so results differ by rounding.
     """
 
     slice_groups: array[int]  # int32 (slices): the slice's group; -1: it shares nothing
-    group_pages: array[int]  # int32 (groups): how many pages its slices share
+    group_pages: array[int]  # int32 (groups): how many pages the group shares
 
 
 class PageIndex(NamedTuple):
-    """Which pages each slice of an iteration attends to; the same for all layers."""
+    """The pages that each slice of an iteration attends to; the same for all layers."""
 
     page_table: torch.Tensor  # int32 (turns, pages_max): entry i is the page of chunk i
     slice_offsets: torch.Tensor  # int32 (slices+1): slice s is rows [offsets[s], offsets[s+1])
@@ -60,15 +60,15 @@ class PageIndex(NamedTuple):
 
 
 class AttentionInput(NamedTuple):
-    """Everything that one layer's attention reads.
+    """All data that one layer's attention reads.
 
-    A slice's context is its start + its length. All of it is in the pages already, the slice's own tokens
-    included.
+    A slice's context is its start + its length.  All of it is already in the pages, including the slice's
+    own tokens.
     """
 
     query: torch.Tensor  # (tokens, heads, head_size)
-    key_pages: torch.Tensor  # (pages, kv_heads, slots, row): `kv_format` says what a row is
+    key_pages: torch.Tensor  # (pages, kv_heads, slots, row): `kv_format` defines a row
     value_pages: torch.Tensor  # (pages, kv_heads, slots, row)
     page_index: PageIndex
     kind: AttentionKind
-    kv_scales: torch.Tensor | None = None  # float32 (2, kv_heads), of pages in fp8
+    kv_scales: torch.Tensor | None = None  # float32 (2, kv_heads), of fp8 pages

@@ -1,7 +1,7 @@
-"""The public functions of attention over paged keys and values, for tensors of any device.
+"""Public functions of attention over paged keys and values, for tensors of any device.
 
 Each function checks the shapes of its tensors and calls the implementation for their device.  The values in
-index tensors are not checked here: they come from the batch, and reading them back would stall a GPU.
+index tensors are not checked: they come from the batch, and reading them back would stall a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pensieve.kernels.shapes import Shapes
 
 def multi_token_attention(
     inputs: AttentionInput,
-    out: torch.Tensor,  # (tokens, heads, head_size); may not alias the query
-    plan: DevicePlan | None = None,  # on a GPU, the plan for these slices; None: it is made here
+    out: torch.Tensor,  # (tokens, heads, head_size); must not alias the query
+    plan: DevicePlan | None = None,  # on a GPU, the plan for these slices; None makes it here
 ) -> None:
-    """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
+    """Compute out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
     Sums are accumulated in fp32.
     """
@@ -73,10 +73,10 @@ def _unify_pages(
 
 
 class CudaAttention:
-    """`multi_token_attention` for the layers of one iteration on a GPU.
+    """Run `multi_token_attention` for the layers of one iteration on a GPU.
 
-    What the layers share (index, plan, kind, shapes) is checked and packed with the first of them; the others
-    only put their addresses in.  A layer that differs in any of it is checked like a first.
+    The first layer checks and packs everything that the layers share (index, plan, kind, shapes).  Later
+    layers only insert their addresses.  A layer that differs is checked like the first.
     """
 
     def __init__(self, plan: DevicePlan | None) -> None:
@@ -108,11 +108,11 @@ def write_kv(
     key: torch.Tensor,  # (tokens, kv_heads, head_size)
     value: torch.Tensor,  # (tokens, kv_heads, head_size)
     slot_mapping: torch.Tensor,  # int64 (tokens): page · slots + slot, no value twice
-    key_pages: torch.Tensor,  # (pages, kv_heads, slots, row): `kv_format` says what a row is
+    key_pages: torch.Tensor,  # (pages, kv_heads, slots, row): `kv_format` defines a row
     value_pages: torch.Tensor,  # (pages, kv_heads, slots, row)
-    kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of pages in fp8
+    kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of fp8 pages
 ) -> None:
-    """Put the key and value of token t into slot `slot_mapping[t]`; no other slot changes."""
+    """Write the key and value of token t to slot `slot_mapping[t]`; no other slot changes."""
     shapes = Shapes("write_kv")
     shapes.unify("key", key, ("tokens", "kv_heads", "head_size"))
     shapes.unify("value", value, ("tokens", "kv_heads", "head_size"), key.dtype)
@@ -133,13 +133,13 @@ def copy_pages(
     target_arena: torch.Tensor,  # (target_pages, 2, kv_heads, slots, row)
     source_pages: torch.Tensor,  # int64 (copies)
     target_pages: torch.Tensor,  # int64 (copies); no page twice, none that is also a source
-    num_slots: torch.Tensor,  # int64 (copies): how many leading slots of the page are copied
+    num_slots: torch.Tensor,  # int64 (copies): how many leading slots of the page to copy
     *,
     mapped: bool = False,
 ) -> None:
-    """Copy pages of one layer, bit for bit; the arenas may be one and the same, or lie apart.
+    """Copy pages of one layer, bit for bit; both arenas may be the same tensor.
 
-    With `mapped` an arena in host memory is page-locked and mapped into the other arena's device.
+    `mapped` means that an arena in host memory is page-locked and mapped into the other arena's device.
     """
     tail = ("two", "kv_heads", "slots", "row")
     shapes = Shapes("copy_pages")

@@ -1,36 +1,36 @@
-"""Cuts an iteration's attention into work for a GPU's blocks, once for all layers.
+"""Divide an iteration's attention into work for a GPU's blocks, once for all layers.
 
 Rows are cut into tiles, and tiles of slices that begin with the same pages may form packs (`tiles`).  A tile
-becomes one *item* of work, or several *parts* that are merged afterwards.  csrc/include/work.h has the
+becomes one *item* of work, or several *parts* that are merged afterwards.  csrc/include/work.h defines the
 records of items and merges.
 
-Who does them.  On Hopper the wide tiles have a kernel of their own, which runs before that of the narrow
-ones, with another number of blocks: each kind is planned by itself, for as many blocks as really run
-(`BlocksAtOnce`).  Elsewhere one kernel does both, and a page costs twice as much in a wide tile.  Packs are
-done by the kernel of narrow tiles, which does wide ones too, whatever their number of rows: with them a
-batch that only decodes stays one launch on Hopper, too, and its plan has the form that graphs need.
+Kernels.  On Hopper the wide tiles have their own kernel, which runs before the kernel of the narrow tiles,
+with another number of blocks.  Each kind is planned by itself, for the number of blocks that really run
+(`BlocksAtOnce`).  On other GPUs one kernel does both, and a page costs twice as much in a wide tile.  The
+kernel of narrow tiles also does all packs, whatever their number of rows.  So a batch that only decodes stays
+one launch on Hopper, and its plan has the form that graphs need.
 
-How a context is cut.  The device runs B blocks at once.  With parts no longer than `limit` there are n
-blocks, which take ⌈n / B⌉ waves, so the time is at most
+Cutting a context.  The device runs B blocks at once.  With parts no longer than `limit` there are n blocks,
+which take ⌈n / B⌉ waves, so the time is at most
 
     min(⌈n / B⌉ · limit, total / B + limit)        (longest first; any block may be the last to end)
 
-and each wave has a cost of its own (`WAVE_COST`).  Cutting has a price: the merge is one more launch
-(`MERGE_COST`), and each row of a part is written and read once more (`ROWS_OF_A_PAGE`), which for the 128
-rows of a wide tile is as much as eight pages.  For the fewest waves possible, and for a few more, the
-smallest limit is searched, and the best of these and of no cut at all is taken.  So a single long context
-fills the machine, and 300 equal contexts on 264 blocks do not leave half of the machine idle in a second
-wave.  Where there are many blocks anyway, only what exceeds the mean share is cut.  No part is shorter than
-`PART_PAGES_MIN`.
+plus a cost for each wave (`WAVE_COST`).  Cutting also costs a merge, which is one more launch (`MERGE_COST`),
+and one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile this is
+as much as eight pages.  The planner finds the smallest limit for the fewest possible waves, and for a few
+more waves.  It uses the best of these, or no cut if that is better.  So a single long context fills the
+machine, and 300 equal contexts on 264 blocks do not leave half of the machine idle in a second wave.  With
+many blocks, only contexts that exceed the mean share are cut.  No part is shorter than `PART_PAGES_MIN`.
 
-What is shared.  A pack's results are parts, however short it is: each member's merge takes the parts of its
-own context and, among those of the pack, its rows.  So a pack costs a part more for each row, and a block; it
-is made where that is less than the pages that need not be read (`_worth`).  And the plan with packs is taken
-if its time, as above, is less than that of the plan without any: where a few contexts are cut over a machine
-that is idle otherwise, reading pages twice may cost less than the merge.
+Sharing pages.  A pack's results are always parts: each member's merge takes the parts of its own context, and
+its rows of the pack's parts.  So a pack costs one more part for each row, and a block.  It is made if that is
+less than the pages that need not be read (`_worth`).  The plan with packs is used if its time, as above, is
+less than without packs.  If a few contexts are cut over an otherwise idle machine, reading pages twice may
+cost less than the merge.
 
-Items are sorted longest first: blocks start in this order, and the short ones fill the gaps at the end.
-Hopper's blocks stay, and go through the items there and back (csrc/cuda/multi_token_attention_hopper.cu).
+Items are sorted longest first: blocks start in this order, and short items fill the gaps at the end.
+Hopper's blocks are persistent, and take items forwards and backwards in turn
+(csrc/cuda/multi_token_attention_hopper.cu).
 
 The functions are pure: lengths and starts in, lists out.
 """
@@ -58,13 +58,13 @@ from pensieve.kernels.attention.tiles import (
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 PART_PAGES_MIN = 4
-WAVE_COST = 2  # in pages: to start a block, and to finish it
-WAVES_MORE = 3  # how many waves are tried beyond the fewest possible
-MERGE_COST = 4  # in pages: a launch more
+WAVE_COST = 2  # in pages: to start and to finish a block
+WAVES_MORE = 3  # how many waves to try beyond the fewest possible
+MERGE_COST = 4  # in pages: one more launch
 # Rows of a part that move as many bytes as a page: floats, written and read, against keys and values of
 # two bytes each.
 ROWS_OF_A_PAGE = PAGE_SLOTS * 2 * 2 // (2 * 4)
-ITEM, MERGE = 7, 8  # numbers of a record
+ITEM, MERGE = 7, 8  # numbers per record
 
 
 class Item(NamedTuple):
@@ -73,8 +73,8 @@ class Item(NamedTuple):
     num_rows: int
     key_begin: int
     key_end: int
-    part_row: int  # where its partial result lies; -1: it is no part
-    pack_row: int = -1  # where its rows begin in the table of packs; -1: they are the slice's
+    part_row: int  # first row of its partial result; -1: the item is no part
+    pack_row: int = -1  # first of its rows in the table of packs; -1: the rows are the slice's
 
 
 class Merge(NamedTuple):
@@ -82,31 +82,31 @@ class Merge(NamedTuple):
     row_begin: int
     num_rows: int
     first_part_row: int
-    num_parts: int  # of its own, `num_rows` apart
-    first_pack_row: int = 0  # of its rows in the first part of its pack
-    pack_stride: int = 0  # from a part of the pack to the next
+    num_parts: int  # of its own context, `num_rows` apart
+    first_pack_row: int = 0  # its first row in the first part of its pack
+    pack_stride: int = 0  # rows from a part of the pack to the next
     num_pack_parts: int = 0
 
 
 class Cut(NamedTuple):
-    limit: int  # the longest that a part may be, in pages
-    time: float  # that it takes
+    limit: int  # the longest allowed part, in pages
+    time: float  # that the work takes, in pages
 
 
-WorkCounts = Counter[tuple[int, int, bool]]  # cost, rows, whether it is a part however short it is
+WorkCounts = Counter[tuple[int, int, bool]]  # cost, rows, whether it is always a part
 
 
 class TileCosts(NamedTuple):
-    """What a kernel has to do: packs, and tiles."""
+    """The work of a kernel: packs and tiles, with their costs."""
 
     made: PackedTiles
-    step: int  # pages that it takes at once
-    pack_costs: list[tuple[int, int]]  # of a page, of all in whole steps
+    step: int  # pages that the kernel reads at once
+    pack_costs: list[tuple[int, int]]  # of a page, and of all pages in whole steps
     tile_costs: list[tuple[int, int]]
 
     @classmethod
     def of(cls, made: PackedTiles, tiling: Tiling | None = None, step: int = 1) -> TileCosts:
-        """Without a `tiling` every page costs 1."""
+        """Compute the costs; without a `tiling` every page costs 1."""
 
         def costs(tiles: Sequence[Tile]) -> list[tuple[int, int]]:
             found = []
@@ -131,14 +131,14 @@ class TileCosts(NamedTuple):
 class BlocksAtOnce(NamedTuple):
     """How many blocks of a kernel a device runs at once."""
 
-    narrow: int  # of the kernel for narrow tiles; it does the wide ones too where they have none
+    narrow: int  # of the kernel for narrow tiles; it also does wide tiles if `wide` is None
     wide: int | None = None  # of the kernel for wide tiles alone
-    wide_step: int = 4  # pages that it takes at once: a part that ends in between wastes the rest
+    wide_step: int = 4  # pages that it reads at once; a part that ends in between wastes the rest
 
 
 class Plan(NamedTuple):
     items: list[Item]  # longest first
-    wide_items: list[Item]  # alike: those for the kernel of wide tiles, where there is one
+    wide_items: list[Item]  # longest first: for the kernel of wide tiles, if there is one
     merges: list[Merge]
     num_part_rows: int
     pack_rows: tuple[int, ...] = ()  # of all packs: token · group + member
@@ -148,10 +148,10 @@ class DevicePlan(NamedTuple):
     """A plan on its device, with memory for the results of parts."""
 
     items: torch.Tensor  # int32 (items, ITEM)
-    wide_items: torch.Tensor  # int32 (items, ITEM): those for Hopper's kernel, where it is used
+    wide_items: torch.Tensor  # int32 (items, ITEM): for Hopper's kernel, if it is used
     merges: torch.Tensor  # int32 (merges, MERGE)
     pack_rows: torch.Tensor  # int32 (rows of packs)
-    merge_rows: int  # the most rows of a merge
+    merge_rows: int  # the largest number of rows of a merge
     part_values: torch.Tensor  # float (part rows, kv_heads, head_size)
     part_sums: torch.Tensor  # float (part rows, kv_heads)
 
@@ -197,10 +197,10 @@ def plan_work(
     waves_more: int | None = None,
     shared: SharedPages | None = None,
 ) -> Plan:
-    """Work for slices of these lengths that begin at these positions.
+    """Plan the work for slices of these lengths that begin at these positions.
 
-    With `waves_more` 0 there are at most `blocks.narrow` / num_kv_heads + 1 items more than narrow tiles; the
-    items of packs are among them.
+    With `waves_more` 0 the items exceed the narrow tiles by at most `blocks.narrow` / num_kv_heads + 1; this
+    includes the items of packs.
     """
     tiles = [
         tile
@@ -220,7 +220,7 @@ def plan_work(
         packs = _worth(packs_of(tiles, shared, tiling), tiles, tiling)[:items_more]
         other = TileCosts.of(packed(tiles, packs, lengths, group), tiling)
         items_max = None if items_more is None else len(tiles) + items_more
-        # Even, so that a wide pack is cut into as many parts as are reckoned with.
+        # An even step, so that a wide pack has as many parts as computed here.
         with_packs = part_limit(other.kinds(), num_kv_heads, count, step=2, items_max=items_max)
         if packs and with_packs.time < cut.time:
             load, cut = other, with_packs
@@ -239,7 +239,7 @@ def plan_work(
 
 
 def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list[Pack]:
-    """Those that save more than they cost, those that save most first."""
+    """Return the packs that save more than they cost, the best first."""
 
     def gain(pack: Pack) -> float:  # in pages
         costs = sum(tiling.page_cost(tiles[member].num_rows) for member in pack.members)
@@ -250,17 +250,17 @@ def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list
 
 
 class _ItemCutter:
-    """Cuts tiles and packs into items, and numbers the rows of their parts."""
+    """Cut tiles and packs into items, and number the rows of their parts."""
 
     def __init__(self) -> None:
         self.merges: list[Merge] = []
         self.num_rows = 0
 
     def cut(self, load: TileCosts, limit: int) -> list[Item]:
-        """Its items, longest first; parts begin at multiples of `step` pages from the beginning."""
+        """Return the items, longest first; parts begin at multiples of `step` pages."""
         (tiles, packs, _, places), step = load.made, load.step
         found: list[tuple[int, Item]] = []
-        of_packs = []  # the first part's first row, and how many parts
+        of_packs = []  # the first part's first row, and the number of parts
         for pack, costs in zip(packs, load.pack_costs, strict=True):
             num_parts = _num_parts_of(costs, step, limit)
             of_packs.append((self.num_rows, num_parts))
@@ -286,7 +286,7 @@ class _ItemCutter:
     def _parts_of(
         self, tile: Tile, costs: tuple[int, int], step: int, num_parts: int
     ) -> list[tuple[int, Item]]:
-        """With what they are sorted by."""
+        """Return the items of a tile's parts with their sort keys."""
         page_cost, cost = costs
         num_steps = cost // page_cost // step
         found, begin = [], 0
@@ -321,9 +321,9 @@ def part_limit(
     step: int = 1,
     items_max: int | None = None,
 ) -> Cut:
-    """The longest that a part of these may be (a multiple of `step`, or nothing is cut), and the time then.
+    """Return the best limit of parts (a multiple of `step`, unless nothing is cut), and its time.
 
-    With `items_max` there are no more parts than that, unless there are more where nothing is cut.
+    `items_max` bounds the number of parts, unless it is exceeded without any cut.
     """
     if not kinds:
         return Cut(PART_PAGES_MIN, 0.0)
@@ -369,7 +369,7 @@ def _num_parts(kinds: WorkCounts, limit: int) -> int:
 
 
 def _smallest_limit(kinds: WorkCounts, parts_max: int, step: int) -> int:
-    """The smallest limit with which there are at most `parts_max` parts (one for each piece, or more)."""
+    """Return the smallest limit with at most `parts_max` parts; every piece has at least one part."""
     low = -(-PART_PAGES_MIN // step)
     high = max(-(-max(cost for cost, *_ in kinds) // step), low)
     while low < high:

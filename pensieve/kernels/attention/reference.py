@@ -1,16 +1,17 @@
-"""The attention kernels in plain torch, for any device, dtype and page size.
+"""Implement the attention kernels in plain torch, for any device, dtype and page size.
 
-Attention gathers a slice's pages into contiguous keys and values and calls torch's fused attention
-on them, which accumulates in fp32.  Grouped heads are folded into rows (the queries of one KV head
-lie together), so keys and values are never repeated.  Slices of equal length are computed together,
-padded to the longest context among them, but never to more than twice a slice's own; so a batch of
-decodes is one call.  Padding is zeroed after the gather, because a slot that was never written may
-hold NaN, and 0 · NaN would spread it.  Rows of long slices are computed some at a time, which bounds the
-size of the mask.
+Attention gathers a slice's pages into contiguous keys and values and calls torch's fused attention, which
+accumulates in fp32.  Grouped heads are folded into rows (the queries of one KV head lie together), so keys
+and values are never repeated.
+
+Slices of equal length are computed together.  They are padded to the longest context among them, but at most
+to twice a slice's own context.  So a batch of decodes is one call.  Padding is zeroed after the gather,
+because a slot that was never written may hold NaN, and 0 · NaN would spread it.  Rows of long slices are
+computed a few at a time, which bounds the size of the mask.
 
 Rows of int8 and fp8 become float32 after the gather, and attention on them is computed in float32.
 
-Memory traffic: each page is read and written once more than a fused paged kernel would.
+Memory traffic: each page is read and written once more than by a fused paged kernel.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch.nn.functional as F
 from pensieve.kernels.attention.input import AttentionInput
 from pensieve.kernels.kv_format import FP8, INT8, dequantised, from_fp8, quantised, to_fp8
 
-_MASK_ELEMENTS_MAX = 1 << 24  # of one call; rows beyond it go to the next
-_GATHERED_ELEMENTS_MAX = 1 << 24  # keys of one call, unless a single slice has more
+_MASK_ELEMENTS_MAX = 1 << 24  # per call; further rows go to the next call
+_GATHERED_ELEMENTS_MAX = 1 << 24  # keys per call, unless a single slice has more
 
 
 class _Slice(NamedTuple):
@@ -50,10 +51,10 @@ def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> None:
 
 
 def _groups(slices: list[_Slice], positions_max: int) -> Iterator[list[_Slice]]:
-    """Slices of one length, whose contexts differ by at most a factor of two.
+    """Group slices of one length whose contexts differ by at most a factor of two.
 
-    Turns that share a prefix share its pages and yet gather it once each, so what a group gathers is
-    bounded: `positions_max`, padding included.
+    Turns that share pages gather them once each.  So `positions_max` bounds the positions that a group
+    gathers, including padding.
     """
     group: list[_Slice] = []
     for piece in sorted(slices, key=lambda piece: (piece.length, piece.context)):
@@ -123,7 +124,7 @@ def _gather(
     context_max: int,
     scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Contiguous keys (or values) of each slice's context, zero beyond it."""
+    """Return contiguous keys (or values) of each slice's context, zero beyond it."""
     num_kv_heads, slots, row = arena.shape[1:]
     num_slices, num_pages = pages.shape
     gathered = _as_bytes(arena)[pages]  # (slices, pages, kv_heads, slots, row)
@@ -132,7 +133,7 @@ def _gather(
     if arena.dtype == INT8.element:
         gathered = dequantised(gathered)
     elif arena.dtype == FP8.element:
-        assert scales is not None, "pages in fp8 come with scales"
+        assert scales is not None, "fp8 pages need scales"
         gathered = from_fp8(gathered.view(FP8.element), scales)
     if num_slices > 1:
         beyond = torch.arange(context_max, device=arena.device) >= contexts[:, None]
@@ -143,7 +144,7 @@ def _gather(
 def _visible(
     contexts: torch.Tensor, length: int, first: int, last: int, context_max: int
 ) -> torch.Tensor | None:
-    """What rows [first, last) of each slice may see, (slices, 1, rows, context), or None for all."""
+    """Return the mask of rows [first, last) of each slice, (slices, 1, rows, context), or None for all."""
     if length == 1 and len(contexts) == 1:
         return None
     device = contexts.device
@@ -165,14 +166,14 @@ def write_kv(
     if key_pages.dtype == INT8.element:
         key, value = quantised(key), quantised(value)
     elif key_pages.dtype == FP8.element:
-        assert kv_scales is not None, "pages in fp8 come with scales"
+        assert kv_scales is not None, "fp8 pages need scales"
         key, value = to_fp8(key, kv_scales[0]), to_fp8(value, kv_scales[1])
     _as_bytes(key_pages).transpose(1, 2)[pages, offsets] = _as_bytes(key)
     _as_bytes(value_pages).transpose(1, 2)[pages, offsets] = _as_bytes(value)
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Torch picks elements of any type but fp8, whose are picked as bytes; others stay as they are."""
+    """View fp8 rows as bytes, because torch cannot index fp8; return other rows unchanged."""
     return rows.view(torch.uint8) if rows.dtype == FP8.element else rows
 
 

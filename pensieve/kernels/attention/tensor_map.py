@@ -1,8 +1,8 @@
-"""Descriptors of pages for Hopper's tensor memory accelerator (TMA).
+"""Make descriptors of pages for Hopper's tensor memory accelerator (TMA).
 
-Each layer's keys and each layer's values have one.
-The driver makes a descriptor from an address and a shape (cuTensorMapEncodeTiled); it lies on the device and
-a kernel gets its address.  Arenas live as long as the engine, so a descriptor is made once and kept.
+Each layer's keys and each layer's values have a descriptor.  The driver makes it from an address and a shape
+(cuTensorMapEncodeTiled).  It lies on the device, and a kernel gets its address.  Arenas live as long as the
+engine, so descriptors are made once and kept.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ DATA_TYPES = {torch.bfloat16: 9, torch.float16: 6}
 
 
 class MapShape(NamedTuple):
-    """Pages as one tensor of (pages, kv_heads · 32, head_size), read in boxes."""
+    """Describe pages as one tensor of (pages, kv_heads · 32, head_size), read in boxes."""
 
     address: int
-    sizes: tuple[int, int, int]  # elements, the innermost first
-    strides: tuple[int, int]  # bytes, of the second and the third
+    sizes: tuple[int, int, int]  # in elements, the innermost dimension first
+    strides: tuple[int, int]  # in bytes, of the second and third dimension
     box: tuple[int, int, int]
 
 
@@ -42,7 +42,7 @@ _maps: dict[tuple[torch.device, torch.dtype, MapShape], torch.Tensor] = {}
 
 
 def map_of(pages: torch.Tensor) -> int:
-    """The device address of the descriptor of these pages."""
+    """Return the device address of the descriptor of these pages."""
     key = (pages.device, pages.dtype, map_shape(pages))
     found = _maps.get(key)
     if found is None:
@@ -52,7 +52,7 @@ def map_of(pages: torch.Tensor) -> int:
 
 
 def _encoded(shape: MapShape, dtype: torch.dtype) -> torch.Tensor:
-    """128 bytes that the driver makes (cuTensorMapEncodeTiled)."""
+    """Let the driver make the 128 bytes of a descriptor."""
     driver = ctypes.CDLL("libcuda.so.1")
     room = torch.empty(256, dtype=torch.uint8)
     begin = -room.data_ptr() % 128
@@ -68,8 +68,8 @@ def _encoded(shape: MapShape, dtype: torch.dtype) -> torch.Tensor:
         ctypes.c_int(0),  # not interleaved
         ctypes.c_int(3),  # CU_TENSOR_MAP_SWIZZLE_128B
         ctypes.c_int(2),  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-        ctypes.c_int(0),  # what lies outside is zero
+        ctypes.c_int(0),  # elements outside are zero
     )
     if code:
-        raise DeviceError(f"cuTensorMapEncodeTiled answers {code} for {shape}")
+        raise DeviceError(f"cuTensorMapEncodeTiled returned {code} for {shape}")
     return room[begin : begin + 128].clone()

@@ -1,21 +1,21 @@
-"""An iteration's rows as tiles, and packs: tiles that pass over shared pages together.
+"""Divide an iteration's rows into tiles, and combine tiles that read the same pages into packs.
 
 A *row* is one query token with one query head of a KV head's group, so a slice of n tokens has n · group
 rows.  A *tile* is a run of rows of one slice; all its rows see the context up to its last token.  A slice of
-few rows (`narrow_max`) is one narrow tile.  A longer one is wide tiles of `wide` rows, and what remains is a
-narrow tile if it fits.
+few rows (`narrow_max`) is one narrow tile.  A longer slice has wide tiles of `wide` rows; the remaining rows
+are a narrow tile if they fit.
 
-Where slices begin with the same pages (`SharedPages`), their tiles would read those one by one:
+If slices begin with the same pages (`SharedPages`), each of their tiles would read those pages again:
 
     slice 0   ████████████████ 00          pack   ████████████████      rows of 0, 1 and 2
     slice 1   ████████████████ 1111                                00   and each slice's own pages
     slice 2   ████████████████ 2                                   1111
                                                                    2
 
-A *pack* is the rows of several such tiles, one tile behind another.  They lie behind all of the shared pages,
-so every row of a pack sees the same keys, and a pack is attended to like a tile: only which row of the batch
-is which must be told, by a table (`PackedTiles.rows`).  What is left of each member begins behind the shared
-pages.  A tile is in one pack or in none, and never in two pieces.  A pack has no more rows than a tile may.
+A *pack* has the rows of several such tiles, one tile behind another.  They lie behind all of the shared
+pages, so every row of a pack sees the same keys, and the kernel handles a pack like a tile.  Only a table
+(`PackedTiles.rows`) is needed to find its rows in the batch.  Each member's own tile then begins behind the
+shared pages.  A tile is in at most one pack, and never split.  A pack has no more rows than a tile may have.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from pensieve.kernels.shapes import PAGE_SLOTS
 
 
 class Tiling(NamedTuple):
-    """How many rows a kernel's tiles have."""
+    """The row counts of a kernel's tiles."""
 
-    narrow_max: int  # of a narrow tile, at most
+    narrow_max: int  # the most rows of a narrow tile
     wide: int
 
     def page_cost(self, num_rows: int) -> int:
-        """Of a page, where one kernel does narrow and wide tiles."""
+        """Return the cost of a page, if one kernel does narrow and wide tiles."""
         return 1 if num_rows <= self.narrow_max else 2
 
 
 class Tile(NamedTuple):
-    slice_index: int  # of a pack: that of its first member, whose page table has the pages
+    slice_index: int  # of a pack: of its first member, whose page table has the pages
     row_begin: int
     num_rows: int
     key_begin: int  # a multiple of the page size
@@ -53,18 +53,18 @@ class Tile(NamedTuple):
 
 
 class Pack(NamedTuple):
-    members: tuple[int, ...]  # tiles, by their index
+    members: tuple[int, ...]  # indices of tiles
     num_rows: int
     num_pages: int
 
 
 class PackedTiles(NamedTuple):
-    """Tiles and packs of some of them."""
+    """Tiles, and packs of some of them."""
 
     tiles: list[Tile]  # in their order; members begin behind their pack's pages
     packs: list[Tile]
-    rows: list[int]  # of the packs, one behind another: token · group + member of the group
-    places: dict[int, tuple[int, int]]  # of a member: its pack, and its first row there
+    rows: list[int]  # of all packs in sequence: token · group + member of the group
+    places: dict[int, tuple[int, int]]  # by member: its pack, and its first row there
 
 
 def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tiling) -> list[Tile]:
@@ -80,7 +80,7 @@ def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tili
 
 
 def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list[Pack]:
-    """All that there may be, of two members at least."""
+    """Return all possible packs, each with at least two members."""
     by_group: dict[int, list[int]] = {}
     for index, tile in enumerate(tiles):
         if (group := shared.slice_groups[tile.slice_index]) >= 0:
@@ -106,7 +106,7 @@ def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list
 def packed(
     tiles: Sequence[Tile], packs: Sequence[Pack], lengths: Sequence[int], group: int
 ) -> PackedTiles:
-    """What is to be done with these packs; `lengths` are those of the slices."""
+    """Combine tiles into these packs; `lengths` are those of the slices."""
     made = PackedTiles(list(tiles), [], [], {})
     first_tokens = [0, *accumulate(lengths)]
     for index, pack in enumerate(packs):

@@ -1,4 +1,4 @@
-"""The dense parts of a decoder layer, for the device that a model is on; `protocol` is their interface."""
+"""Select the dense parts of a decoder layer for a model's device; `protocol` is their interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pensieve.kernels.layer.protocol import LayerKernels, PagedRows
 
 
 def layer_kernels(device: torch.device) -> LayerKernels:
-    """What makes the layers of one model on this device."""
+    """Return the maker of a model's layers on this device."""
     return cpu.CpuLayerKernels() if device.type == "cpu" else cuda.CudaLayerKernels()
 
 
@@ -28,8 +28,10 @@ def paged_rows(
     dtype: torch.dtype,
     kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
 ) -> PagedRows | None:
-    """An iteration's rows, computed in `dtype`, for the layers on the arena's device; None where there are no
-    such layers.  `kv_scales` gives those of a layer whose pages are in fp8."""
+    """Return an iteration's rows, in `dtype`, for the layers of the arena's device; None if it has none.
+
+    `kv_scales` returns the scales of a layer's fp8 pages.
+    """
     if arena.device.type != "cpu":
         return cuda.CudaPagedRows(arena, slot_mapping, page_index, plan, dtype, kv_scales)
     if not cpu.available(dtype) or format_of(arena, dtype).name not in STORED:

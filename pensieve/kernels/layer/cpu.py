@@ -1,12 +1,12 @@
-"""The dense parts of a decoder layer on a CPU, compiled.
+"""Run the dense parts of a decoder layer on a CPU, compiled.
 
-`protocol` is the interface, csrc/cpu/layer.cpp the implementation, for float32, bfloat16 and float16.  A
-row's result is the same whatever other rows are in the call.
+`protocol` is the interface.  csrc/cpu/layer.cpp implements it for float32, bfloat16 and float16.  A row's
+result does not depend on other rows in the call.
 
-The weights of a product lie in panels.  A panel is two vectors of outputs wide.  For each step of the inputs
-(one float or float16, two bfloat16 or four int8 inputs) it holds the weights of its outputs side by side, so
-a product reads a panel in one run from front to back.  Outputs that fill up the last panel have weights of 0.
-csrc/cpu/layer.h has the structures.
+The weights of a product are stored in panels.  A panel is two vectors of outputs wide.  For each step of the
+inputs (one float or float16, two bfloat16 or four int8 inputs) it holds the weights of its outputs side by
+side.  So a product reads a panel in one run from front to back.  Outputs that pad the last panel have weights
+of 0.  csrc/cpu/layer.h has the structures.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from pensieve.kernels.layer.protocol import (
 )
 from pensieve.kernels.shapes import Shapes
 
-# As the stages of csrc/cpu/laps.h.  Experts, with their router, are "MLP out".
+# The stages of csrc/cpu/laps.h.  Experts, with their router, count as "MLP out".
 PARTS = (
     *("norm before", "heads in", "rotation", "KV written", "attention", "heads out"),
     *("sum and norm", "MLP in", "MLP out", "sum", "output matrix"),
 )
-ZERO = 128  # the unsigned byte that stands for 0 in a quantized row
+ZERO = 128  # the unsigned byte that represents 0 in a quantized row
 ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2, "relu": 3, "gelu": 4}
 MADV_HUGEPAGE = 14
 
@@ -86,17 +86,17 @@ class NormStruct(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiled library; there must be one."""
+    """Return the compiled library, which must exist."""
     found = compiled_library()
     assert found is not None, "layers were made without the compiled library"
     return found
 
 
 class CpuPackedWeights:
-    """The weights of a product, or of several with the same input (`ProductWeights`), as panels.
+    """Pack the weights of a product, or of several with the same input (`ProductWeights`), as panels.
 
-    With `int8` the weights of an output become whole numbers, in steps of their largest over 127, and so
-    does each row that is multiplied with them; sums of whole numbers are exact.
+    `int8` rounds the weights of an output to whole numbers, in steps of their largest over 127, and likewise
+    each row that is multiplied by them.  Sums of whole numbers are exact.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ def packed(product: ProductWeights, *, int8: bool) -> CpuPackedWeights:
 
 
 class CpuNorm:
-    """Norms of rows as wide as the weights."""
+    """Normalize rows as wide as the weights."""
 
     def __init__(self, weights: NormWeights) -> None:
         self.weights = weights  # kept alive
@@ -213,7 +213,7 @@ class CpuNorm:
 
 
 def norm_struct(norm: NormWeights) -> NormStruct:
-    """The structure holds the addresses of the weights, which its owner has to keep alive."""
+    """Return a structure with the addresses of the weights; its owner must keep the weights alive."""
     return NormStruct(
         norm.weight.data_ptr(),
         len(norm.weight),
@@ -226,7 +226,7 @@ def norm_struct(norm: NormWeights) -> NormStruct:
 def _concatenated(
     weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """The biases side by side, zeros where there is none; None where no product has one."""
+    """Concatenate biases, with zeros for missing biases; return None if no product has a bias."""
     if all(bias is None for bias in biases):
         return None
     return torch.cat(
@@ -238,14 +238,14 @@ def _concatenated(
 
 
 def _picked(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """rows[order], and zeros where the order says -1."""
+    """Return rows[order], with zeros where the order is -1."""
     picked = rows[order.clamp(min=0)]
     picked[order < 0] = 0
     return picked
 
 
 def _panels(weight: torch.Tensor, order: torch.Tensor, width: int, step: int) -> torch.Tensor:
-    """(panels, steps, width, step); made a few panels at a time, so that no second whole copy exists."""
+    """Return (panels, steps, width, step), made a few panels at a time to avoid a second full copy."""
     inputs = weight.shape[1] + -weight.shape[1] % step
     panels = torch.empty(
         (len(order) // width, inputs // step, width, step), dtype=weight.dtype, device="cpu"
@@ -259,7 +259,7 @@ def _panels(weight: torch.Tensor, order: torch.Tensor, width: int, step: int) ->
 
 
 def _advise_huge(tensor: torch.Tensor) -> None:
-    """Ask the operating system for huge pages under weights: each iteration reads all of them."""
+    """Ask the operating system for huge pages under weights: each iteration reads all weights."""
     page = 2 << 20
     first = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.nbytes) // page * page
@@ -269,7 +269,7 @@ def _advise_huge(tensor: torch.Tensor) -> None:
 
 
 class ExpertsStruct(ctypes.Structure):
-    """As in csrc/cpu/experts.h."""
+    """Mirror csrc/cpu/experts.h."""
 
     _fields_: ClassVar = [
         ("router", LinearStruct),
@@ -280,9 +280,9 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class PackedExperts:
-    """Router and experts of one layer.
+    """Pack the router and experts of one layer.
 
-    With `int8` the experts are rounded and the router is not: it decides who computes.
+    `int8` rounds the experts but not the router, because it decides which experts compute.
     """
 
     def __init__(self, weights: ExpertWeights, *, int8: bool) -> None:
@@ -320,7 +320,7 @@ def available(dtype: torch.dtype) -> bool:
 
 
 def argmax(rows: torch.Tensor) -> torch.Tensor:
-    """int64 (rows): the column of each float32 row's largest value, the first of equals; -1: not finite."""
+    """Return int64 (rows): the first column of each float32 row's largest value; -1: not finite."""
     assert rows.dtype == torch.float32
     assert rows.stride(1) == 1
     out = torch.empty(len(rows), dtype=torch.int64)
@@ -336,7 +336,7 @@ def argmax(rows: torch.Tensor) -> torch.Tensor:
 
 
 class CpuLayerKernels:
-    """Makes the layers of one model, which share their buffers."""
+    """Make the layers of one model, which share their buffers."""
 
     def __init__(self) -> None:
         self._workspace = Workspace()
@@ -344,18 +344,18 @@ class CpuLayerKernels:
     def available(self, dtype: torch.dtype) -> bool:
         return available(dtype)
 
-    def lack(self, dtype: torch.dtype) -> str:
+    def unavailable_reason(self, dtype: torch.dtype) -> str:
         if compiled_library() is None:
             return "pensieve was installed without its compiled kernels"
         names = " and ".join(str(each).removeprefix("torch.") for each in TYPES)
-        return f"the compiled kernels are for {names}, not {str(dtype).removeprefix('torch.')}"
+        return f"the compiled kernels support {names}, not {str(dtype).removeprefix('torch.')}"
 
     def form(self, dtype: torch.dtype) -> str:
         return f"C++ ({cpu_library.instruction_set(dtype, 0)})"
 
-    def lacks_form(self, weights: LayerWeights) -> str:
+    def unsupported_reason(self, weights: LayerWeights) -> str:
         if not weights.attention.needs_only(attention_cpu.KIND_FIELDS):
-            return "the compiled layers do not know its kind of attention"
+            return "the compiled layers do not support its kind of attention"
         return ""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> CpuLayer:
@@ -363,7 +363,7 @@ class CpuLayerKernels:
 
     def chain(self, layers: Sequence[DenseLayer]) -> CpuLayerChain:
         compiled = [each for each in layers if isinstance(each, CpuLayer)]
-        assert len(compiled) == len(layers), "layers follow only layers of their own kind"
+        assert len(compiled) == len(layers), "layers can only follow layers of their own kind"
         return CpuLayerChain(compiled, self._workspace)
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> CpuPackedWeights:
@@ -446,7 +446,7 @@ class CpuLayer:
 
     @property
     def bytes_of_parts(self) -> dict[str, int]:
-        """The weights of each product, by its name among `PARTS`."""
+        """Return the weight bytes of each product, by its name among `PARTS`."""
         products: dict[str, CpuPackedWeights | PackedExperts] = dict(
             zip(("heads in", "heads out"), self._attention, strict=True)
         )
@@ -489,7 +489,7 @@ class CpuLayer:
             out.data_ptr(),
         )
         if not succeeded(status):
-            raise RuntimeError("the compiled attention does not take these pages")
+            raise RuntimeError("the compiled attention does not support these pages")
         return out
 
     def before_attention(
@@ -534,7 +534,7 @@ class CpuLayer:
 
 
 class CpuLayerChain:
-    """Layers of one model that run one after the other in one call."""
+    """Run all layers of a model in one call."""
 
     def __init__(self, layers: Sequence[CpuLayer], workspace: Workspace) -> None:
         self._layers = layers
@@ -567,17 +567,16 @@ class CpuLayerChain:
             out.data_ptr(),
         )
         if not succeeded(status):
-            raise RuntimeError("the compiled attention does not take these pages")
+            raise RuntimeError("the compiled attention does not support these pages")
         return out
 
 
 @contextmanager
 def measured_parts() -> Iterator[dict[str, float]]:
-    """Measure what each part of the compiled layers takes.
+    """Measure the time of each part of the compiled layers inside the block.
 
-    Fills the dictionary at the end: the seconds of all calls in between, by part.
-
-    For one thread that computes; the threads that help it are not counted.
+    At the end the dictionary has the seconds of all calls, by part.  Only the computing thread is measured,
+    not the threads that help it.
     """
     sums = (ctypes.c_int64 * len(PARTS))()
     found: dict[str, float] = {}

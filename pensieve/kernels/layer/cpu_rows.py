@@ -1,4 +1,4 @@
-"""An iteration's rows and the buffers, as the compiled layers of a CPU read them.
+"""Pass an iteration's rows and the buffers to the compiled layers of a CPU.
 
 csrc/cpu/layer.cpp has the structures.
 """
@@ -15,7 +15,7 @@ from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
 
-EXPERT_ROWS_MAX = 512  # at once: each expert has enough of them to be worth reading its weights
+EXPERT_ROWS_MAX = 512  # at once: gives each expert enough rows to be worth reading its weights
 
 
 class PagesStruct(ctypes.Structure):
@@ -51,7 +51,7 @@ class BuffersStruct(ctypes.Structure):
 
 
 class CpuPagedRows:
-    """One iteration's rows, in `dtype`, and the arena (layers, pages, 2, kv_heads, slots, row) they go to."""
+    """One iteration's rows, in `dtype`, and their arena (layers, pages, 2, kv_heads, slots, row)."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CpuPagedRows:
         assert page_index.slice_turns.is_contiguous()
         assert page_index.slice_starts.is_contiguous()
         shared = page_index.shared
-        self._kept_alive = (arena, slot_mapping, page_index)  # the structure holds addresses only
+        self._kept_alive = (arena, slot_mapping, page_index)  # the structure holds only addresses
         self._rotated_by: object = None
         self.dtype = dtype
         self.stored = format_of(arena, dtype)
@@ -102,7 +102,7 @@ class CpuPagedRows:
         if rotation is self._rotated_by:
             return
         self._rotated_by = rotation
-        if rotation is None:  # unlike the layer before
+        if rotation is None:  # although the layer before rotates
             self.struct.cosines = self.struct.sines = None
             self.struct.rotation_float = self.struct.rotary = 0
             return
@@ -121,12 +121,12 @@ class Widths(NamedTuple):
     mlp: int = 0
     heads_out: int = 0
     experts: int = 0
-    chosen: int = 0  # of the experts, by a row
+    chosen: int = 0  # experts per row
     expert_mlp: int = 0
 
 
 class Workspace:
-    """The buffers that all layers of a model share: for the most rows and the widest layer there were."""
+    """Hold the buffers that all layers of a model share, for the most rows and the widest layer so far."""
 
     def __init__(self) -> None:
         self._num_rows = 0
@@ -156,10 +156,10 @@ class Workspace:
         ]
         addresses = [each.data_ptr() for each in tensors]
         experts = ExpertBuffersStruct(expert_rows, *addresses[6:])
-        # All at once, and only now: where memory did not suffice, it is as it was.
+        # Assign everything at once, after all allocations: a failed allocation changes nothing.
         self._num_rows, self._widths, self._dtype, self._tensors = rows, widest, dtype, tensors
         self.struct = BuffersStruct(*addresses[:6], experts)
 
     def rotated(self, num_rows: int, widths: Widths) -> torch.Tensor:
-        """Queries, keys and values of each row, after `before_attention` of a layer of these widths."""
+        """Return each row's queries, keys and values after `before_attention` of a layer of these widths."""
         return self._tensors[1][: num_rows * widths.heads_in].view(num_rows, widths.heads_in)

@@ -1,12 +1,12 @@
-"""The dense parts of a decoder layer on a GPU, in torch operations.
+"""Run the dense parts of a decoder layer on a GPU, mostly in torch operations.
 
-`protocol` is the interface.  What `transformers` does in some twenty launches a layer takes about ten:
-products with one input are one product, a sum and its norm are one launch where the norm's weights are exact
-in the rows' type, and so are a gate and what it lets through (csrc/cuda/fused_rows.cu).  Queries and keys are
-rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).
-Nothing depends on the model's own modules any more, so an iteration can be captured as a CUDA graph.
+`protocol` is the interface.  `transformers` makes about twenty launches per layer; this module makes about
+ten.  Products with one input become one product.  A sum and its norm are one launch if the norm's weights are
+exact in the rows' type, and so are a gate and its product (csrc/cuda/fused_rows.cu).  Queries and keys are
+rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).  The model's own modules
+are not used, so an iteration can be captured as a CUDA graph.
 
-Weights keep their type: there is no `int8` here.
+Weights keep their type: `int8` is not supported.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class CudaLayerKernels:
-    """Makes the layers of one model; buffers come from torch's allocator."""
+    """Make the layers of one model; buffers come from torch's allocator."""
 
     def available(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
-    def lack(self, dtype: torch.dtype) -> str:
+    def unavailable_reason(self, dtype: torch.dtype) -> str:
         return f"there are no kernels for {str(dtype).removeprefix('torch.')} on a GPU"
 
     def form(self, dtype: torch.dtype) -> str:
         return "CUDA kernels and torch's products"
 
-    def lacks_form(self, weights: LayerWeights) -> str:
+    def unsupported_reason(self, weights: LayerWeights) -> str:
         if not weights.attention.needs_only(cuda.KIND_FIELDS):
-            return "a GPU's layers do not know its kind of attention"
+            return "the GPU's layers do not support its kind of attention"
         if not isinstance(weights.mlp, MlpWeights):
-            return "a GPU's layers have no experts"
+            return "the GPU's layers do not support experts"
         if weights.parallel or not weights.rotates or not weights.mlp.into.gated:
-            return "a GPU's layers have a rotation and a gated MLP after the attention"
+            return "the GPU's layers support only a rotation, and a gated MLP after the attention"
         if any(norm.centred for norm in weights.norms.values()):
-            return "a GPU's layers have no LayerNorm"
+            return "the GPU's layers do not support LayerNorm"
         return ""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> CudaLayer:
         return CudaLayer(weights, int8=int8)
 
     def chain(self, layers: Sequence[DenseLayer]) -> None:
-        """A CUDA graph replays them without their Python."""
+        """Return None: a CUDA graph replays the layers without their Python."""
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> CudaPackedWeights:
         return CudaPackedWeights(product.weights, product.biases, product.activation, int8=int8)
@@ -83,7 +83,7 @@ class CudaLayerKernels:
 
 
 class CudaPackedWeights:
-    """The weights of a product, or of several with the same input (`ProductWeights`), as one matrix."""
+    """Hold the weights of a product, or of several with the same input, as one matrix."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class CudaPackedWeights:
         int8: bool = False,
     ) -> None:
         if int8:
-            raise ValueError("weights are not rounded on a GPU")
+            raise ValueError("int8 weights are not supported on a GPU")
         self.matrix = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         self._bias: torch.Tensor | None = None
         if biases is not None and any(bias is not None for bias in biases):
@@ -129,7 +129,7 @@ class CudaPackedWeights:
 
 
 class CudaNorm:
-    """A norm of the last dimension, or of each part of it that is as wide as the weights."""
+    """Normalize the last dimension, or each part of it that is as wide as the weights."""
 
     def __init__(self, weights: NormWeights) -> None:
         self.weight = weights.weight  # float32
@@ -152,7 +152,7 @@ class CudaNorm:
     def with_sum(
         self, residual: torch.Tensor, added: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """residual + added, and its norm."""
+        """Return residual + added, and its norm."""
         weight = None if self._centred else self._exact_in(residual.dtype)
         if (
             weight is None
@@ -167,7 +167,7 @@ class CudaNorm:
         return whole, normed
 
     def _exact_in(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """The weights in the rows' type, unless that would round one."""
+        """Return the weights in the rows' type, or None if that would round a weight."""
         if dtype not in self._in_type:
             rounded = self.weight.to(dtype)
             exact = torch.equal(rounded.float(), self.weight)
@@ -176,7 +176,7 @@ class CudaNorm:
 
 
 class CudaPagedRows:
-    """One iteration's rows, in `dtype`, and the arena (layers, pages, 2, kv_heads, slots, row) they go to."""
+    """One iteration's rows, in `dtype`, and their arena (layers, pages, 2, kv_heads, slots, row)."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class CudaPagedRows:
         self._rotated_by: object = None
 
     def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        assert rotation is not None, "`lacks_form` takes no layer that does not rotate"
+        assert rotation is not None, "`unsupported_reason` refuses layers that do not rotate"
         if rotation is not self._rotated_by:
             cosines, sines = (each[0].to(self.dtype).contiguous() for each in rotation)
             self.rotation, self._rotated_by = (cosines, sines), rotation
@@ -228,7 +228,7 @@ class CudaLayer:
         return sum(each.num_bytes for each in self._products)
 
     def followed_by(self, then: DenseLayer | PackedWeights) -> None:
-        """Nothing is fetched ahead on a GPU."""
+        """Do nothing: a GPU does not prefetch weights."""
 
     def takes(self, paged_rows: PagedRows) -> bool:
         if not isinstance(paged_rows, CudaPagedRows):
@@ -256,7 +256,7 @@ class CudaLayer:
     def write_rows(
         self, residual: torch.Tensor, paged_rows: CudaPagedRows, rotated: torch.Tensor
     ) -> None:
-        """What comes before the attention: queries into `rotated`, keys and values into their pages."""
+        """Write queries into `rotated`, and keys and values into their pages."""
         query, key, value = self._before_rotation(residual)
         launch = cuda.rotate_and_write_kv_launch(
             *(query, key, value, *paged_rows.rotation, paged_rows.slot_mapping, rotated),
@@ -274,7 +274,7 @@ class CudaLayer:
     def _pages(
         self, paged_rows: CudaPagedRows
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values of this layer, and their scales."""
+        """Return this layer's key pages, value pages and their scales."""
         layer = paged_rows.arena[self._layer_index]
         return layer[:, 0], layer[:, 1], paged_rows.kv_scales(self._layer_index)
 
@@ -300,7 +300,7 @@ class CudaLayer:
         return self._sum(middle, self._normed("mlp_after", added))
 
     def _before_rotation(self, residual: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values that are not yet rotated."""
+        """Return queries, keys and values before the rotation."""
         num_heads, num_kv_heads, head_size = self._heads
         counts = [num_heads, num_kv_heads, num_kv_heads]
         rows = self._products[0](self._normed("attention_before", residual))
@@ -328,15 +328,17 @@ def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 def takes_fused(rows: torch.Tensor, width: int) -> bool:
-    """Whether csrc/cuda/fused_rows.cu can do these rows, of `width` or of twice as many elements; it does in
-    one launch what takes torch two."""
+    """Whether csrc/cuda/fused_rows.cu supports these rows, of `width` or twice as many elements.
+
+    Its kernels do in one launch what takes torch two launches.
+    """
     return bool(
         rows.is_cuda and rows.dtype in ELEMENTS and rows.is_contiguous() and width % FUSED_EACH == 0
     )
 
 
 def add_and_norm_launch(
-    residual: torch.Tensor,  # (rows, width), contiguous, as are the others
+    residual: torch.Tensor,  # (rows, width), contiguous, like the others
     added: torch.Tensor,
     weight: torch.Tensor,  # (width)
     eps: float,
@@ -369,7 +371,7 @@ def add_and_norm_launch(
 
 
 def gate_and_multiply_launch(rows: torch.Tensor, out: torch.Tensor) -> Launch:
-    """`rows` hold gate and up side by side: (rows, 2 · width); `out` (rows, width)."""
+    """Return the launch for `rows` (rows, 2 · width), gate and up side by side, and `out` (rows, width)."""
     width = out.shape[-1]
     num_rows = out.numel() // width
     if rows.shape[-1] != 2 * width or rows.numel() != 2 * out.numel():

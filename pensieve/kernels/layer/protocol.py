@@ -3,29 +3,30 @@
     cpu    compiled (csrc/cpu/layer.cpp); weights packed for the machine's vectors, optionally as int8
     cuda   torch operations and two kernels of csrc/cuda; can be captured in a CUDA graph
 
-`LayerKernels` belongs to one model: it makes the model's layers from `LayerWeights`, and the two parts
-that stand outside of the layers, the last norm and the output product.  Layers follow only layers of their
-own kind, and `takes` says whether a layer can be run with an iteration's `PagedRows`.
+`LayerKernels` belongs to one model.  It makes the model's layers from `LayerWeights`, and the two parts
+outside of the layers: the last norm and the output product.  Layers can only follow layers of their own kind.
+`takes` tells whether a layer can run with an iteration's `PagedRows`.
 
     weights ──── LayerKernels.layer ──> DenseLayer ─┐
     residual of all rows ───────────────────────────┼─ forward ──> the next layer's residual
     arena and PageIndex ── paged_rows ──> PagedRows ┘
 
-A layer computes, in this order, where norms in brackets may be missing:
+A layer computes, in this order (norms in brackets are optional):
 
     [attention_before] → queries, keys, values → [query_norm, key_norm] → rotation of halves
     → attention → product → [attention_after] · factor + residual
     → [mlp_before] → gate and up → activation(gate) · up → product → [mlp_after] · factor + residual
 
-A norm divides by the root mean square, or is a LayerNorm.  There may be no rotation (learned positions were
-added before the first layer), an MLP without a gate (product → activation → product), and an MLP beside the
-attention (`parallel`), whose norm is that of the layer's own residual.
+A norm divides by the root mean square, or is a LayerNorm.  A layer may have no rotation (learned positions
+were added before the first layer), or an MLP without a gate (product → activation → product).  Its MLP may
+run beside the attention (`parallel`), with a norm of the layer's own input.
 
-Instead of one MLP there may be experts (`ExpertWeights`): a router gives each row a logit for each of
-them, the few with the largest are applied to the row, and their answers are summed up by their shares.
+Instead of one MLP a layer may have experts (`ExpertWeights`).  A router gives each row a logit for each
+expert.  The few experts with the largest logits are applied to the row, and their answers are summed,
+weighted by their shares.
 
-`forward` does all of it, attention over pages included.  Where something else attends (the load probe, which
-runs without pages), `before_attention` and `after_attention` are the two halves around it.
+`forward` does all of this, including attention over pages.  If other code attends (the load probe runs
+without pages), `before_attention` and `after_attention` are the two halves around it.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True)
 class NormWeights:
-    """x / rms(x) · weight + bias, over each `len(weight)` values of a row.
+    """Norm: x / rms(x) · weight + bias, over each `len(weight)` values of a row.
 
-    With `centred` x is without its mean (LayerNorm).
+    `centred` first subtracts the mean of x (LayerNorm).
     """
 
     weight: torch.Tensor  # float32
@@ -67,8 +68,8 @@ class NormWeights:
 class ProductWeights:
     """Weights of one product, or of several with the same input, whose outputs lie side by side.
 
-    With an activation the first half of the outputs goes through it and multiplies the second half; if it is
-    not gated, every output goes through it.
+    With an activation, the first half of the outputs goes through it and multiplies the second half.  If
+    `gated` is False, every output goes through it.
     """
 
     weights: Sequence[torch.Tensor]  # each (outputs, inputs)
@@ -85,18 +86,18 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Experts, of which each row uses `num_chosen`; their shares are those of the softmax over all."""
+    """Experts, of which each row uses `num_chosen`; the softmax over all experts gives their shares."""
 
     router: torch.Tensor  # (experts, inputs)
     experts: Sequence[MlpWeights]
     num_chosen: int
-    normalized: bool  # the shares of the chosen ones are divided by their sum
+    normalized: bool  # the shares of the chosen experts are divided by their sum
     rounded: bool  # shares are rounded to the weights' type
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What makes one decoder layer."""
+    """The weights and the form of one decoder layer."""
 
     layer_index: int
     heads: HeadShape
@@ -104,11 +105,9 @@ class LayerWeights:
     attention_in: ProductWeights  # queries, keys and values
     attention_out: ProductWeights
     mlp: MlpWeights | ExpertWeights
-    norms: Mapping[NormName, NormWeights]  # those that there are
+    norms: Mapping[NormName, NormWeights]  # only the existing norms
     rotates: bool = True  # queries and keys by their positions
-    parallel: bool = (
-        False  # the MLP takes the layer's own residual, and not the sum after the attention
-    )
+    parallel: bool = False  # the MLP reads the layer's own input, not the sum after the attention
 
 
 class PackedWeights(Protocol):
@@ -116,94 +115,96 @@ class PackedWeights(Protocol):
 
     @property
     def outputs(self) -> int:
-        """Columns of the result; with an activation, half of the weights' outputs."""
+        """Columns of the result; with a gated activation, half of the weights' outputs."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """out (rows, outputs) = rows (rows, inputs) times the weights, plus the bias."""
+        """Compute out (rows, outputs) = rows (rows, inputs) times the weights, plus the bias."""
 
 
 class Norm(Protocol):
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """The normalized rows, of contiguous rows as wide as the weights."""
+        """Normalize contiguous rows as wide as the weights."""
 
 
 class PagedRows(Protocol):
     """One iteration's rows, and the pages that they are written to; the same for all layers."""
 
     def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Set the cosines and sines (1, tokens, rotary) of the layers that follow, None where they do not
-        rotate; the same object again costs nothing."""
+        """Set the cosines and sines (1, tokens, rotary) of the next layers; None if they do not rotate.
+
+        Passing the same object again costs nothing.
+        """
 
 
 class DenseLayer(Protocol):
     """One decoder layer."""
 
-    factor: float  # of what each half adds to the residual
+    factor: float  # multiplies what each half adds to the residual
 
     @property
     def weight_bytes(self) -> int: ...
 
     def followed_by(self, then: DenseLayer | PackedWeights) -> None:
-        """Say what runs next, so that its first weights can be fetched while this layer ends."""
+        """Name the next layer or product, so that its first weights can be prefetched."""
 
     def takes(self, paged_rows: PagedRows) -> bool:
-        """Whether `forward` can be used with pages like these."""
+        """Whether `forward` supports these pages."""
 
     def forward(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
         paged_rows: PagedRows,
-        kept: torch.Tensor | None = None,  # int64: rows whose result is wanted; None: all
+        kept: torch.Tensor | None = None,  # int64: rows to return; None: all
     ) -> torch.Tensor:
-        """The next layer's residual, of the kept rows; keys and values are in their slots."""
+        """Write keys and values to their slots; return the next layer's residual of the kept rows."""
 
     def before_attention(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
         cosines: torch.Tensor
         | None,  # (tokens, rotary), contiguous, of the residual's type or float32
-        sines: torch.Tensor | None,  # None: a layer that does not rotate
+        sines: torch.Tensor | None,  # None for a layer that does not rotate
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, each (tokens, its heads, head_size), valid until the next call."""
+        """Return queries, keys and values, each (tokens, its heads, head_size), valid until the next call."""
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The next layer's residual, from this layer's and what its attention gave."""
+        """Return the next layer's residual, from this layer's residual and its attention's result."""
 
 
 class LayerChain(Protocol):
-    """All layers of a model, one after the other."""
+    """All layers of a model, run one after the other."""
 
     def takes(self, paged_rows: PagedRows) -> bool:
-        """Whether every layer does."""
+        """Whether every layer supports these pages."""
 
     def forward(
         self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor
     ) -> torch.Tensor:
-        """What the last layer's `forward` gives; all pages have what the layers need."""
+        """Return the last layer's `forward`; all pages must be ready."""
 
 
 class LayerKernels(Protocol):
     """Makes the dense parts of one model."""
 
     def available(self, dtype: torch.dtype) -> bool:
-        """Whether they can be had for weights of this type."""
+        """Whether kernels exist for weights of this type."""
 
-    def lack(self, dtype: torch.dtype) -> str:
-        """Why they cannot be had for weights of this type."""
+    def unavailable_reason(self, dtype: torch.dtype) -> str:
+        """Return why there are no kernels for weights of this type."""
 
     def form(self, dtype: torch.dtype) -> str:
-        """What layers of this type run in, for people."""
+        """Tell people how layers of this type run."""
 
-    def lacks_form(self, weights: LayerWeights) -> str:
-        """Why they cannot compute a layer of this form; empty if they can."""
+    def unsupported_reason(self, weights: LayerWeights) -> str:
+        """Return why the kernels cannot compute such a layer, or an empty string."""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> DenseLayer: ...
 
     def chain(self, layers: Sequence[DenseLayer]) -> LayerChain | None:
-        """The layers as one call; None: it would be no faster."""
+        """Return the layers as one call, or None if that would be no faster."""
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> PackedWeights: ...
 

@@ -1,8 +1,8 @@
-"""Replaces a model's layers and products by faster ones that compute the same.
+"""Replace a model's layers and products by faster ones that compute the same results.
 
-What a model does is measured, not concluded from its name.  One forward over a prompt is recorded
-(`record`), whose rows lie near and far in the context.  A replacement is used only if it gives what the
-module itself gave.
+The match is measured, not derived from the model's name.  One forward over a prompt is recorded (`record`).
+The prompt's rows lie near and far in the context.  A replacement is used only if it reproduces the module's
+own answer.
 
 **A decoder layer** is replaced as a whole (`layers`) if its recorded calls have this form, in this order
 (`match`):
@@ -14,21 +14,20 @@ module itself gave.
          a product → act → a product, or
          a router → experts, each of which is a gated MLP
 
-where a norm is the root-mean-square kind or, in front of attention and MLP, a LayerNorm; brackets mean "may
-be missing", and what is added to the residual may be multiplied by a number that the layer holds.  The MLP
-may take the layer's own residual, so that it stands beside the attention.  That is GPT-2 and nearly
-everything after it.
+Brackets mean "optional".  A norm is a root-mean-square norm; before attention and MLP a LayerNorm is allowed
+too.  The layer may multiply what it adds to the residual by a constant.  The MLP may read the layer's own
+input, and so run beside the attention.  GPT-2 and nearly all later models have this form.
 
-**The whole model** is replaced (`whole_model`) if every layer was, and what surrounds the layers is a table
-of embeddings (times a number) with a table of positions or one pair of rotations for all layers, a norm and
-an output product (times a number).  Then an iteration is a loop over such layers and nothing else.
+**The whole model** is replaced by a loop over the layers (`whole_model`) if every layer was replaced and the
+rest is: a table of embeddings (times a number), a table of positions or one pair of rotations for all layers,
+a norm, and an output product (times a number).
 
-**Any other product** (torch's Linear, GPT-2's Conv1D) stays in the module's own code with packed weights
-(`products`); products that one parent calls with the same input become one.
+**Any other product** (torch's Linear, GPT-2's Conv1D) stays in the module's own code but gets packed weights
+(`products`).  Products that one parent calls with the same input become one product.
 
-Weights are packed layer by layer and the originals are freed on the way, so the model is in memory once,
-except for a table of embeddings that is also the output matrix.  The load probe compares the result
-with the plain model; where they differ, the loader reads the model again and leaves it as it is.
+Weights are packed layer by layer, and each original is freed before the next layer is packed.  So the model
+is in memory once, except for a table of embeddings that is also the output matrix.  The load probe compares
+the result with the plain model.  If they differ, the loader reads the model again and replaces nothing.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ __all__ = ["Fused", "fuse", "in_torch"]
 class Fused(NamedTuple):
     num_layers: int  # replaced as a whole
     num_products: int  # packed one by one
-    form: str  # in which the layers run, as a sentence for people
-    has_experts: bool = False  # in layers that were replaced
+    form: str  # tells people how the layers run
+    has_experts: bool = False  # in the replaced layers
 
 
 def fuse(
@@ -64,17 +63,17 @@ def fuse(
     *,
     int8: bool,
 ) -> Fused:
-    """Replace what can be replaced.
+    """Replace all layers and products that the kernels can compute.
 
-    `positions` ascend, one for each token of the prompt, and should reach to the end of the context.  A layer
-    that scales its queries at far positions is recognised only there, and is not replaced.  With `int8` the
-    weights of replaced layers are rounded.
+    `positions` ascend, one for each token of the prompt, and should reach the end of the context: a layer
+    that scales its queries at far positions is recognised only there, and is not replaced.  `int8` rounds
+    the weights of replaced layers.
     """
     module = flat.module
     first = next(module.parameters())
     kernels = layer_kernels(first.device)
     if not kernels.available(first.dtype):
-        return Fused(0, 0, in_torch(kernels.lack(first.dtype)))
+        return Fused(0, 0, in_torch(kernels.unavailable_reason(first.dtype)))
     layers = decoder_layers(module)
     num_layers = len(layers)
     record = record_forward(flat, prompt, positions, [layer for _, _, layer in layers])
@@ -84,7 +83,7 @@ def fuse(
     fused: list[FusedLayer] = []
     reason = "it has no list of decoder layers"
     del record
-    while layers:  # the originals of each are freed before the next is packed
+    while layers:  # each original is freed before the next layer is packed
         parent, name, layer = layers.pop()
         of_layer = records.pop()
         try:
@@ -108,7 +107,7 @@ def fuse(
 
 
 def in_torch(reason: str) -> str:
-    """The form of a model none of whose layers were replaced."""
+    """Return the form of a model without any replaced layer."""
     return f"layers in torch: {reason}"
 
 

@@ -1,12 +1,12 @@
-"""Replaces a decoder layer by the layer kernels, where they give the same answer.
+"""Replace a decoder layer by the layer kernels, if they give the same answer.
 
 A layer whose calls have the known form is rebuilt from its weights and run on the recorded input.  It
-replaces the module only if it answers what the module answered.  So a layer with another order of operations,
-a factor that no attribute names, or a step that is no module, stays as it is.
+replaces the module only if it reproduces the module's answer.  So a layer stays as it is if it has another
+order of operations, a factor that no attribute holds, or a step that is not a module.
 
-Both are compared in float32 first, with the weights widened.  In 16 bits a wrong layer may differ by less
-than rounding allows: a rotation too many moves the scores of small queries only a little.  In 16 bits the
-packed weights are compared once more.  For a moment this takes eight bytes for each of the layer's weights.
+The first comparison runs in float32, with widened weights.  In 16 bits rounding may hide a wrong layer:
+an extra rotation changes the scores of small queries only slightly.  A second comparison checks the packed
+16-bit weights.  The check temporarily needs eight bytes for each of the layer's weights.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from pensieve.model.fuse.record import (
     record_again,
 )
 
-# How far a layer may be off, as a share of the largest change that it makes to the residual.
+# The tolerated error of a layer, as a share of the largest change that the layer makes to the residual.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-UNDECIDED_ULPS = 8  # of a row's largest logit: how far a router's logits may move by rounding
+# How far rounding may move a router's logits, in ulps of the row's largest logit.
+UNDECIDED_ULPS = 8
 
 
 class FusedLayer(torch.nn.Module):
-    """Replaces a decoder layer: takes the same arguments, gives the same answer."""
+    """Replace a decoder layer: take the same arguments, give the same answer."""
 
     has_experts = False
 
@@ -62,7 +63,7 @@ class FusedLayer(torch.nn.Module):
         super().__init__()
         for name, value in attributes.items():  # some models' own loops read a layer's attributes
             setattr(self, name, value)
-        self.layer_idx = layer_index  # which the attention interface calls so
+        self.layer_idx = layer_index  # the name that the attention interface expects
         self.dense = dense
         self._attention = attention
         self._in_tuple = in_tuple
@@ -88,9 +89,9 @@ class FusedLayer(torch.nn.Module):
         residual: torch.Tensor,  # (tokens, hidden), contiguous
         rotation: tuple[torch.Tensor, torch.Tensor] | None,  # (1, tokens, rotary) each
         forward_pass: ForwardPass,
-        kept: torch.Tensor | None = None,  # int64, contiguous: rows whose result is wanted
+        kept: torch.Tensor | None = None,  # int64, contiguous: the rows to return
     ) -> torch.Tensor:
-        """The next layer's residual, of all rows or of the kept ones."""
+        """Return the next layer's residual, of all rows or of the kept rows."""
         if not self.rotates:
             rotation = None
         paged_rows = forward_pass.paged_rows
@@ -112,16 +113,16 @@ class FusedLayer(torch.nn.Module):
 def fused_layer(
     layer: torch.nn.Module, record: LayerRecord, kernels: LayerKernels, *, int8: bool = False
 ) -> FusedLayer:
-    """What can replace a layer; NoMatch if the kernels do not give its answer."""
+    """Return a replacement of a layer; raise NoMatch if the kernels do not reproduce its answer."""
     given, rotation = record.given, record.arguments.get("position_embeddings")
     in_tuple = isinstance(record.answer, tuple)
     if in_tuple and len(record.answer) != 1:
-        raise NoMatch("it answers more than a residual")
+        raise NoMatch("its answer is more than a residual")
     answer = record.answer[0] if in_tuple else record.answer
     if given is None or not isinstance(answer, torch.Tensor):
-        raise NoMatch("it is not given one residual, or answers none")
+        raise NoMatch("it does not take one residual and answer one")
     if rotation is not None and not is_rotation(rotation, given):
-        raise NoMatch("its rotary embedding is no pair of cosines and sines for each row")
+        raise NoMatch("its rotary embedding is not a pair of cosines and sines for each row")
     layer_index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
     weights = match_layer(
         record.calls, given, layer_index, kernels, has_rotation=rotation is not None
@@ -154,7 +155,7 @@ def fused_layer(
 def _matched_again(
     layer: torch.nn.Module, record: LayerRecord, kernels: LayerKernels, *, has_rotation: bool
 ) -> tuple[LayerWeights, LayerRecord]:
-    """The layer's weights while they are float32, and what it does with them."""
+    """Return the layer's float32 weights, and a record of the layer running with them."""
     try:
         again = record_again(layer, record)
     except Exception as error:
@@ -177,7 +178,7 @@ def _right_factors(
     record: LayerRecord,
     mlp: MlpWeights | ExpertWeights,
 ) -> list[float]:
-    """Those with which the layer gives the recorded answer; NoMatch if there is none."""
+    """Return the factors that reproduce the recorded answer; raise NoMatch if there is none."""
     given, rotation = record.given, record.arguments.get("position_embeddings")
     assert given is not None
     answer = record.answer[0] if isinstance(record.answer, tuple) else record.answer
@@ -190,14 +191,14 @@ def _right_factors(
         if _agree(got[0] if isinstance(got, tuple) else got, answer, given, undecided):
             found.append(factor)
     if not found:
-        raise NoMatch("rebuilt from its weights, it answers something else")
+        raise NoMatch("the kernels compute another answer from its weights")
     return found
 
 
 def _agree(
     got: torch.Tensor, answer: torch.Tensor, given: torch.Tensor, undecided: torch.Tensor
 ) -> bool:
-    """Whether the answer is the same but for rounding, in all rows that it cannot send to other experts."""
+    """Whether the answers agree up to rounding, in all rows whose experts do not depend on rounding."""
     change, size = (answer - given).abs().max(), answer.abs().max()
     rounding = torch.finfo(given.dtype).eps * size
     by_row = (got - answer).abs().amax(-1).flatten()
@@ -211,7 +212,7 @@ def _agree(
 def _undecided_rows(
     record: LayerRecord, mlp: MlpWeights | ExpertWeights, given: torch.Tensor
 ) -> torch.Tensor:
-    """The rows whose last chosen expert and the next one are so close that rounding may choose the other."""
+    """Return a mask of the rows where rounding may decide which expert is chosen last."""
     none = torch.zeros(given.numel() // given.shape[-1], dtype=torch.bool)
     if not isinstance(mlp, ExpertWeights) or mlp.num_chosen == len(mlp.router):
         return none
@@ -227,7 +228,7 @@ def _undecided_rows(
 
 
 def is_rotation(rotation: Any, given: torch.Tensor) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
-    """Whether it is a pair of cosines and sines for these rows."""
+    """Whether this is a pair of cosines and sines for these rows."""
     return (
         isinstance(rotation, tuple)
         and len(rotation) == 2

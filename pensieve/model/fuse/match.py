@@ -1,8 +1,8 @@
-"""Matches a decoder layer's recorded calls to the form of fused layers; collects its weights.
+"""Match a decoder layer's recorded calls to the form of fused layers, and collect its weights.
 
-`model.fuse` describes the form.  The calls before the attention and those after it are walked once each; at
-the first call that does not fit, the layer does not match.  Whether a norm or an activation is a known one
-is decided by what it answered; its attributes only give the numbers to try.
+`model.fuse` describes the form.  The calls before and after the attention are walked once each.  The first
+call that does not fit raises NoMatch.  A norm or an activation is recognised by its answers; its attributes
+only give numbers to try.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from pensieve.kernels.layer.protocol import (
 )
 from pensieve.model.fuse.record import Call, ModuleCall, RecordedAttention, is_product
 
-AFTER: tuple[NormName, ...] = ("attention_after", "mlp_after")  # no LayerNorm in the kernels
-# How far a norm may be off, as a share of its largest value.
+# The norms that the kernels cannot compute as a LayerNorm.
+AFTER: tuple[NormName, ...] = ("attention_after", "mlp_after")
+# The tolerated error of a norm, as a share of its largest value.
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 class NoMatch(Exception):
-    """A layer that the kernels cannot compute; the message says why."""
+    """The kernels cannot compute a layer; the message says why."""
 
 
 @dataclass
 class _Parts:
-    """What was found so far."""
+    """The parts found so far."""
 
     norms: dict[NormName, NormWeights] = field(default_factory=dict)
     attention_in: list[ModuleCall] = field(default_factory=list)
@@ -60,13 +61,13 @@ def match_layer(
     *,
     has_rotation: bool = True,
 ) -> LayerWeights:
-    """The layer's weights; NoMatch if its calls have another form.
+    """Return the layer's weights; raise NoMatch if its calls have another form.
 
-    A layer that is given a rotation may leave its queries and keys as they are.
+    With `has_rotation` the layer is given a rotation, but need not apply it to its queries and keys.
     """
     attentions = [index for index, call in enumerate(calls) if isinstance(call, RecordedAttention)]
     if len(attentions) != 1:
-        raise NoMatch(f"it attends {len(attentions)} times")
+        raise NoMatch(f"it has {len(attentions)} attention calls")
     middle = attentions[0]
     attention = cast(RecordedAttention, calls[middle])
     before, after = (
@@ -77,10 +78,10 @@ def match_layer(
     _match_after_attention(parts, after, given, kernels)
     mlp = _mlp_of(parts)
     if not _attention_fits(parts, attention) or not _mlp_fits(parts):
-        raise NoMatch("its sizes are not those of the form")
+        raise NoMatch("its sizes do not fit the form")
     factor = _query_factor(parts, attention)
     if factor is None and not has_rotation:
-        raise NoMatch("its queries are not the product's")
+        raise NoMatch("its queries are not the output of their product")
     kind = attention.call.kind
     weights = LayerWeights(
         layer_index=layer_index,
@@ -93,7 +94,7 @@ def match_layer(
         rotates=factor is None,
         parallel=parts.is_parallel,
     )
-    if reason := kernels.lacks_form(weights):
+    if reason := kernels.unsupported_reason(weights):
         raise NoMatch(reason)
     return weights
 
@@ -109,7 +110,7 @@ def _mlp_of(parts: _Parts) -> MlpWeights | ExpertWeights:
         assert parts.router is not None
         found = expert_weights(parts.router, parts.experts, name)
         if found is None:
-            raise NoMatch("its experts are not a router's choice of gated MLPs")
+            raise NoMatch("its experts are not gated MLPs that a router chooses")
         return found
     if len(parts.mlp_in) == 2 and parts.mlp_in[0].answer is not activation.given:
         parts.mlp_in.reverse()  # the gate comes first
@@ -118,7 +119,7 @@ def _mlp_of(parts: _Parts) -> MlpWeights | ExpertWeights:
 
 
 def _is_gated(parts: _Parts) -> bool:
-    """Whether the activation is applied to a part of what was multiplied, and not to all of it."""
+    """Whether the activation applies to a part of the product's output, not to all of it."""
     assert parts.activation is not None
     return len(parts.mlp_in) != 1 or not is_same_memory(
         parts.activation.given, parts.mlp_in[0].answer
@@ -126,9 +127,9 @@ def _is_gated(parts: _Parts) -> bool:
 
 
 def _query_factor(parts: _Parts, attention: RecordedAttention) -> float | None:
-    """What the layer multiplies its queries by: some do that, and not the scores.
+    """Return the number that the layer multiplies its queries by; some layers scale queries, not scores.
 
-    None where the queries are not a multiple of what the products or their norm answered: they are rotated.
+    Return None if the queries are no multiple of the output of their product or norm: they are rotated.
     """
     query = attention.call.query.flatten(1)
     if parts.normed_queries is not None:
@@ -138,7 +139,7 @@ def _query_factor(parts: _Parts, attention: RecordedAttention) -> float | None:
 
 
 def _attention_in(parts: _Parts, attention: RecordedAttention) -> ProductWeights:
-    """The weights of queries, keys and values, in this order."""
+    """Return the weights of queries, keys and values, in this order."""
     whole = product_weights(parts.attention_in)
     num_heads, num_kv_heads, head_size = attention.heads
     if len(parts.attention_in) > 1 or num_heads != num_kv_heads:
@@ -148,7 +149,7 @@ def _attention_in(parts: _Parts, attention: RecordedAttention) -> ProductWeights
         return whole
     by_head = rows.view(len(rows), num_heads, 3, head_size)
     if not torch.equal(by_head[:, :, 2], attention.call.value):
-        raise NoMatch("its queries, keys and values lie in another order")
+        raise NoMatch("its queries, keys and values are in an unknown order")
     weight, bias = whole.weights[0], whole.biases[0]
     return ProductWeights(
         [weight.reshape(num_heads, 3, head_size, -1).transpose(0, 1).flatten(0, 2)],
@@ -159,12 +160,12 @@ def _attention_in(parts: _Parts, attention: RecordedAttention) -> ProductWeights
 def _match_before_attention(
     parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
 ) -> None:
-    """Take [norm] → products of one input → [norms of queries and keys]."""
+    """Match [norm] → products of one input → [norms of queries and keys]."""
     normed = given
     for call in calls:
         if is_product(call, kernels):
             if call.given is not normed:
-                raise NoMatch("queries, keys and values are products of different inputs")
+                raise NoMatch("its queries, keys and values have different inputs")
             parts.attention_in.append(call)
             continue
         norm = _norm_of(call)
@@ -175,13 +176,13 @@ def _match_before_attention(
         elif "key_norm" not in parts.norms:
             parts.norms["key_norm"] = norm
         else:
-            raise NoMatch("it has more norms before its attention than the form")
+            raise NoMatch("it has too many norms before its attention")
 
 
 def _match_after_attention(
     parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
 ) -> None:
-    """Take a product → [norms] → products of one input → activation → a product → [norm].
+    """Match a product → [norms] → products of one input → activation → a product → [norm].
 
     Or, after the norms: a router → activation → experts → [norm].
     """
@@ -198,7 +199,7 @@ def _match_after_attention(
             elif not parts.mlp_out:
                 parts.mlp_out.append(call)
             else:
-                raise NoMatch("it has more products after its attention than the form")
+                raise NoMatch("it has too many products after its attention")
             loose = []
         elif parts.attention_out and not parts.mlp_in and (router := match_router(call)):
             if parts.router is not None:
@@ -217,7 +218,7 @@ def _match_after_attention(
         else:
             loose.append((_norm_of(call), call))
     if len(loose) > 1:
-        raise NoMatch("it has more norms after its MLP than the form")
+        raise NoMatch("it has too many norms after its MLP")
     if loose:
         parts.norms["mlp_after"] = loose[0][0]
 
@@ -228,9 +229,9 @@ def _name_middle_norms(
     product: ModuleCall,
     given: torch.Tensor,
 ) -> None:
-    """Name the norms between the attention's product and the MLP's first one: before or after the sum.
+    """Name the norms between the attention's product and the MLP's first product.
 
-    A norm of what the layer was given, or the one before the attention again, is that of an MLP beside it.
+    A norm of the layer's input, or the norm before the attention, belongs to an MLP that runs beside it.
     """
     before = parts.attention_in[0].given if parts.attention_in else None
     if product.given is before and "attention_before" in parts.norms:
@@ -241,7 +242,7 @@ def _name_middle_norms(
     if loose:
         parts.norms["attention_after"] = loose.pop()[0]
     if loose:
-        raise NoMatch("it has more norms between attention and MLP than the form")
+        raise NoMatch("it has too many norms between attention and MLP")
 
 
 def _norm_of(call: ModuleCall) -> NormWeights:
@@ -260,7 +261,7 @@ def _hidden(parts: _Parts) -> int:
 
 
 def _mlp_fits(parts: _Parts) -> bool:
-    """Whether its widths are those of the form, and even: the kernels take pairs of bfloat16."""
+    """Whether the MLP's widths fit the form and are even: the kernels take pairs of bfloat16."""
     if parts.experts is not None:
         return bool(parts.experts.given.shape[-1] == _hidden(parts) and not parts.mlp_in)
     width = sum(call.answer.shape[-1] for call in parts.mlp_in) // (2 if _is_gated(parts) else 1)
@@ -273,7 +274,7 @@ def _mlp_fits(parts: _Parts) -> bool:
 
 
 def _attention_fits(parts: _Parts, attention: RecordedAttention) -> bool:
-    """Whether its widths, and those of all norms, are those of the form, and even."""
+    """Whether the widths of the attention and of all norms fit the form, and are even."""
     num_heads, num_kv_heads, head_size = attention.heads
     norms, hidden = parts.norms, _hidden(parts)
     inputs = sum(call.answer.shape[-1] for call in parts.attention_in)
@@ -302,7 +303,7 @@ def _attention_fits(parts: _Parts, attention: RecordedAttention) -> bool:
 def product_weights(
     calls: Sequence[ModuleCall], activation: Activation | None = None, *, gated: bool = True
 ) -> ProductWeights:
-    """The weights of products with one input, as one product's."""
+    """Return the weights of products with one input as those of one product."""
     return ProductWeights(
         [_weight(call.module) for call in calls],
         [cast(torch.Tensor | None, call.module.bias) for call in calls],
@@ -312,13 +313,13 @@ def product_weights(
 
 
 def _weight(module: torch.nn.Module) -> torch.Tensor:
-    """(outputs, inputs)"""
+    """Return the weight as (outputs, inputs)."""
     weight = cast(torch.Tensor, module.weight)
     return weight.T if type(module) is Conv1D else weight
 
 
 def match_norm(call: ModuleCall) -> NormWeights | None:
-    """The weights with which this call was one of the norms that the kernels know; None if it was none."""
+    """Return the weights if this call computes a norm that the kernels know, else None."""
     parameters = list(call.module.parameters())
     if (
         any(call.others)
@@ -332,14 +333,14 @@ def match_norm(call: ModuleCall) -> NormWeights | None:
     if call.given.shape[-1] % width or call.given.shape != call.answer.shape:
         return None
     numbers = [each for each in vars(call.module).values() if isinstance(each, float)]
-    small = call.given * 1e-3  # where eps makes a difference
+    small = call.given * 1e-3  # small enough for eps to matter
     pairs = [(call.given, call.answer), (small, call.module(small))]
     best: tuple[float, NormWeights] | None = None
     weight = parameters[0].float().contiguous()
     bias = parameters[1].float().contiguous() if len(parameters) == 2 else None
     for eps in numbers:
         candidates = [NormWeights(weight, eps, bias, centred=True)]
-        if bias is None:  # which the kernels add to a LayerNorm only
+        if bias is None:  # the kernels add a bias to a LayerNorm only
             candidates += [NormWeights(weight, eps), NormWeights(1 + weight, eps)]
         for norm in candidates:
             errors = [_error(norm, given, answer) for given, answer in pairs]
@@ -351,7 +352,7 @@ def match_norm(call: ModuleCall) -> NormWeights | None:
 
 
 def _error(norm: NormWeights, given: torch.Tensor, answer: torch.Tensor) -> tuple[float, float]:
-    """The norm's largest and mean difference from the answer, as shares of its largest value."""
+    """Return the norm's largest and mean error, as shares of the answer's largest value."""
     width = len(norm.weight)
     rows = given.float().view(*given.shape[:-1], -1, width)
     if norm.centred:
@@ -365,7 +366,7 @@ def _error(norm: NormWeights, given: torch.Tensor, answer: torch.Tensor) -> tupl
 
 
 def activation_of(module: torch.nn.Module) -> Activation | None:
-    """Which activation of the kernels the module computes; None: another one."""
+    """Return the kernels' activation that the module computes, or None."""
     x = torch.linspace(-8, 8, 257)
     with torch.inference_mode():
         y = module(x)
@@ -382,7 +383,7 @@ def activation_of(module: torch.nn.Module) -> Activation | None:
 
 
 def factor_between(before: torch.Tensor, after: torch.Tensor) -> float | None:
-    """The number that one was multiplied by to become the other; None if there is no such number."""
+    """Return the number that turns `before` into `after` by multiplication, or None."""
     if before.shape != after.shape:
         return None
     wide, right = before.double(), after.double()
@@ -397,7 +398,7 @@ def factor_between(before: torch.Tensor, after: torch.Tensor) -> float | None:
 
 
 class Router(NamedTuple):
-    """A call of a router; shares and experts are the tensors that it answered."""
+    """A call of a router, and the shares and experts that it answered."""
 
     given: torch.Tensor
     weight: torch.Tensor
@@ -407,10 +408,10 @@ class Router(NamedTuple):
 
 
 def match_router(call: ModuleCall) -> Router | None:
-    """How this call chose experts; None if it was something else.
+    """Return how this call chose experts, or None if it is not a router.
 
-    A router is a module with one matrix that answers logits, shares and experts of each row.  What it does
-    with the logits is computed again here and compared with what it answered.
+    A router is a module with one matrix that answers logits, shares and experts of each row.  Its result is
+    computed again here from its logits and compared with its answer.
     """
     parameters = list(call.module.parameters())
     if len(parameters) != 1 or parameters[0].dim() != 2 or not isinstance(call.answer, tuple):
@@ -426,7 +427,7 @@ def match_router(call: ModuleCall) -> Router | None:
     if logits.shape != right.shape or experts.is_floating_point():
         return None
     if logits.dtype != right.dtype and not torch.equal(logits.float(), right.float()):
-        return None  # it computes in another precision, and so chooses other experts now and then
+        return None  # another precision: the router sometimes chooses other experts
     probabilities = torch.softmax(right.float(), dim=-1)
     largest = torch.topk(probabilities, experts.shape[1]).values
     chosen = probabilities.gather(1, experts)
@@ -442,10 +443,10 @@ def match_router(call: ModuleCall) -> Router | None:
 def expert_weights(
     router: Router, call: ModuleCall, activation: Activation
 ) -> ExpertWeights | None:
-    """The weights of the experts that this call applied; None if it is no call of experts.
+    """Return the weights of the experts that this call applied, or None if it applied no experts.
 
-    The module holds the matrices of all experts, one behind the other, and is given what the router answered.
-    Which half of the first matrices is the gate is not looked at: the layer is compared as a whole.
+    The module holds the stacked matrices of all experts and is given the router's answer.  This function does
+    not check which half of the first matrices is the gate: the layer is compared as a whole.
     """
     matrices = list(call.module.parameters(recurse=False))
     given = (call.given, *call.others[0], *call.others[1].values())
@@ -480,7 +481,7 @@ def expert_weights(
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether it is the same tensor, perhaps of another shape; the record keeps all of them alive."""
+    """Whether both are the same tensor, perhaps reshaped.  The record keeps all tensors alive."""
     return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 

@@ -1,7 +1,7 @@
-"""Replaces single products (Linear, Conv1D) by products with packed weights.
+"""Replace single products (Linear, Conv1D) by products with packed weights.
 
-Products that one parent calls one after another with the same input (queries, keys and values, for
-instance) become one product, computed at the first call; the others take their columns of its result.
+If one parent calls several products one after another with the same input (for instance queries, keys and
+values), they become one product.  The first call computes it; the others take their columns of the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pensieve.model.fuse.record import Child, ModuleCall
 
 
 class SharedInput:
-    """Packed weights of products that get the same input, and the result that they share."""
+    """Hold the packed weights of products with the same input, and their shared result."""
 
     def __init__(self, packed: PackedWeights, sizes: Sequence[int]) -> None:
         self.packed = packed
@@ -40,19 +40,19 @@ class SharedInput:
 
 
 class PackedProduct(torch.nn.Module):
-    """Replaces a Linear."""
+    """Replace a Linear or Conv1D."""
 
     def __init__(self, shared: SharedInput, part: int, like: torch.nn.Module) -> None:
         super().__init__()
         weight: torch.Tensor = like.weight  # type: ignore[assignment]
-        self.weight = weight.new_empty(0)  # some models read its type
+        self.weight = weight.new_empty(0)  # some models read its dtype
         self.bias = None
         self.shared = shared
         self._part = part
 
     @property
     def weight_bytes(self) -> int:
-        """The weights of all products that share the input, counted at the first of them."""
+        """Return the bytes of all products that share the input, counted at the first product only."""
         return self.packed.num_bytes if self._part == 0 else 0
 
     @property
@@ -70,7 +70,7 @@ def pack_products(
     *,
     int8: bool = False,
 ) -> int:
-    """Replace those of the called products that are inside of this module; returns how many."""
+    """Replace the called products inside this module; return their number."""
     children = children_of(module)
     count = 0
     for group in _groups([call for call in calls if id(call.module) in children], children):
@@ -84,7 +84,7 @@ def pack_products(
 
 
 def children_of(module: torch.nn.Module) -> dict[int, Child]:
-    """Every module inside of this one, with its parent, by its id."""
+    """Return every module inside this one with its parent, keyed by the module's id()."""
     return {
         id(child): Child(parent, name, child)
         for parent in module.modules()
@@ -93,7 +93,7 @@ def children_of(module: torch.nn.Module) -> dict[int, Child]:
 
 
 def _groups(calls: Sequence[ModuleCall], children: dict[int, Child]) -> Iterator[list[ModuleCall]]:
-    """Consecutive calls with one input by one parent; a module that is called twice stays alone."""
+    """Group consecutive calls with one input by one parent; a module called twice stays alone."""
     num_calls: dict[int, int] = {}
     for call in calls:
         num_calls[id(call.module)] = num_calls.get(id(call.module), 0) + 1
@@ -109,6 +109,6 @@ def _groups(calls: Sequence[ModuleCall], children: dict[int, Child]) -> Iterator
         if num_calls[id(call.module)] > 0:
             group.append(call)
             if num_calls[id(call.module)] > 1:
-                num_calls[id(call.module)] = 0  # its other calls add nothing
+                num_calls[id(call.module)] = 0  # ignore its later calls
     if group:
         yield group

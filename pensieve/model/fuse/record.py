@@ -1,7 +1,7 @@
-"""Records what one forward calls, layer by layer (modules that hold weights or are leaves, and attention).
+"""Record the calls of one forward, layer by layer: attention, and modules that hold weights or are leaves.
 
-The record holds the very tensors that were given and answered, so `is` tells whether one call got what
-another answered.  These tensors stay alive as long as the record does.
+The record holds the original tensors, so `is` tells whether one call received another call's answer.
+These tensors stay alive as long as the record does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers.pytorch_utils import Conv1D
 
 from pensieve.kernels.layer.protocol import HeadShape, LayerKernels, PagedRows
 from pensieve.model.attention import AttentionCall, FlatModel
-from pensieve.model.layer_range import LayerElsewhere
+from pensieve.model.layer_range import OtherStageLayer
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module that holds weights of its own, or has no modules inside."""
+    """One call of a module that holds weights of its own or has no submodules."""
 
     module: torch.nn.Module
     given: torch.Tensor  # the first argument
@@ -44,10 +44,10 @@ Call = ModuleCall | RecordedAttention
 
 @dataclass
 class LayerRecord:
-    """One call of a decoder layer, and the calls inside."""
+    """One call of a decoder layer, and the calls inside it."""
 
     given: torch.Tensor | None = None
-    others: tuple[Any, ...] = ()  # positional arguments behind it
+    others: tuple[Any, ...] = ()  # the positional arguments after it
     arguments: dict[str, Any] = field(default_factory=dict)
     answer: Any = None
     calls: list[Call] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ForwardRecord(NamedTuple):
     prompt: Sequence[int]
     positions: Sequence[int]
     layers: list[LayerRecord]
-    outside: list[ModuleCall]  # the calls that were in no layer
+    outside: list[ModuleCall]  # calls outside all layers
     logits: torch.Tensor
 
 
@@ -70,7 +70,7 @@ class Child(NamedTuple):
 
 
 class CausalPass:
-    """A forward pass over one prompt: plain causal attention among its rows, without pages."""
+    """Run a forward over one prompt with plain causal attention among its rows, without pages."""
 
     paged_rows: PagedRows | None = None
     pages_ready = False
@@ -92,11 +92,11 @@ class CausalPass:
         return answer
 
     def arrive(self, layer: int) -> None:
-        """Nothing moves."""
+        """Do nothing: no pages move."""
 
 
 def decoder_layers(module: torch.nn.Module) -> list[Child]:
-    """The outermost list of modules whose members each hold one attention; empty where there is none.
+    """Return the outermost list of modules that each hold an attention; empty if there is none.
 
     Layers of other stages are left out.
     """
@@ -105,7 +105,7 @@ def decoder_layers(module: torch.nn.Module) -> list[Child]:
             layers = [
                 Child(parent, name, layer)
                 for name, layer in parent.named_children()
-                if not isinstance(layer, LayerElsewhere)
+                if not isinstance(layer, OtherStageLayer)
             ]
             if layers and all(attention_of(each.module) is not None for each in layers):
                 return layers
@@ -113,7 +113,7 @@ def decoder_layers(module: torch.nn.Module) -> list[Child]:
 
 
 def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
-    """The innermost module of a layer that has a `layer_idx`, as transformers' attentions do."""
+    """Return a layer's innermost module with a `layer_idx`, which transformers' attentions have."""
     found = [each for each in layer.modules() if hasattr(each, "layer_idx")]
     return found[-1] if found else None
 
@@ -125,7 +125,7 @@ def _recording(
     records: Sequence[LayerRecord],
     outside: list[ModuleCall],
 ) -> Iterator[Callable[[RecordedAttention], None]]:
-    """Calls go to their layer's record, or are outside; the function is to be told of attention."""
+    """Record calls in their layer's record or in `outside`; yield a function that records attention."""
     inside: list[LayerRecord] = []  # the layer that is running, if any
 
     def enter(record: LayerRecord) -> Callable[..., None]:
@@ -187,14 +187,14 @@ def causal_logits(
     positions: Sequence[int],
     report: Callable[[RecordedAttention], None] = lambda call: None,
 ) -> torch.Tensor:
-    """Logits of every row of one prompt."""
+    """Return the logits of every row of one prompt."""
     device = flat.module.device
     ids, at = (torch.tensor(each, device=device) for each in (prompt, positions))
     return flat.logits(ids, at, torch.arange(len(ids), device=device), CausalPass(report))
 
 
 def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
-    """Call a layer inside of `in_float32` with its recorded arguments, and record that."""
+    """Run a layer, inside `in_float32`, with its recorded arguments and record its calls."""
     again = LayerRecord()
     args = () if "hidden_states" in record.arguments else (record.given, *record.others)
     named = {name: _widened(each) for name, each in record.arguments.items()}
@@ -205,7 +205,7 @@ def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
 
 @contextmanager
 def in_float32(module: torch.nn.Module) -> Iterator[None]:
-    """Weights and buffers are float32 meanwhile, and afterwards the same memory as before."""
+    """Widen weights and buffers to float32 inside the block, then restore the original memory."""
     narrow = [
         (each, each.data)
         for each in (*module.parameters(), *module.buffers())
@@ -221,7 +221,7 @@ def in_float32(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _widened(value: Any) -> Any:
-    """Tensors of floating point in float32, also those in a tuple; anything else as it is."""
+    """Return floating-point tensors, also inside a tuple, as float32, and other values unchanged."""
     if isinstance(value, tuple):
         return tuple(_widened(each) for each in value)
     is_narrow = isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -229,7 +229,7 @@ def _widened(value: Any) -> Any:
 
 
 def is_product(call: Call, kernels: LayerKernels) -> bool:
-    """Whether it is a product with weights of its input's type, which the kernels can pack."""
+    """Whether the kernels can pack this product: its weights have its input's type."""
     return (
         isinstance(call, ModuleCall)
         and not any(call.others)

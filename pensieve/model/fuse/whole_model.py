@@ -1,9 +1,9 @@
-"""The whole forward of a model all of whose layers are fused: a loop over them, without the model's own code.
+"""Compute the whole forward of a model whose layers are all fused, without the model's own code.
 
-The loop knows a table of embeddings times a number, a table of positions that is added to it or one pair of
-rotations for all layers, a norm, and an output product times a number.  Each is found in the recorded forward
-and compared with what was answered.
-A second forward, with an output product 64 times as large, shows a cap on logits.
+The loop over the layers supports: a table of embeddings times a number; a table of positions to add, or one
+pair of rotations for all layers; a norm; an output product times a number.  Each is found in the recorded
+forward and compared with the recorded answers.  A second forward, with an output product 64 times as large,
+reveals a cap on logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (1, tokens, r
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What stands around the layers."""
+    """The operations before and after the layers."""
 
     table: torch.nn.Embedding
     table_factor: float
@@ -40,14 +40,14 @@ class Surroundings:
         Callable[[torch.Tensor, torch.Tensor], Rotation] | None
     )  # of (1, tokens, …), (1, tokens)
     norm: NormWeights
-    find_head: Callable[[], torch.nn.Module]  # what the output product was replaced by
+    find_head: Callable[[], torch.nn.Module]  # returns the packed output product
     head_factor: float
 
 
 class LayerGraphs(Protocol):
-    """Another way through all layers (`model/piecewise_graphs.py`)."""
+    """Run all layers as captured graphs (`model/piecewise_graphs.py`)."""
 
-    rows_padded: int  # computed for nothing since the start
+    rows_padded: int  # padding rows computed since the start
 
     def takes(self, num_tokens: int, forward_pass: ForwardPass) -> bool: ...
 
@@ -58,11 +58,11 @@ class LayerGraphs(Protocol):
         kept: torch.Tensor,
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
-        """The last layer's residual of the kept rows."""
+        """Return the last layer's residual of the kept rows."""
 
 
 class FusedModel:
-    """Embeddings, fused layers, norm and output product, in one loop."""
+    """Run embeddings, fused layers, norm and output product in one loop."""
 
     def __init__(
         self, around: Surroundings, layers: Sequence[FusedLayer], kernels: LayerKernels
@@ -71,7 +71,7 @@ class FusedModel:
         assert isinstance(head, PackedProduct)
         self._around = around
         self.layers = layers
-        self.graphs: LayerGraphs | None = None  # of a GPU
+        self.graphs: LayerGraphs | None = None  # on a GPU
         self._norm = kernels.norm(around.norm)
         self._head = head.packed
         for layer, then in pairwise(layers):
@@ -84,7 +84,7 @@ class FusedModel:
     def embed(
         self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, Rotation | None]:
-        """What the first layer is given."""
+        """Return the input of the first layer."""
         around = self._around
         hidden: torch.Tensor = around.table(input_ids)
         if around.table_factor != 1:
@@ -102,7 +102,7 @@ class FusedModel:
         rows: torch.Tensor,
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
-        """float32 (rows, vocab)"""
+        """Return float32 (rows, vocab)."""
         hidden, rotation = self.embed(input_ids, positions)
         hidden = self._all_layers(hidden, rotation, rows, forward_pass)
         logits = torch.empty(
@@ -119,7 +119,7 @@ class FusedModel:
         rows: torch.Tensor,
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
-        """The residual of the kept rows."""
+        """Return the last layer's residual of the kept rows."""
         if self.graphs is not None and self.graphs.takes(len(hidden), forward_pass):
             return self.graphs.run(hidden, rotation, rows, forward_pass)
         paged_rows = forward_pass.paged_rows
@@ -135,7 +135,7 @@ class FusedModel:
 def match_surroundings(
     flat: FlatModel, record: ForwardRecord, kernels: LayerKernels
 ) -> Surroundings | None:
-    """What surrounds the layers; None if the loop could not do it."""
+    """Find the operations around the layers; return None if the loop does not support them."""
     layers, outside = record.layers, record.outside
     if not layers:
         return None
@@ -187,7 +187,7 @@ def match_surroundings(
 def _match_embeddings(
     calls: Sequence[ModuleCall], first: torch.Tensor, record: ForwardRecord
 ) -> tuple[torch.nn.Embedding, float, torch.Tensor | None] | None:
-    """The table of embeddings, what it is multiplied by, and a row for each position that is added."""
+    """Return the table of embeddings, its factor, and the table of positions that is added."""
     if not calls or calls[0].given.flatten().tolist() != list(record.prompt):
         return None
     table: Any = calls[0].module
@@ -200,7 +200,7 @@ def _match_embeddings(
     answer = calls[1].answer.view(-1, rows.shape[1])
     positions = torch.tensor(list(record.positions), device=rows.device)
     for row in (rows == answer[0]).all(1).nonzero().flatten().tolist():
-        begin = row - record.positions[0]  # OPT's begin at row 2
+        begin = row - record.positions[0]  # OPT's positions begin at row 2
         if begin < 0 or begin + int(positions.max()) >= len(rows):
             continue
         if torch.equal(rows[begin + positions], answer):
@@ -209,12 +209,15 @@ def _match_embeddings(
 
 
 def _hidden(answer: Any) -> Any:
-    """A layer's residual, which some models' layers answer in a tuple."""
+    """Return a layer's residual; some models' layers answer a tuple."""
     return answer[0] if isinstance(answer, tuple) else answer
 
 
 def _with_other_positions(call: ModuleCall) -> Callable[[torch.Tensor, torch.Tensor], Rotation]:
-    """The call that gave the rotation, for other positions, which are its one tensor beside the first."""
+    """Return a function that repeats the recorded call of the rotation for other positions.
+
+    The positions are the call's only tensor besides the first argument.
+    """
     args, kwargs = call.others
 
     def rotate(hidden: torch.Tensor, positions: torch.Tensor) -> Rotation:
@@ -231,7 +234,7 @@ def _with_other_positions(call: ModuleCall) -> Callable[[torch.Tensor, torch.Ten
 def _with_larger_logits(
     flat: FlatModel, record: ForwardRecord, head: torch.nn.Module, times: int
 ) -> torch.Tensor:
-    """The model's logits with an output product that is so many times larger."""
+    """Return the model's logits with an output product that is `times` times as large."""
     hook = head.register_forward_hook(lambda module, args, answer: answer * times)
     try:
         return causal_logits(flat, record.prompt, record.positions)

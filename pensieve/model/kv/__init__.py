@@ -1,1 +1,1 @@
-"""The memory of keys and values, and how pages move between its tiers."""
+"""Keep keys and values in memory, and move pages between its tiers."""

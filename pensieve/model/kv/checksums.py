@@ -1,14 +1,14 @@
-"""Checksums of the host tier's pages: whether what comes back is what was copied out.
+"""Check that pages which come back from the host tier are unchanged.
 
-A page is summed when its swap-out has finished, over the slots that were copied, in all layers; and again
-before it is swapped in.  Nobody writes to it in between (the core moves no page of a copy, and a chunk's
-host page is its own), so a page with another sum was changed by something else: by memory that fails, or by
-a mistake of ours.  What such a page held is computed again, as if it had been dropped.
+A finished swap-out computes a checksum of the copied slots in all layers.  The sum is checked before the page
+is swapped in.  Nothing writes to the page in between: the core does not reuse the pages of a pending copy,
+and a host page belongs to one chunk.  So a different sum means failing memory or a bug.  The page's contents
+are then recomputed, as if the page had been dropped.
 
-A page that a group of streamed turns stores to (core/iteration.py) changes with each token, so it is summed
-when it is full: all of its slots were stored.  Until then it has no sum and counts as intact.
+A page that a group of streamed turns stores to (core/iteration.py) changes with each token.  It gets its sum
+when it is full, that is, when all of its slots were stored.  Until then it counts as intact.
 
-It costs the thread that computes a millisecond for one to two MiB of pages, in both directions.
+The computing thread pays one millisecond for one to two MiB of pages, in each direction.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class _Sum(NamedTuple):
 
 
 class PageChecksums:
-    """Of the pages of one host arena; may be used by the threads that submit and that report copies."""
+    """Checksums of one host arena's pages; the threads that submit and report copies may use it."""
 
     def __init__(self, host_arena: torch.Tensor) -> None:
         self._arena = host_arena  # (layers, pages, 2, kv_heads, slots, row)
         self._lock = Lock()
         self._swap_outs: dict[int, SwapOut] = {}  # by copy_id, until they are finished
         self._sums: dict[int, _Sum] = {}  # by page
-        self._growing: set[int] = set()  # pages that groups store to and that are not full
+        self._growing: set[int] = set()  # pages that groups store to and that are not yet full
 
     def begin(self, swap_outs: Iterable[SwapOut]) -> None:
-        """These copies were submitted."""
+        """Remember submitted swap-outs."""
         with self._lock:
             self._swap_outs.update((each.copy_id, each) for each in swap_outs)
 
     def finish(self, copy_ids: Iterable[int]) -> None:
-        """These copies, in either direction, are done."""
+        """Sum the pages of finished swap-outs; `copy_ids` may include swap-ins."""
         with self._lock:
             done = [self._swap_outs.pop(each) for each in copy_ids if each in self._swap_outs]
         for each in done:
             self.copied(each.host_page, each.num_slots)
 
     def stored(self, groups: Iterable[PageGroup]) -> None:
-        """What these groups store is on the host."""
+        """Sum the pages that these groups have filled; call it once their stores are on the host."""
         num_slots_max = self._arena.shape[4]
         for group in groups:
             for page, num_slots in zip(group.host_pages, group.stored_slots, strict=True):
@@ -69,26 +69,26 @@ class PageChecksums:
         self._sums[page] = _Sum(num_slots, self._crc(page, num_slots))
 
     def arrived(self, page: int, num_slots: int, crc: int) -> None:
-        """It was filled with what comes from another engine, and has this CRC."""
+        """Remember the CRC of a page that was filled with another engine's KV."""
         self._growing.discard(page)
         self._sums[page] = _Sum(num_slots, crc)
 
     def is_as_copied(self, page: int, num_slots: int, crc: int) -> bool:
-        """The same as `is_intact`, where so many leading slots were summed anyway."""
+        """Same as `is_intact`, for a caller that has already summed `num_slots` leading slots."""
         known = self._sums.get(page)
         if known is None or known.num_slots != num_slots or page in self._growing:
             return self.is_intact(page)
         return known.crc == crc or self.is_intact(page)
 
     def is_intact(self, page: int) -> bool:
-        """Whether a page holds what was copied to it, as far as that is known; else the log says so."""
+        """Whether a page still holds what was copied to it, if that is known; log a warning if not."""
         if page in self._growing:
             return True
         known = self._sums.get(page)
         if known is not None and self._crc(page, known.num_slots) == known.crc:
             return True
         log.warning(
-            "page %d of the host tier is not what was copied to it; it is computed again", page
+            "page %d of the host tier has changed since it was written; recomputing it", page
         )
         return False
 

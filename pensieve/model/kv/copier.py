@@ -1,20 +1,19 @@
-"""Move pages between the tiers beside the compute.
+"""Move pages between the tiers while the device computes.
 
-A CPU's copier copies in a thread, layer by layer.  A GPU's copies on streams of the GPU.  Both keep this
-order:
+A CPU's copier copies in a thread, layer by layer.  A GPU's copier uses streams.  Both keep this order:
 
     submit ──> pages of layer 0 │ layer 1 │ layer 2 │ …          begins when earlier iterations have written
     forward ── wait_layer(0) ─ layer 0 computes ─ wait_layer(1) ─ layer 1 computes …
 
-Swap-ins come first, lowest layer first, because some layer's attention may be waiting for exactly that.
-Swap-outs free pages that nobody needs at once; they go on only while no swap-in is outstanding.
+Swap-ins come first, lowest layer first, because a layer's attention may be waiting for them.  Swap-outs free
+pages that nothing needs at once, so they proceed only while no swap-in is outstanding.
 
 A copy is *finished* when all of its layers have arrived.  `poll` and `wait_any` report each finished copy
-once, and the core moves neither of its pages before.  Copies may finish in any order.
+once.  Until then the core reuses neither of its pages.  Copies may finish in any order.
 
-The thread that computes calls `submit`, `wait_layer`, `launch_rest` and `arriving`.  `poll` and `wait_any`
-may be called by another thread, one at a time.  After an error in a copy the worker ends, and whatever waits,
-then and later, raises DeviceError.
+The computing thread calls `submit`, `wait_layer`, `launch_rest` and `arriving`.  Another thread may call
+`poll` and `wait_any`, one call at a time.  An error in a copy ends the worker, and every present and later
+waiting call raises DeviceError.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.errors import DeviceError
 from pensieve.model.kv.memory import KVMemory, PageMoves
 
-UNIT_BYTES = 16 << 20  # a third of a millisecond of the bus
-LAYERS_AHEAD = 4  # of the compute, that a GPU's swap-ins are launched
+UNIT_BYTES = 16 << 20  # the bus takes a third of a millisecond for it
+LAYERS_AHEAD = 4  # how far a GPU's swap-ins are launched ahead of the compute
 
 
 def copier_for(memory: KVMemory) -> Copier:
@@ -41,8 +40,7 @@ def copier_for(memory: KVMemory) -> Copier:
 
 
 class Copier(ABC):
-    """A worker thread, and the copies that finished and were not yet reported; one lock guards what is
-    shared."""
+    """Run a worker thread and report finished copies; one lock guards all shared state."""
 
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
@@ -56,15 +54,15 @@ class Copier(ABC):
 
     @abstractmethod
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
-        """Begin these copies; whatever earlier iterations write was launched before this call."""
+        """Start these copies.  All forwards of earlier iterations must have been launched before."""
 
     @abstractmethod
     def launch_rest(self) -> None:
-        """Begin what no forward has waited for; called when an iteration is launched as a whole."""
+        """Start the copies that no forward has waited for.  Call it once the forward is launched."""
 
     @abstractmethod
     def wait_layer(self, layer: int) -> None:
-        """Let what is computed from now on wait until every outstanding swap-in has brought this layer."""
+        """Make later computations wait until every outstanding swap-in has brought this layer."""
 
     @property
     @abstractmethod
@@ -72,16 +70,16 @@ class Copier(ABC):
         """Whether a swap-in is outstanding."""
 
     def poll(self) -> tuple[int, ...]:
-        """The ids of copies that finished since the last report, without waiting."""
+        """Return the ids of copies that finished since the last report, without waiting."""
         with self._changed:
             return self._report()
 
     @abstractmethod
     def wait_any(self) -> tuple[int, ...]:
-        """As `poll`, but waits for at least one copy if any is outstanding."""
+        """As `poll`, but wait for at least one copy if any is outstanding."""
 
     def close(self) -> None:
-        """End the worker after its present unit of work; outstanding copies are given up."""
+        """End the worker after its present unit of work; abandon outstanding copies."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -89,7 +87,7 @@ class Copier(ABC):
 
     @abstractmethod
     def _work(self) -> None:
-        """The worker, until `_closing`."""
+        """Run in the worker thread until `_closing`."""
 
     def _report(self) -> tuple[int, ...]:
         self._raise_error()
@@ -104,7 +102,7 @@ class Copier(ABC):
         try:
             with torch.inference_mode():
                 self._work()
-        except BaseException as error:  # kept, and raised in whatever waits
+        except BaseException as error:  # stored; waiting calls raise it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -121,18 +119,18 @@ class _Job:
 
 
 class CpuCopier(Copier):
-    """The worker takes one layer of one job at a time: of swap-ins first, the lowest layer first.
+    """Copy in the worker thread, one layer of one job at a time: swap-ins first, the lowest layer first.
 
     Why no page is read or written wrongly:
 
     * A swap-in writes device pages that nothing reads before `wait_layer` of that layer: the core gives
       them to no slice of an earlier iteration, and every layer of a later forward waits first.
-    * A swap-out reads slots written by earlier iterations.  Their forwards have returned when `submit`
-      is called (on a CPU `launch` computes, also when the iteration before is not yet collected), and
-      those slots are not written again: full chunks never change, and of a partly filled one only
-      `num_slots` are copied while new tokens go behind them.
-    * The core moves neither page of a copy before that copy is reported, so no target is written twice
-      and no source is reused.  The report is made under the lock, after the last layer.
+    * A swap-out reads slots that earlier iterations wrote.  Their forwards have returned when `submit` is
+      called: on a CPU `launch` computes, even if the iteration before is not yet collected.  Those slots are
+      not written again: full chunks never change, and of a partly filled chunk only `num_slots` are copied,
+      while new tokens go behind them.
+    * The core reuses neither page of a copy before that copy is reported, so no target is written twice
+      and no source is overwritten.  The copy is reported under the lock, after the last layer.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -156,7 +154,7 @@ class CpuCopier(Copier):
             self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        if not self._swap_ins:  # only `submit` adds, on this very thread
+        if not self._swap_ins:  # no race: only `submit` adds, on this same thread
             return
         with self._changed:
             self._changed.wait_for(
@@ -167,7 +165,7 @@ class CpuCopier(Copier):
             self._raise_error()
 
     def launch_rest(self) -> None:
-        """The worker has begun, or will."""
+        """Do nothing: the worker starts copies by itself."""
 
     @property
     def arriving(self) -> bool:
@@ -190,7 +188,7 @@ class CpuCopier(Copier):
             self._advance(job)
 
     def _next_job(self) -> _Job | None:
-        """The job whose next layer is to be moved now; None when closing."""
+        """Return the job whose next layer to move now; None when closing."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or bool(self._swap_ins) or bool(self._swap_outs)
@@ -221,7 +219,7 @@ class DeviceStream(Protocol):
 
 
 class Streams(Protocol):
-    """What the copier and the streamer need of a device; the tests have another one."""
+    """The device functions that the copier and the streamer use; tests replace them."""
 
     @property
     def swap_in(self) -> DeviceStream: ...
@@ -231,24 +229,24 @@ class Streams(Protocol):
 
     @property
     def staging(self) -> DeviceStream:
-        """Of the streamer (streamer.py)."""
+        """The stream of the streamer (streamer.py)."""
 
     @property
     def compute(self) -> DeviceStream:
         """The stream that forwards are launched on."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Inside, this stream is the current one."""
+        """Make this stream the current stream inside the block."""
 
     def record(self, stream: Any) -> Event:
-        """An event behind everything that was launched on the stream."""
+        """Record an event behind everything launched on the stream."""
 
     def adopt_thread(self) -> None:
         """Make this device the calling thread's current one."""
 
 
 class TorchStreams:
-    """The streams of a CUDA device; those that the compute waits for have the higher priority."""
+    """The streams of a CUDA device; the streams that the compute waits for have higher priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -276,7 +274,7 @@ class TorchStreams:
 class _SwapInJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
-    events: list[Event]  # behind each layer that was launched
+    events: list[Event]  # one behind each launched layer
 
 
 @dataclass(slots=True, eq=False)
@@ -288,37 +286,36 @@ class _SwapOutJob:
 
 
 class CudaCopier(Copier):
-    """Three streams: the one that computes, one for swap-ins, one for swap-outs.
+    """Copy on two streams beside the computing stream: one for swap-ins, one for swap-outs.
 
         compute    ├ wait e0 ┤ layer 0 ├ wait e1 ┤ layer 1 ├ …        the host never waits
         swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            launched some layers ahead
         swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
-    Swap-ins have a stream, with an event behind each layer. `submit` launches the first `LAYERS_AHEAD`
-    layers, `wait_layer(n)` those up to `LAYERS_AHEAD` behind n, and `launch_rest` what is left once the
-    forward is launched: launched all at once, they would keep the host from launching the first layer's
-    compute. `wait_layer(n)` makes the computing stream wait for the events of layer n, and the host for
-    nothing. Swap-outs are not urgent, so a worker thread launches them a unit at a time (some layers, about
-    `UNIT_BYTES`) and only while no swap-in is outstanding: they yield after at most one unit. A swap-in
-    also waits, on the device, for the unit that is under way, so the two directions do not compete for the
-    bus.
+    Each layer of a swap-in is followed by an event.  `submit` launches the first `LAYERS_AHEAD` layers.
+    `wait_layer(n)` launches the layers up to `LAYERS_AHEAD` behind n, and makes the computing stream wait for
+    the events of layer n; the host does not wait.  `launch_rest` launches the remaining layers after the
+    forward.  Launching all layers at once would delay the launch of the first layer's compute.
+
+    Swap-outs are not urgent.  A worker thread launches them a unit at a time (some layers, about
+    `UNIT_BYTES`), and only while no swap-in is outstanding, so they yield after at most one unit.  A swap-in
+    also waits, on the device, for the running unit, so the two directions do not compete for the bus.
 
     Why no page is read or written wrongly:
 
-    * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event. It
-      writes device pages that a launched iteration may still read or write: one that samples nothing is
-      committed before the device has finished it. So the swap-in waits for an event that `submit` records
-      on the computing stream, behind all launched iterations. A layer that reads the pages later waits for
-      its event.
-    * A swap-out reads slots that iterations before this one wrote. Their forwards may still run, so the
-      first unit waits for an event that `submit` records on the computing stream, behind all of them. Those
-      slots are not written again: full chunks never change, and of a partly filled one only `num_slots` are
-      copied.
-    * The core moves neither page of a copy before that copy is reported, and it is reported when the host
+    * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event.
+    * A swap-in writes device pages that a launched iteration may still read or write: an iteration that
+      samples nothing is committed before the device has finished it.  So the swap-in waits for an event that
+      `submit` records on the computing stream, behind all launched iterations.  A layer that reads the pages
+      later waits for the layer's event.
+    * A swap-out reads slots that earlier iterations wrote.  Their forwards may still run, so the first unit
+      waits for an event that `submit` records on the computing stream, behind all of them.  Those slots are
+      not written again: full chunks never change, and of a partly filled chunk only `num_slots` are copied.
+    * The core reuses neither page of a copy before that copy is reported.  A copy is reported when the host
       has seen the event behind its last layer.
     * A job keeps its tensors of page numbers, which may lie on the device, until then.
 
-    What threads share is under the one lock.  The worker launches a unit while it holds the lock, so `submit`
+    One lock guards all state that threads share.  The worker holds it while launching a unit, so `submit`
     either sees the unit or prevents it.
     """
 
@@ -389,12 +386,12 @@ class CudaCopier(Copier):
 
     def close(self) -> None:
         super().close()
-        if self._error is None:  # copies under way still use the memory
+        if self._error is None:  # running copies still use the memory
             for stream in (self._streams.swap_in, self._streams.swap_out):
                 self._streams.record(stream).synchronize()
 
     def _launch_swap_ins(self, num_layers: int) -> None:
-        """Launch the first layers of every swap-in, as far as they are not launched."""
+        """Launch the first `num_layers` layers of every swap-in, unless already launched."""
         stream, num_layers = self._streams.swap_in, min(num_layers, self._num_layers)
         try:
             for job in self._swap_ins:
@@ -413,7 +410,7 @@ class CudaCopier(Copier):
         return len(job.events) == self._num_layers
 
     def _sweep(self) -> None:
-        """Mark the swap-ins as finished, in order, whose last event the device has passed."""
+        """Mark swap-ins, in order, as finished if the device has passed their last event."""
         while self._swap_ins and self._is_launched(job := self._swap_ins[0]):
             if not job.events[-1].query():
                 return
@@ -436,7 +433,7 @@ class CudaCopier(Copier):
                     self._changed.notify_all()
 
     def _launch_next_unit(self) -> tuple[_SwapOutJob, Event] | None:
-        """Launch some layers of the oldest swap-out, once there is one; None when closing."""
+        """Wait for a swap-out and launch some layers of the oldest; return None when closing."""
         while True:
             with self._changed:
                 self._changed.wait_for(

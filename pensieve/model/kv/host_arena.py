@@ -1,9 +1,9 @@
-"""Allocates the host tier of a GPU, page-locked and mapped into the device's addresses.
+"""Allocate the host tier of a GPU, page-locked and mapped into the device's addresses.
 
-Asynchronous copies need memory that cannot be paged out, and `copy_pages` reads and writes it directly from
-the device.  It is an anonymous mapping, which begins at a memory page and has the size that was requested
-(torch's own pinned allocator rounds up to a power of two).  It lies on the GPU's NUMA node, and is registered
-with the driver layer by layer: locking is slow (several GiB a second at best), so progress is reported.
+Asynchronous copies need memory that cannot be paged out, and `copy_pages` accesses it directly from the
+device.  The arena is an anonymous mapping of exactly the requested size that begins at a memory page (torch's
+own pinned allocator rounds up to a power of two).  It lies on the GPU's NUMA node.  It is registered with the
+driver layer by layer: locking reaches at best several GiB a second, so progress is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from pensieve.errors import DeviceError
 
-REPORTED_BYTES = 1 << 30  # locking less takes no time worth a report
+REPORTED_BYTES = 1 << 30  # locking less is too fast to report
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the number of the system call
@@ -30,7 +30,7 @@ class _Locked(mmap.mmap):
     """Anonymous memory that is unregistered from the driver before it is unmapped."""
 
     address = 0
-    registered: tuple[int, ...] = ()  # where pieces begin
+    registered: tuple[int, ...] = ()  # offsets of the registered pieces
 
     def __del__(self) -> None:
         for first in self.registered:
@@ -43,10 +43,11 @@ def allocate(
     device: torch.device,
     report: Callable[[str], None] = lambda line: None,
 ) -> torch.Tensor:
-    """uint8 (num_pieces * piece_bytes), page-locked; lives as long as the tensor does.
+    """Return uint8 (num_pieces * piece_bytes), page-locked for the lifetime of the tensor.
 
-    A copy may not cross from one registration into another.  So each piece (a layer), which no copy leaves,
-    is one registration; if pieces are no multiple of a memory page, all of it is.
+    A copy must not cross from one registration into another.  A copy stays inside a piece (a layer), so each
+    piece is registered by itself.  If its size is no multiple of a memory page, the whole arena is registered
+    at once.
     """
     num_bytes = num_pieces * piece_bytes
     if num_bytes == 0:
@@ -56,12 +57,12 @@ def allocate(
     try:
         mapped = _Locked(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)
-        with suppress(OSError):  # where there are large pages, locking has fewer to go through
+        with suppress(OSError):  # large pages, where available, make locking faster
             mapped.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
     except (OSError, ValueError, OverflowError) as error:
         raise DeviceError(
-            f"the host has no {num_bytes / 2**30:.1f} GiB for the host tier: {error}; "
-            "lower --host-cache"
+            f"the host cannot allocate {num_bytes / 2**30:.1f} GiB for the host tier: {error}. "
+            "Lower --host-cache"
         ) from error
     arena = torch.frombuffer(mapped, dtype=torch.uint8)
     mapped.address = arena.data_ptr()
@@ -82,13 +83,13 @@ def allocate(
 def refusal(code: int, locked: int, num_bytes: int) -> str:
     return (
         f"the host refuses to lock more than {locked / 2**30:.0f} of {num_bytes / 2**30:.1f} GiB for "
-        f"the host tier (cudaHostRegister answers {code}): lower --host-cache, or raise the limit "
+        f"the host tier (cudaHostRegister returned {code}). Lower --host-cache, or raise the limit "
         "of locked memory (ulimit -l, the container's memory)"
     )
 
 
 def _register(address: int, num_bytes: int) -> int:
-    """0, or the error of the CUDA runtime."""
+    """Return 0 or a CUDA runtime error."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     return int(cudart.cudaHostRegister(address, num_bytes, REGISTER_PORTABLE | REGISTER_MAPPED))
 
@@ -99,10 +100,10 @@ def _unregister(address: int) -> None:
 
 
 def numa_node(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The NUMA node that the GPU is connected to; None where there is only one."""
+    """Return the NUMA node that the GPU is connected to, or None if there is only one node."""
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)  # whose type stubs lack these attributes
+    found: Any = torch.cuda.get_device_properties(device)  # its type stubs lack these attributes
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     except AttributeError:  # torch before 2.6
@@ -120,7 +121,7 @@ def node_of(address: str, root: Path) -> int | None:
 
 @contextmanager
 def _preferring(node: int | None) -> Iterator[None]:
-    """Inside, new memory of this thread comes from that node, as long as it has any."""
+    """Prefer this node for new memory of this thread inside the block."""
     number = SET_MEMPOLICY.get(platform.machine())
     if node is None or number is None:
         yield
@@ -128,7 +129,7 @@ def _preferring(node: int | None) -> Iterator[None]:
     libc = ctypes.CDLL(None)
     mask = (ctypes.c_ulong * 16)()
     mask[node // 64] = 1 << node % 64
-    libc.syscall(number, MPOL_PREFERRED, mask, 1024)  # if refused, memory is slower
+    libc.syscall(number, MPOL_PREFERRED, mask, 1024)  # if refused, memory is only slower
     try:
         yield
     finally:

@@ -1,24 +1,23 @@
-"""The arenas of both tiers that hold keys and values, and moves of pages between them.
+"""Hold keys and values in arenas of both tiers, and move pages between them.
 
     device_arena, host_arena   (layers, pages, 2, kv_heads, slots, row)
 
-Inside a layer a page is keys then values of all heads, one contiguous run, so moving a page of one
-layer is one copy and a head's tile of slots x row is contiguous for the kernels.  What a row is,
-kernels/kv_format.py says; here it is moved as bytes.  The core decides
-which page holds what.  Nothing here is initialized, and a slot that was never written may hold anything.
+Inside a layer a page is one contiguous run: keys, then values, of all heads.  So moving a page of one layer
+is one copy, and a head's tile of slots x row is contiguous for the kernels.  kernels/kv_format.py defines a
+row; here rows move as bytes.  The core decides which page holds which chunk.  Nothing here is initialized: a
+slot that was never written may hold anything.
 
     staging_arena              (2, staging_pages, 2, kv_heads, slots, row)
 
 Two arenas on the device hold the pages of streamed turns (core/iteration.py, `PageGroup`), one layer of one
-group at a time; all layers take turns with them (streamer.py).  A page's number there is its place in the
-group.
+group at a time; all layers share them (streamer.py).  A staged page's number is its index in the group.
 
-Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and
-done one layer at a time, so copying can overlap with computing.
+Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and done one layer
+at a time, so copying can overlap with computing.
 
-On a GPU the host tier is page-locked and mapped (host_arena.py).  Where the driver copies batches of pages,
-one call of it moves a layer's swapped pages over the bus (kernels/batched_copy.py).  Elsewhere, and for
-streamed turns, one launch of the kernel `copy_pages` does.
+On a GPU the host tier is page-locked and mapped (host_arena.py).  If the driver can copy batches of pages, a
+call moves a layer's swapped pages over the bus (kernels/batched_copy.py).  Otherwise, and for streamed turns,
+one launch of the kernel `copy_pages` moves the pages.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
 
-IN_PLACE = -1  # nothing is staged
-STAGING_ARENAS = 2  # while one is attended to, the other is loaded
-# Of a page in one layer; a smaller page costs the driver as much, and `copy_pages` less.
+IN_PLACE = -1  # value of `staging_pages`: no staging, turns attend to the host tier
+STAGING_ARENAS = 2  # while the attention reads one arena, the other is loaded
+# Size of a page in one layer.  Smaller pages cost the driver as much, and cost `copy_pages` less.
 BATCHED_BYTES_MIN = 32 << 10
 
 
 def copies_batches(device: torch.device, layer_page_bytes: int) -> bool:
-    """Return whether the driver moves pages of this size over the bus, and not `copy_pages`."""
+    """Whether the driver, not `copy_pages`, moves pages of this size over the bus."""
     return (
         device.type == "cuda" and layer_page_bytes >= BATCHED_BYTES_MIN and batched_copy.available()
     )
@@ -56,7 +55,7 @@ class PageMoves(NamedTuple):
     source_pages: torch.Tensor
     target_pages: torch.Tensor
     num_slots: torch.Tensor
-    pieces: Pieces | None = None  # the same moves in one layer, for the driver
+    pieces: Pieces | None = None  # the moves in one layer as the driver takes them
 
     @classmethod
     def from_copies(cls, copies: Sequence[PageCopy]) -> PageMoves:
@@ -76,7 +75,7 @@ class PageMoves(NamedTuple):
         return cls(*table.T.contiguous())
 
     def in_pieces(self, chunk_tokens: int, tiles: int, tile_bytes: int) -> Pieces:
-        """The same moves in one layer: runs of whole pages; of other pages the beginning of each tile."""
+        """Return a layer's moves as runs of whole pages, and of partial pages the beginning of each tile."""
         page_bytes = tiles * tile_bytes
         rows: list[tuple[int, int, int]] = []
         for source, target, count in sorted(
@@ -98,7 +97,7 @@ class PageMoves(NamedTuple):
 
 
 class GroupMoves(NamedTuple):
-    """What a group of streamed slices moves in each layer."""
+    """The pages that a group of streamed slices moves in each layer."""
 
     loads: PageMoves  # host pages to staging
     stores: PageMoves  # staging to host pages
@@ -126,7 +125,7 @@ class KVMemory:
         report: Callable[[str], None] = lambda line: None,
         staging_pages: int = 0,
     ) -> None:
-        """With IN_PLACE for `staging_pages` streamed turns attend to the host tier itself, on a CPU."""
+        """`staging_pages` IN_PLACE lets streamed turns attend to the host tier itself; only on a CPU."""
         self.in_place = staging_pages == IN_PLACE
         staging_pages = 0 if self.in_place else staging_pages
         if device_pages < 1 or min(host_pages, staging_pages) < 0 or chunk_tokens < 1:
@@ -140,14 +139,14 @@ class KVMemory:
         self.format = shape.kv_format
         device = torch.device(device)
         self._copies_batches = copies_batches(device, self.page_bytes // shape.num_layers)
-        assert device.type == "cpu" or not self.in_place, "a GPU's kernels read its own memory"
+        assert device.type == "cpu" or not self.in_place, "a GPU's kernels read only its own memory"
         self.device_arena = self._allocate("device", device_pages + 1, device)
         self.staging_arena = self._allocate("staging", staging_pages, device, STAGING_ARENAS)
         self._kv_scales: torch.Tensor | None = None  # float32 (layers, 2, kv_heads)
         if self.format == FP8:
             exponents = torch.tensor(shape.kv_exponents, dtype=torch.float32)
             if exponents.shape != (shape.num_layers, 2, shape.num_kv_heads):
-                raise ValueError(f"KV in fp8 has scales of shape {tuple(exponents.shape)}")
+                raise ValueError(f"scales of fp8 KV have the shape {tuple(exponents.shape)}")
             self._kv_scales = torch.exp2(exponents).to(device)
         if device.type == "cpu":
             self.host_arena = self._allocate("host", host_pages, device)
@@ -180,7 +179,7 @@ class KVMemory:
 
     @property
     def spare_page(self) -> int:
-        """The page behind the last one, which no turn has: padding rows of a batch write there."""
+        """The page behind the last page, which no turn has: padding rows of a batch write there."""
         return self.device_pages
 
     @property
@@ -189,7 +188,7 @@ class KVMemory:
 
     @property
     def staging_pages(self) -> int:
-        """Of each of the two arenas."""
+        """Pages of each staging arena."""
         return self.staging_arena.shape[1]
 
     @property
@@ -201,26 +200,26 @@ class KVMemory:
         return self.host_pages * self.page_bytes
 
     def key_pages(self, layer: int) -> torch.Tensor:
-        """(pages, kv_heads, slots, row), a view."""
+        """Return the layer's keys, a view (pages, kv_heads, slots, row)."""
         return self.device_arena[layer, :, 0]
 
     def value_pages(self, layer: int) -> torch.Tensor:
         return self.device_arena[layer, :, 1]
 
     def staged_pages(self, arena: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in a staging arena, each (pages, kv_heads, slots, row), views."""
+        """Return a staging arena's keys and values, views (pages, kv_heads, slots, row)."""
         return self.staging_arena[arena, :, 0], self.staging_arena[arena, :, 1]
 
     def pages_on_host(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of the host tier."""
+        """Return the host tier's keys and values, views (pages, kv_heads, slots, row)."""
         return self.host_arena[layer, :, 0], self.host_arena[layer, :, 1]
 
     def kv_scales(self, layer: int) -> torch.Tensor | None:
-        """(2, kv_heads), of keys and of values; None where the format has none."""
+        """Return the layer's scales of keys and values, (2, kv_heads); None if the format has none."""
         return None if self._kv_scales is None else self._kv_scales[layer]
 
     def prepared(self, moves: PageMoves) -> PageMoves:
-        """Return the moves for `copy_pages`: on the arenas' device."""
+        """Upload the moves for `copy_pages` to the arenas' device."""
         device = self.device_arena.device
         if device.type == "cpu":
             return moves
@@ -228,7 +227,7 @@ class KVMemory:
         return PageMoves(sources, targets, num_slots)
 
     def prepared_to_cross(self, moves: PageMoves) -> PageMoves:
-        """Return the moves for `swap_in` or `swap_out`."""
+        """Prepare the moves for `swap_in` or `swap_out`."""
         if not self._copies_batches:
             return self.prepared(moves)
         tiles = 2 * self.shape.num_kv_heads
@@ -236,7 +235,7 @@ class KVMemory:
         return moves._replace(pieces=moves.in_pieces(self.chunk_tokens, tiles, tile_bytes))
 
     def moves_of(self, groups: Sequence[PageGroup]) -> list[GroupMoves]:
-        """What groups move, on the arenas' device: one copy takes all of it there."""
+        """Return the groups' moves on the arenas' device, uploaded by one copy."""
         made = [GroupMoves.of(group) for group in groups]
         columns = [column for each in made for moves in each for column in moves[:3]]
         there = upload(torch.cat(columns), self.device_arena.device)
@@ -245,7 +244,7 @@ class KVMemory:
         return [GroupMoves(*each) for each in zip(moves[::2], moves[1::2], strict=True)]
 
     def copy_within(self, layer: int, moves: PageMoves) -> None:
-        """Device page to device page."""
+        """Copy device pages to device pages."""
         copy_pages(self.device_arena[layer], self.device_arena[layer], *moves[:3])
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:
@@ -255,12 +254,12 @@ class KVMemory:
         self._cross(self.device_arena[layer], self.host_arena[layer], moves)
 
     def load(self, layer: int, arena: int, moves: PageMoves) -> None:
-        """Host pages of a layer to a staging arena."""
+        """Copy host pages of a layer to a staging arena."""
         if len(moves.num_slots):
             self._cross(self.host_arena[layer], self.staging_arena[arena], moves)
 
     def store(self, layer: int, arena: int, moves: PageMoves) -> None:
-        """A staging arena's pages to host pages of a layer."""
+        """Copy a staging arena's pages to host pages of a layer."""
         if len(moves.num_slots):
             self._cross(self.staging_arena[arena], self.host_arena[layer], moves)
 

@@ -1,12 +1,12 @@
-"""The pages of both tiers as bytes, to hand KV over to another engine (engine/hand_over.py).
+"""Read and write the pages of both tiers as bytes, to hand KV over to another engine (engine/hand_over.py).
 
-A chunk's bytes are its leading slots, layer by layer, keys and then values of all heads, as they lie in an
-arena (memory.py) without the slots behind them: (layers, 2, kv_heads, slots, row).  They mean the same to
-another engine of the same identity (launch/kv_identity.py) and to no other.
+A chunk's bytes are its leading slots, layer by layer, keys and then values of all heads.  The layout is that
+of an arena (memory.py) without the remaining slots: (layers, 2, kv_heads, slots, row).  Only an engine of the
+same identity (launch/kv_identity.py) can use these bytes.
 
-The engine's thread reads and writes, between two iterations.  On a GPU a page of the device tier is read
-behind everything that was launched; a page of the host tier is memory of this process.  The pages that are
-written were just given to their chunks, so no copy and no forward uses them.
+The engine's thread reads and writes between two iterations.  On a GPU, reading a device page waits for all
+launched work; a host page is memory of this process.  Written pages were just given to their chunks, so no
+copy and no forward uses them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from pensieve.model.kv.memory import KVMemory
 
 
 class PageBytes:
-    """Copies in the calling thread alone: the threads of torch's products have better to do, and a copy by
-    several waits for the slowest of them, ten times as long where other processes have the cores."""
+    """Copy pages to and from bytes, in the calling thread only.
+
+    A copy by torch's threads waits for the slowest thread.  That takes ten times as long if other processes
+    use the cores.
+    """
 
     def __init__(self, memory: KVMemory, checksums: PageChecksums | None) -> None:
         self.slot_bytes = memory.page_bytes // memory.chunk_tokens
@@ -31,7 +34,7 @@ class PageBytes:
         self._checksums = checksums
 
     def read(self, places: Sequence[KvPlace]) -> bytearray:
-        """What is there, one after the other, behind all that was launched."""
+        """Return the bytes of all places in sequence, after all launched work."""
         body = bytearray(sum(place.num_slots for place in places) * self.slot_bytes)
         if not body:
             return body
@@ -48,7 +51,7 @@ class PageBytes:
         return body
 
     def is_intact(self, place: KvPlace, crc: int) -> bool:
-        """Whether a page on the host, whose bytes have this CRC, is what was copied to it."""
+        """Whether a host page, whose bytes have this CRC, still holds what was copied to it."""
         if self._checksums is None or not place.on_host:
             return True
         return self._checksums.is_as_copied(place.page, place.num_slots, crc)

@@ -1,47 +1,48 @@
 """Bring pages of streamed turns to the device and back, in each layer.
 
-A *pass* is one forward over the groups of an iteration (core/iteration.py, `PageGroup`).  A CPU copies
-nothing: its kernels read the host tier as fast as the device tier, so the slices of a group write to its host
-pages and attend to them there (`InPlaceStreamer`).  A device has two staging arenas (`StagedStreamer`).  In
-every layer the groups come in their order, so what happens is numbered: group g of G in layer l is step n = l
-· G + g, and its arena is n % 2.
+A *pass* is one forward over the groups of an iteration (core/iteration.py, `PageGroup`).
 
-    load n        host pages of layer l to arena n % 2
-    attend n      its slices write there and attend there
-    store n       what they have written, back to the host
+A CPU copies nothing (`InPlaceStreamer`): its kernels read the host tier as fast as the device tier, so the
+slices of a group write to its host pages and attend to them there.
+
+A device has two staging arenas (`StagedStreamer`).  In every layer the groups come in their order.  Group g
+of G in layer l is step n = l · G + g, and its arena is n % 2:
+
+    load n        copy host pages of layer l to arena n % 2
+    attend n      the step's slices write to the arena and attend to it
+    store n       copy what they have written back to the host
 
     staging  ├ load 0 ┤a├ load 1 ┤b├ wait A ┤ store 0 ┤ load 2 ┤c├ wait B ┤ store 1 ┤ load 3 ┤d …
     compute            ├ wait a ┤ attend 0 ┤A├ wait b ┤ attend 1 ┤B├ wait c ┤ …     … ├ wait for the last ┤
 
-All copies of all passes are launched on one stream, so they have one order.  The host waits for nothing:
+All copies of all passes are launched on one stream, so they are ordered.  The host does not wait:
 `wait_loaded` makes the computing stream wait for the event behind a load, and `attended` records an event
 that the staging stream waits for before the store.
 
-Why no page is read or written wrongly, in terms of what comes before what:
+Why no page is read or written wrongly:
 
-* Attend n reads what load n has brought: it waits for it.  Load n + 1 fills the other arena.
-* Load n + 2 overwrites arena n % 2.  It comes after store n, and store n after attend n.  So nobody reads or
-  writes the arena any more, and what was written there is on the host.  This holds for a group that stores
-  nothing, too: its store is empty, not missing.
-* A slot of an arena that no load has filled, and no slice has written, holds anything.  No slice attends to
-  it: the loaded slots and those that the group writes are all of its slices' contexts (the core's guarantee),
-  and what lies behind a slice's position reaches no result.
-* Store n copies leading slots, of which some were loaded: nobody else writes that page in this iteration (a
-  page that a group stores is in no other group), so their values are written over by themselves.
-* What a group loads is what iterations before have left on the host, in that layer.  Stores of earlier passes
-  come before: copies have one order, over passes too.  Swap-outs into such a page were reported.
-* Whoever reads or overwrites host pages after the pass, be it a swap-in, a swap-out to a page that was given
-  up, or the checksums, sees all stores: `end` makes what is computed from now on wait for the last store, and
-  all of those begin behind something that was computed after it.
-* A swap beside the pass reads at most what the pass reads, too (a full page that turns share): the core moves
-  neither page of a copy before the copy is reported, and no turn runs both ways at once.
+* Attend n waits for load n.  Load n + 1 fills the other arena.
+* Load n + 2 overwrites arena n % 2.  It comes after store n, which comes after attend n.  So nothing reads or
+  writes the arena any more, and its new slots are on the host.  This also holds for a group that stores
+  nothing: its store is empty, not missing.
+* A slot of an arena that was neither loaded nor written may hold anything.  No slice attends to it: the
+  loaded slots and the group's own writes cover the contexts of all its slices (guaranteed by the core), and
+  slots behind a slice's position reach no result.
+* Store n copies leading slots, including loaded slots.  It overwrites them with their own values: a page that
+  a group stores is in no other group, so nothing else writes it in this iteration.
+* A group loads what earlier iterations have left on the host in that layer.  Stores of earlier passes come
+  before, because all copies are ordered.  Swap-outs into such a page were reported before.
+* A later reader or writer of host pages sees all stores, be it a swap-in, a swap-out into a released page, or
+  the checksums.  `end` makes later computations wait for the last store, and these readers and writers begin
+  behind such a computation.
+* A swap beside the pass shares at most pages that the pass only reads (full pages that turns share): the core
+  reuses neither page of a copy before it is reported, and a turn is never resident and streamed at once.
 
-A pass that fails (memory does not suffice) is given up by `abandon`: no copy of it goes on.  The host's
-pages then hold what they held, or some of what the pass would have stored; computing the same again writes
-the same.
+If a pass fails (out of memory), `abandon` gives it up: no further copies of it are launched.  The host pages
+then hold the old contents or some of the pass's stores.  Computing the pass again writes the same values.
 
-One thread calls all of this, in the order begin, (wait_loaded, attended) for each step, end.  A copy that
-fails is a DeviceError.
+One thread makes all calls, in the order begin, (wait_loaded, attended) for each step, end.  A copy that fails
+raises DeviceError.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from pensieve.model.kv.memory import STAGING_ARENAS, GroupMoves, KVMemory
 
 
 class StagedStreamer:
-    """A stream that copies, and what is launched there for the pass under way."""
+    """Stage pages on a copy stream, and track the launched copies of the current pass."""
 
     def __init__(self, memory: KVMemory, streams: copier.Streams | None = None) -> None:
         device = memory.device_arena.device
@@ -68,9 +69,9 @@ class StagedStreamer:
         if streams is None:
             streams = InOrder() if device.type == "cpu" else copier.TorchStreams(device)
         self._streams = streams
-        self._moves: list[GroupMoves] = []  # of the pass under way; empty: there is none
+        self._moves: list[GroupMoves] = []  # of the current pass; empty between passes
         self._num_steps = 0
-        self._loaded: list[copier.Event] = []  # behind each load that was launched
+        self._loaded: list[copier.Event] = []  # one behind each launched load
         self._attended = 0
         self._abandoned = False
 
@@ -78,11 +79,11 @@ class StagedStreamer:
         """Begin a pass: load the first groups of the first layer.
 
         These loads need no event of the computing stream: they are behind all copies of the pass before, and
-        those behind the attention that used the arenas.  An abandoned pass has left kernels that read arenas
-        without an event behind them, so the next pass begins behind all that was launched until then.  The
-        tensors of page numbers are uploaded, and their memory is used again, on the staging stream alone.
+        those copies are behind the attention that used the arenas.  An abandoned pass may have left kernels
+        that read arenas without an event behind them.  So the next pass begins behind all work launched until
+        then.  The tensors of page numbers are uploaded and freed on the staging stream only.
         """
-        assert not self._moves, "a pass is under way"
+        assert not self._moves, "a pass is already running"
         streams = self._streams
         if self._abandoned:
             streams.staging.wait_event(streams.record(streams.compute))
@@ -95,16 +96,16 @@ class StagedStreamer:
             self._load_next()
 
     def wait_loaded(self, step: int) -> None:
-        """Let what is computed from now on wait until the step's pages are in its arena."""
+        """Make later computations wait until the step's pages are in its arena."""
         self._streams.compute.wait_event(self._loaded[step])
 
     def pages(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values that the step's slices write and attend to, in its layer."""
+        """Return the keys and values of the step's layer that its slices write and attend to."""
         return self._memory.staged_pages(arena_of(step))
 
     def attended(self, step: int) -> None:
-        """All that writes to the step's arena, or reads it, was computed before: store, and load the next."""
-        assert step == self._attended < len(self._loaded), "steps are attended to in their order"
+        """Store the step's pages and load the next step.  Call this after launching the step's attention."""
+        assert step == self._attended < len(self._loaded), "steps must be attended in order"
         self._attended += 1
         streams = self._streams
         streams.staging.wait_event(streams.record(streams.compute))
@@ -113,10 +114,10 @@ class StagedStreamer:
             self._load_next()
 
     def end(self) -> None:
-        """Let what is computed from now on wait until everything is stored.
+        """Make later computations wait until everything is stored.
 
-        What follows the last layer's attention is launched by then, so it waits for little.  The copier's
-        swaps wait for an event that `submit` records behind this.
+        The last layer's MLP is launched by then, so the wait is short.  The copier's swaps wait for an event
+        that `submit` records behind this.
         """
         assert self._attended == self._num_steps, "a layer has not attended"
         streams = self._streams
@@ -124,16 +125,16 @@ class StagedStreamer:
         self._moves = []
 
     def abandon(self) -> None:
-        """Give up the pass, if there is one; after that a pass may begin."""
+        """Give up the current pass, if there is one; a new pass may then begin."""
         self._abandoned = self._abandoned or bool(self._moves)
         self._moves = []
 
     def wait_stored(self) -> None:
-        """Return when the host can read what was stored by all passes that have ended."""
+        """Wait until the host can read the stores of all ended passes."""
         self._streams.record(self._streams.staging).synchronize()
 
     def close(self) -> None:
-        """Copies under way still use the memory."""
+        """Wait for running copies: they still use the memory."""
         self.wait_stored()
 
     def _load_next(self) -> None:
@@ -154,7 +155,7 @@ class StagedStreamer:
 
 
 class InOrder:
-    """Streams of a CPU with arenas (only tests have them): everything is done when it is launched."""
+    """CPU streams that run all work at launch; only tests use staging arenas on a CPU."""
 
     @property
     def compute(self) -> InOrder:
@@ -182,11 +183,11 @@ class InOrder:
 
 
 class InPlaceStreamer:
-    """The same where both tiers lie in the same memory: everything is done in the order of its calls.
+    """Let streamed turns attend to the host tier itself: all work is done in the order of the calls.
 
-    What the core says of groups is about pages, and holds for the host pages themselves.  A group writes
-    slots that nobody else reads in this iteration, behind those that were there.  A swap-in beside it copies
-    slots that earlier iterations have written.
+    The core's guarantees for groups hold for the host pages themselves.  A group writes slots behind the
+    existing slots, and nothing else reads them in this iteration.  A swap-in beside it copies slots that
+    earlier iterations have written.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -222,7 +223,7 @@ Streamer: TypeAlias = StagedStreamer | InPlaceStreamer
 
 
 def streamer_for(memory: KVMemory) -> Streamer | None:
-    """None where no turn can be streamed."""
+    """Return the memory's streamer, or None if it cannot stream turns."""
     if memory.in_place:
         return InPlaceStreamer(memory)
     return StagedStreamer(memory) if memory.staging_pages else None
@@ -233,14 +234,14 @@ def arena_of(step: int) -> int:
 
 
 def in_host_pages(slices: Sequence[Slice], groups: Sequence[PageGroup]) -> list[Slice]:
-    """The same with host pages in the page tables of groups."""
+    """Return the slices, with host pages in the page tables of groups."""
     found = list(slices[: groups[0].first_slice])
     for group in groups:
         pages = group.host_pages
         for each in slices[group.first_slice : group.stop_slice]:
             table = each.page_table
             first, last = table[0], table[-1]
-            if last - first == len(table) - 1:  # ascending, so without a gap
+            if last - first == len(table) - 1:  # the table ascends, so it has no gap
                 own = pages[first : last + 1]
             else:
                 own = array("i", map(pages.__getitem__, table))

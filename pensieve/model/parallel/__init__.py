@@ -1,1 +1,1 @@
-"""One model on several devices: a process per rank, with a part of each layer, or some layers, and its KV."""
+"""Run one model on several devices: a process per rank, each with a part of each layer, or some layers."""

@@ -1,15 +1,14 @@
-"""Where ranks of other machines come to: rank 0 listens until all are there.
+"""Accept ranks from other machines: rank 0 listens until all have arrived.
 
     accept ──> a thread for each connection: handshake.py ──> arrived
-                                                └─ refused: a line, and it is closed
+                                                └─ refused: reported, and the connection is closed
 
-The listener's own thread is rank 0's main thread, which has nothing else to do.  A rank that has arrived
-waits for its settings; one that has gone again by the time all are there is left out, and another one is
-awaited.  When all are there the address is closed: a rank that comes later finds nobody, and comes again
-after a while.
+Rank 0's main thread runs the listener.  An arrived rank waits for its settings.  If it disconnects before all
+ranks have arrived, rank 0 waits for another rank in its place.  Then the address is closed: a late rank
+cannot connect, and tries again after a while.
 
-The ranks are numbered by their host's name, then by the device there, so ranks of one machine have
-neighbouring numbers: the shards of a stage (ranks.py) are on one machine where as many of its ranks come.
+Ranks are numbered by host name, then by device.  So ranks of one machine get consecutive numbers, and the
+shards of a stage (ranks.py) are on one machine if enough of its ranks arrive.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from pensieve.model.parallel.handshake import (
 )
 from pensieve.model.parallel.rank_messages import RankPipe
 
-HANDSHAKES_MAX = 32  # at once
+HANDSHAKES_MAX = 32  # concurrent handshakes
 LOOK_SECONDS = 0.2
 
 
-class Elsewhere(NamedTuple):
-    """Ranks that come from other machines."""
+class RemoteRanks(NamedTuple):
+    """The ranks to expect from other machines."""
 
     num_ranks: int
-    host: str  # of this machine's interface on which ranks speak to each other
+    host: str  # address of this machine's interface to the other ranks
     port: int
     secret: bytes
-    expected: RankIdentity  # what each of them has to have
+    expected: RankIdentity  # each rank's versions, device and model must match
     wait_seconds: float
 
 
@@ -55,18 +54,18 @@ class Arrived(NamedTuple):
 
 
 def split_address(text: str, flag: str = "--rank-address") -> tuple[str, int]:
-    """HOST:PORT, with an address of one interface."""
+    """Parse HOST:PORT; HOST must be the address of one interface."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"{flag} is HOST:PORT, not {text!r}")
+        raise ConfigError(f"{flag} must be HOST:PORT, not {text!r}")
     if host in ("0.0.0.0", "::", "*"):
-        raise ConfigError(f"{flag} {text}: ranks speak over one interface; name its address")
+        raise ConfigError(f"{flag} {text}: ranks use one interface. Give its address")
     return host, int(port)
 
 
 class Arrivals:
-    def __init__(self, elsewhere: Elsewhere, report: Callable[[str], None]) -> None:
+    def __init__(self, elsewhere: RemoteRanks, report: Callable[[str], None]) -> None:
         self._elsewhere, self._report = elsewhere, report
         self._there: list[Arrived] = []
         self._verdicts: queue.SimpleQueue[Arrived | str] = queue.SimpleQueue()
@@ -81,18 +80,18 @@ class Arrivals:
         self.address = f"{elsewhere.host}:{self._socket.getsockname()[1]}"
 
     def wait(self) -> list[Arrived]:
-        """All of them, in the order of their numbers; DeviceError when they do not come in time."""
+        """Return all ranks in the order of their numbers; raise DeviceError if they do not arrive in time."""
         num_ranks, seconds = self._elsewhere.num_ranks, self._elsewhere.wait_seconds
-        self._report(f"waiting at {self.address} for {_ranks(num_ranks)} of other machines")
+        self._report(f"waiting at {self.address} for {_ranks(num_ranks)} from other machines")
         until = time.monotonic() + seconds
         try:
             while len(self._there) < num_ranks:
                 if time.monotonic() > until:
-                    raise DeviceError(self._who_is_missing())
+                    raise DeviceError(self._missing_ranks())
                 if select.select([self._socket], [], [], LOOK_SECONDS)[0]:
                     self._accept()
                 self._take_verdicts()
-                self._leave_out_gone()
+                self._drop_disconnected()
         except BaseException:
             for each in self._there:
                 each.pipe.close()
@@ -101,13 +100,13 @@ class Arrivals:
             self._socket.close()
         return sorted(self._there, key=lambda each: (each.arrival.host, each.arrival.device_index))
 
-    def _who_is_missing(self) -> str:
+    def _missing_ranks(self) -> str:
         hosts = sorted(each.arrival.host for each in self._there)
         missing = self._elsewhere.num_ranks - len(hosts)
-        found = f"{', '.join(hosts)} came" if hosts else "none came"
+        found = f"{', '.join(hosts)} connected" if hosts else "none connected"
         return (
-            f"{missing} of {_ranks(self._elsewhere.num_ranks)} of other machines did not come to "
-            f"{self.address} within {self._elsewhere.wait_seconds:g} s ({found}): is `pensieve rank` "
+            f"{missing} of {_ranks(self._elsewhere.num_ranks)} from other machines did not connect to "
+            f"{self.address} within {self._elsewhere.wait_seconds:g} s ({found}). Is `pensieve rank` "
             "running there?"
         )
 
@@ -115,7 +114,7 @@ class Arrivals:
         try:
             sock, (host, *_) = self._socket.accept()
         except OSError:
-            return  # it has gone again
+            return  # the client has disconnected
         if not self._handshakes.acquire(blocking=False):
             sock.close()
             return
@@ -144,19 +143,19 @@ class Arrivals:
                 self._report(verdict)
             elif len(self._there) == self._elsewhere.num_ranks:
                 with contextlib.suppress(OSError):
-                    verdict.pipe.send("refused", text="all ranks are there")
+                    verdict.pipe.send("refused", text="all ranks have arrived")
                 verdict.pipe.close()
             else:
-                with contextlib.suppress(OSError):  # the next look finds it gone
+                with contextlib.suppress(OSError):  # `_drop_disconnected` will notice
                     verdict.pipe.send("accepted")
                 self._there.append(verdict)
-                self._report_num(f"{verdict.arrival.host} came")
+                self._report_num(f"{verdict.arrival.host} connected")
 
-    def _leave_out_gone(self) -> None:
+    def _drop_disconnected(self) -> None:
         for each in [each for each in self._there if each.pipe.has_ended()]:
             each.pipe.close()
             self._there.remove(each)
-            self._report_num(f"{each.arrival.host} is gone again")
+            self._report_num(f"{each.arrival.host} disconnected")
 
     def _report_num(self, text: str) -> None:
         self._report(f"{text}: {len(self._there)} of {self._elsewhere.num_ranks}")

@@ -1,48 +1,53 @@
-"""Rank 0's executors when there are several ranks: each iteration goes to the workers, and is run here, too.
+"""Run rank 0's executors with several ranks: send each iteration to the workers, and run it here, too.
 
-Where ranks share each layer (`ParallelExecutor`):
+Ranks that share each layer (`ParallelExecutor`):
 
     Engine ── launch(iteration) ─> iteration ──pipe──> workers: ranks 1 … n-1
                   │                                        │
                   └─ own forward <────── collectives ────> the same forward
            <─ collect ── samples of rank 0; copies that every rank has finished
 
-Why the ranks cannot diverge.  A worker's state is its weights and its pages.  Its pages change only by
-the iterations that it receives, and it receives every one in the order in which rank 0 launches them (one
-pipe, one thread that reads, one that carries out).  The page numbers mean the same everywhere, since all
-ranks have equally many.  Every decision is made on rank 0: the token ids of a batch come from there,
-sampling, text and the end of turns happen there, and the scheduler runs there.  Logits are the same on
-all ranks because what enters a layer is: `transformers` sums the parts in one collective whose result is,
-bit for bit, the same on every rank, so a router of experts chooses the same experts everywhere.
+Why the ranks cannot diverge:
 
-Why they cannot deadlock.  Collectives happen only in forwards, and every rank runs the same forwards in
-the same order, each with the same collectives.  Besides collectives there are three waits.  A worker waits
-for the next iteration; rank 0 can always send it, since a thread of each worker always reads.  A rank waits
-for its own copier, which waits for no other thread.  Rank 0 waits for copies that it has finished itself
-and other ranks have not; their copiers finish them and their reporter threads report them, whatever else
-those ranks do.
+* A worker's state is its weights and its pages.  Only iterations change its pages.  It receives every
+  iteration in the order in which rank 0 launches them: one pipe, one reading thread, one executing thread.
+* Page numbers mean the same on all ranks, because all ranks have equally many pages.
+* Rank 0 makes every decision.  It sends a batch's token ids, and it runs sampling, text, the end of turns and
+  the scheduler.
+* Logits are the same on all ranks, because all layers get the same input.  `transformers` sums the parts in
+  one collective whose result is bit for bit the same on every rank.  So a router of experts chooses the same
+  experts everywhere.
 
-Why a page is never moved too early.  Each rank has its own copier, so a copy is finished on one rank
-before it is on another.  A copy is reported to the core when the last rank has finished it (`Tally`), and
-by then no copier touches either page.  Everything else that the core relies on follows from the order of
-iterations, which is the same on each rank: when rank 0 collects iteration k, a worker may not have
-finished k, but it will do k + 1 after k.  An iteration without copies costs no message back.
+Why they cannot deadlock.  Collectives happen only in forwards, and every rank runs the same forwards, with
+the same collectives, in the same order.  There are three other waits:
 
-A worker that ends or fails makes `launch` or `collect` raise DeviceError, which ends the engine: its KV is
-incomplete then.  No history is lost, as the store has them all.
+* A worker waits for the next iteration.  Rank 0 can always send it, because a thread of each worker always
+  reads.
+* A rank waits for its own copier, which waits for no other thread.
+* Rank 0 waits for copies that it has finished and other ranks have not.  Their copiers finish them and their
+  reporter threads report them, independent of their other work.
 
-Where layers are divided among stages (`StagedExecutor`), as many iterations are in flight as there are
-stages:
+Why a page is never reused too early.  Each rank has its own copier, so ranks finish a copy at different
+times.  A copy is reported to the core when the last rank has finished it (`Tally`); no copier touches its
+pages any more.  The core's other guarantees follow from the order of iterations, which is the same on each
+rank.  When rank 0 collects iteration k, a worker may not have finished k, but it will run k + 1 after k.  An
+iteration without copies needs no reply.
+
+If a worker ends or fails, its KV is incomplete.  `launch` or `collect` then raises DeviceError, which ends
+the engine.  No history is lost, because the store has all histories.
+
+Stages that divide the layers (`StagedExecutor`) have as many iterations in flight as there are stages:
 
     Engine ── launch(k + 1) ──pipe──> stage 1 ──> … ──> activations of k + 1
            ── collect() ────────────> own layers of k, and its samples
 
-Rank 0 is the last stage.  `launch` only hands an iteration to the others, and `collect` computes this stage's
-part of the oldest one: so while the engine waits for iteration k, the stage before computes k + 1, and so on.
-The tokens of an iteration are known when it is launched (core/pipeline_stages.py) and go with it.  What was
-said of ranks holds for stages, with send and receive for collectives.  A stage waits for the activations of
-the stage before, and that one for nothing but its next iteration.  A copy of an iteration begins on each rank
-when it is its turn there; the pages are its own from the launch on.
+Rank 0 is the last stage.  `launch` only sends an iteration to the others.  `collect` computes this stage's
+part of the oldest iteration.  So while the engine waits for iteration k, the stage before computes k + 1.
+The tokens of an iteration are known when it is launched (core/pipeline_stages.py) and are sent with it.
+
+The arguments above hold for stages, with send and receive instead of collectives.  A stage waits only for
+activations of the stage before, and for its next iteration.  Each rank begins the copies of an iteration when
+it runs the iteration.  The core reserves the pages from the launch on.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ from pensieve.model.parallel.stages import StageModel
 
 
 class ParallelExecutor:
-    """Rank 0's own executor, whose model is a `ParallelModel`, and the workers."""
+    """Run rank 0's own executor, whose model is a `ParallelModel`, and the workers."""
 
     links = "a collective between the ranks"
 
@@ -105,7 +110,7 @@ class ParallelExecutor:
 
     @contextmanager
     def _links(self) -> Iterator[None]:
-        """Where a link between ranks may turn out to be broken; on a device it may break after the launch."""
+        """Turn a broken link between ranks into DeviceError.  On a device it may break after the launch."""
         try:
             yield
         except DeviceError:
@@ -115,7 +120,7 @@ class ParallelExecutor:
 
 
 class StagedExecutor(ParallelExecutor):
-    """Rank 0's own executor, whose model is the last stage, and the workers."""
+    """Run rank 0's own executor, whose model is the last stage, and the workers."""
 
     links = "a link between the stages"
 

@@ -1,7 +1,8 @@
-"""Rank 0, which starts the workers, loads the model with them, and notices when one ends.
+"""Run rank 0: start the workers, load the model with them, and notice when a worker ends.
 
-Each worker (rank 1 … n-1) is a program of its own with one inherited socket: no fork, no pickle.  It is
-started here, or on another machine, from where it came (arrivals.py); those have the highest numbers.
+Each worker (rank 1 … n-1) is a program of its own with one inherited socket: no fork, no pickle.  Rank 0
+starts the workers of its machine.  Workers of other machines connect to it (arrivals.py) and get the highest
+numbers.
 
     rank 0                                      rank n
     settings                         ──>
@@ -16,18 +17,17 @@ started here, or on another machine, from where it came (arrivals.py); those hav
                                      <──        measured)
     pages                            ──>        allocates both tiers
                                      <──        ready
-    iteration, iteration, …          ──>        carries them out (executor.py)
+    iteration, iteration, …          ──>        executes them (executor.py)
                                      <──        finished, with the ids of copies
 
-Stages of a pipeline (stages.py) do the same, but each probes alone: with collectives where it has several
-shards, else with none, and then nobody waits until all have loaded.  Before anything is computed for a
-turn, the layers that the stages have are compared: together they are all layers, each once.
+Stages of a pipeline (stages.py) do the same, but each stage probes alone.  A stage with several shards uses
+collectives.  A stage with one shard uses no collectives, and does not wait until all have loaded.  Before any
+turn is computed, rank 0 checks that the stages together have all layers, each once.
 
-Rank 0 has one thread per worker that receives, so no worker ever blocks while it sends, and the end of one
-is noticed at once.  The kernel closes the pipe of a worker that ends, for whatever reason; from then on
-nothing can be launched or collected, and every call that waits here raises DeviceError.  The other way
-round, a worker whose pipe ends exits.  So no worker outlives rank 0, even when rank 0 is killed.  A machine
-that is gone without a word is noticed when it does not answer for a while (handshake.py, `tuned`).
+Rank 0 has one receiving thread per worker, so no worker ever blocks while it sends, and rank 0 notices at
+once when a worker ends: the kernel closes its pipe.  From then on every launch, collect and waiting call
+raises DeviceError.  In the other direction, a worker exits when its pipe ends.  So no worker outlives rank 0,
+even if rank 0 is killed.  A machine that dies silently is noticed by a timeout (handshake.py, `tuned`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import torch.distributed as dist
 
 from pensieve.core.iteration import Iteration
 from pensieve.errors import DeviceError, UnsupportedModel
-from pensieve.model.parallel.arrivals import Arrivals, Elsewhere
+from pensieve.model.parallel.arrivals import Arrivals, RemoteRanks
 from pensieve.model.parallel.handshake import RankIdentity
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe, packed
 from pensieve.model.parallel.rank_store import Keys, RankStore
@@ -56,24 +56,24 @@ from pensieve.model.parallel.ranks import Rank
 from pensieve.model.shape import ModelShape
 
 STOP_SECONDS = 5.0
-STAGES_DIFFER = ("num_layers", "vocab_size")  # the last one alone has logits
+STAGES_DIFFER = ("num_layers", "vocab_size")  # only the last stage has logits
 EXPLANATION_SECONDS = (
     2.0  # how long after a broken collective the pipe of the rank that ended closes
 )
 
 
 class Tally:
-    """Counts on how many ranks each copy has finished; one that has finished on all can be reported."""
+    """Count the ranks that have finished each copy; report a copy when all ranks have."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._changed = threading.Condition()
-        self._counts: Counter[int] = Counter()  # of copies that finished on some ranks, not on all
+        self._counts: Counter[int] = Counter()  # of copies that only some ranks have finished
         self._finished: list[int] = []
         self._reason: str | None = None
 
     def add(self, copy_ids: Iterable[int]) -> None:
-        """One rank reports copies that it has finished; each rank reports each copy once."""
+        """Add copies that one rank has finished; each rank must add each copy once."""
         with self._changed:
             for copy_id in copy_ids:
                 self._counts[copy_id] += 1
@@ -83,7 +83,7 @@ class Tally:
             self._changed.notify_all()
 
     def take(self, *, wait: bool) -> tuple[int, ...]:
-        """The copies that have finished on all ranks; if there are none, wait for one that has on some."""
+        """Return the copies finished on all ranks; with `wait`, wait for one if any is pending."""
         with self._changed:
             if wait:
                 self._changed.wait_for(
@@ -94,7 +94,7 @@ class Tally:
             return finished
 
     def check(self) -> None:
-        """DeviceError if no copy will be counted any more: a rank has ended."""
+        """Raise DeviceError if a rank has ended, so that copies are no longer counted."""
         if self._reason is not None:
             raise DeviceError(self._reason)
 
@@ -104,7 +104,7 @@ class Tally:
             self._changed.notify_all()
 
     def reason_within(self, seconds: float) -> str | None:
-        """Why no copy will be counted any more, as soon as that is known; None after so many seconds."""
+        """Wait up to `seconds` for the reason that a rank ended; return None if there is none."""
         with self._changed:
             self._changed.wait_for(lambda: self._reason is not None, seconds)
             return self._reason
@@ -114,7 +114,7 @@ class Tally:
 class _Worker:
     index: int  # its rank
     pipe: RankPipe
-    process: subprocess.Popen[bytes] | None = None  # None: it is of another machine
+    process: subprocess.Popen[bytes] | None = None  # None for a worker on another machine
     arrival: RankIdentity | None = None
     replies: queue.SimpleQueue[ControlMessage | None] = field(default_factory=queue.SimpleQueue)
 
@@ -130,7 +130,7 @@ class _Worker:
 
 
 class Leader(Rank):
-    """Rank 0 as one of the ranks, and its end of each worker's pipe."""
+    """Act as rank 0, and hold its end of each worker's pipe."""
 
     def __init__(
         self,
@@ -139,13 +139,13 @@ class Leader(Rank):
         settings: Mapping[str, Any],
         program: tuple[str, ...],
         num_stages: int = 1,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: RemoteRanks | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Start the workers, and await those of other machines; `settings` are what `worker.py` reads."""
+        """Start this machine's workers and wait for the others; `worker.py` reads `settings`."""
         super().__init__(0, num_ranks, num_stages)
         self.tally = Tally(num_ranks)
-        self.num_layers: list[int] = []  # by rank, when all have loaded their parts
+        self.num_layers: list[int] = []  # by rank, set when all have loaded their parts
         self._closing = False
         self._refused = False  # a worker has found that the model cannot be served
         self._keys = Keys()
@@ -184,7 +184,7 @@ class Leader(Rank):
 
     @property
     def pids(self) -> list[int]:
-        """Of the worker processes on this machine."""
+        """The process ids of the workers on this machine."""
         return [each.process.pid for each in self._workers if each.process is not None]
 
     def wait_until_all_loaded(self) -> None:
@@ -192,20 +192,19 @@ class Leader(Rank):
         self._send("all_loaded")
 
     def explain(self, error: Exception) -> None:
-        """Raise the reason why another rank ended while this one loaded.
+        """Raise the reason why another rank ended while this rank loaded.
 
-        Nothing is raised when that rank refused the model: then this one has found the same.
+        Raise nothing if that rank refused the model: this rank has then found the same reason.
         """
         reason = self.tally.reason_within(EXPLANATION_SECONDS)
         if reason is not None and not self._refused:
             raise DeviceError(reason) from error
 
     def check_shapes(self, shape: ModelShape, first_layer: int = 0) -> ModelShape:
-        """The shape of the whole model; UnsupportedModel unless every rank's part fits to this one.
+        """Return the shape of the whole model; raise UnsupportedModel unless every rank's part fits.
 
-        Rank 0 has the layers from `first_layer` on.
-
-        The ranks use the same page numbers, so a page of a layer must have as many bytes on each.
+        `shape` and `first_layer` describe rank 0's own part.  The ranks use the same page numbers, so a page
+        of a layer must have the same bytes on each rank.
         """
         of_ranks = [parts_of(shape) | sizes_of(shape) | {"first_layer": first_layer}]
         for index, values in enumerate(self._receive("probed"), 1):
@@ -221,25 +220,25 @@ class Leader(Rank):
         _check_layers([(each["first_layer"], each["num_layers"]) for each in of_ranks], self)
         if self.num_stages == 1:
             return shape
-        of_stages = of_ranks[:: self.num_shards]  # a shard of each, as rank 0 is
+        of_stages = of_ranks[:: self.num_shards]  # one shard of each stage, like rank 0
         return replace(
             shape, **{name: sum(each[name] for each in of_stages) for name in sizes_of(shape)}
         )
 
     def start_measuring(self, token_budget: int, turns_max: int, chunk_tokens: int) -> None:
-        """Have every worker run the largest batch; rank 0 must run it at the same time."""
+        """Make every worker run the largest batch; rank 0 must run it at the same time."""
         self._send(
             "measure", token_budget=token_budget, turns_max=turns_max, chunk_tokens=chunk_tokens
         )
 
     def measured_bytes(self) -> list[int]:
-        """Bytes that each worker has left for KV."""
+        """Return the bytes that each worker has left for KV."""
         return [values["num_bytes"] for values in self._receive("measured")]
 
     def allocate(
         self, device_pages: int, host_pages: int, chunk_tokens: int, staging_pages: int = 0
     ) -> None:
-        """Have every worker allocate its two tiers and its staging arenas; returns when all have."""
+        """Make every worker allocate its tiers and staging arenas; return when all have."""
         self._send(
             "pages",
             device_pages=device_pages,
@@ -258,11 +257,11 @@ class Leader(Rank):
             raise self.failure("the iteration could not be sent to every rank") from error
 
     def failure(self, otherwise: str) -> DeviceError:
-        """The error to raise when communication has failed: the reason why a rank ended, if one did."""
+        """Return the error for failed communication: why a rank ended, if one did, or `otherwise`."""
         return DeviceError(self.tally.reason_within(EXPLANATION_SECONDS) or otherwise)
 
     def close(self) -> None:
-        """End the workers, then exit the process group."""
+        """End the workers, then leave the process group."""
         self._closing = True
         for each in self._workers:
             each.pipe.close()
@@ -284,13 +283,13 @@ class Leader(Rank):
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C at a terminal is rank 0's to handle
+                start_new_session=True,  # so that only rank 0 gets Ctrl-C from the terminal
                 env={**os.environ, "LOCAL_RANK": str(index)},
             )
         return _Worker(index, RankPipe(ours), process)
 
     def _listen(self, worker: _Worker) -> None:
-        """A worker's thread: replies go to the call that waits for them, finished copies to the tally."""
+        """Receive in a worker's thread: queue replies, and count finished copies."""
         while (frame := worker.pipe.receive()) is not None:
             assert isinstance(frame, ControlMessage)
             if frame.name == "finished":
@@ -305,7 +304,7 @@ class Leader(Rank):
         if not self._closing:
             self._give_up(f"{worker} ended ({worker.how_it_ended()})")
             if dist.is_initialized() and dist.get_backend() == "nccl":
-                # gloo sees a broken connection; NCCL would wait for its timeout
+                # gloo notices a broken connection; NCCL would wait for its timeout
                 dist.distributed_c10d._abort_process_group()
         worker.replies.put(None)
 
@@ -314,7 +313,7 @@ class Leader(Rank):
         self.tally.give_up(reason)
 
     def _answer_key(self, worker: _Worker, verb: str, key: str, value: str) -> None:
-        with contextlib.suppress(DeviceError, OSError):  # another rank has ended, or this one
+        with contextlib.suppress(DeviceError, OSError):  # this rank or another rank has ended
             worker.pipe.send("value", value=self._keys.answer(verb, key, value))
 
     def _send(self, name: str, **values: Any) -> None:
@@ -325,7 +324,7 @@ class Leader(Rank):
             raise self.failure(f"the message {name!r} could not be sent to every rank") from error
 
     def _receive(self, name: str) -> list[dict[str, Any]]:
-        """The values of each worker's next reply, which must have this name."""
+        """Return the values of each worker's next reply, which must have this name."""
         received = []
         for each in self._workers:
             message = each.replies.get()
@@ -337,7 +336,7 @@ class Leader(Rank):
 
 
 def _of_worker(worker: _Worker) -> dict[str, Any]:
-    """The settings that are its own."""
+    """Return the settings that are specific to a worker."""
     there = worker.arrival
     if there is None:
         return {"index": worker.index, "device_index": worker.index}
@@ -350,26 +349,26 @@ def _of_worker(worker: _Worker) -> dict[str, Any]:
 
 
 def _check_layers(of_ranks: Sequence[tuple[int, int]], rank: Rank) -> None:
-    """UnsupportedModel unless the stages' layers follow each other, and shards have the same."""
+    """Raise UnsupportedModel unless the stages' layers follow each other, and shards have equal layers."""
     stages = [of_ranks[start : start + rank.num_shards] for start in _starts(rank)]
     expected = 0
     for number, shards in enumerate(stages, 1):
         if set(shards) != {(expected, shards[0][1])}:
             found = ", ".join(f"{first} to {first + count - 1}" for first, count in shards)
             raise UnsupportedModel(
-                f"its stages do not fit: stage {number} begins with layer {expected}, its ranks have {found}"
+                f"its stages do not fit: stage {number} should begin with layer {expected}, but has {found}"
             )
         expected += shards[0][1]
 
 
 def _starts(rank: Rank) -> list[int]:
-    """The first rank of each stage, in the order of the stages."""
+    """Return the first rank of each stage, in the order of the stages."""
     starts = list(range(0, rank.num_ranks, rank.num_shards))
     return [*starts[1:], starts[0]]
 
 
 def parts_of(shape: ModelShape) -> dict[str, Any]:
-    """The figures of a part's shape that must be the same on every rank."""
+    """Return the figures of a part's shape that must be the same on every rank."""
     return {
         "num_layers": shape.num_layers,
         "num_heads": shape.num_heads,
@@ -382,7 +381,7 @@ def parts_of(shape: ModelShape) -> dict[str, Any]:
 
 
 def sizes_of(shape: ModelShape) -> dict[str, int]:
-    """The figures of a part that add up over stages."""
+    """Return the figures of a part that add up over stages."""
     return {
         "num_layers": shape.num_layers,
         "num_parameters": shape.num_parameters,

@@ -1,13 +1,13 @@
-"""What rank 0 and a worker send each other: the frames of engine/pipe.py.
+"""Exchange messages between rank 0 and a worker, as frames of engine/pipe.py.
 
-The socket is one of a pair, or a connection to another machine (handshake.py).  Of a peer that has not proved
-itself yet no iterations are taken, and no long frames.
+The socket is one of a pair, or a connection to another machine (handshake.py).  A peer that has not proved
+its identity may send neither iterations nor long frames.
 
-A control message is a head [name, values] (settings, what was reached, what failed).  Of an iteration the
-head has the numbers, and the body the page tables, the tokens of stages, and the pages and slots of groups.
+A control message is a head [name, values] (settings, progress, failures).  An iteration's head has the
+numbers; its body has the page tables, the tokens of stages, and the pages and slots of groups.
 
-Ranks that share each layer get no token ids this way.  Some are not known when an iteration is launched, so
-all of them are sent with the batch itself, from device to device (`ranks.ParallelModel`).
+Ranks that share each layer get no token ids in these messages.  Some ids are not known when an iteration is
+launched, so all ids are sent with the batch itself, from device to device (`ranks.ParallelModel`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ITERATION = "iteration"
 
 
 class ControlMessage(NamedTuple):
-    """A message other than an iteration; leader.py draws who sends which, and when."""
+    """A message other than an iteration; leader.py describes the sequence of messages."""
 
     name: str
     values: dict[str, Any]
@@ -36,21 +36,21 @@ Frame = ControlMessage | Iteration
 
 
 class RankPipe:
-    """One end of a socket; one thread receives, any may send."""
+    """One end of a socket; only one thread may receive, any thread may send."""
 
     def __init__(self, sock: socket.socket, untrusted_bytes_max: int | None = None) -> None:
-        """With `untrusted_bytes_max` it takes control messages of so many bytes, until `trust`."""
+        """Accept only control messages of at most `untrusted_bytes_max` bytes, if given, until `trust`."""
         self._socket = sock
         self._sending = threading.Lock()
-        self._bytes_max = untrusted_bytes_max  # None: the other end is trusted
+        self._bytes_max = untrusted_bytes_max  # None if the other end is trusted
 
     def trust(self) -> None:
-        """The other end is a rank."""
+        """Trust the other end: it has proved to be a rank."""
         self._socket.settimeout(None)
         self._bytes_max = None
 
     def has_ended(self) -> bool:
-        """Whether the other end, which sends nothing as yet, is gone."""
+        """Whether the other end is gone; it must not have sent anything yet."""
         if not select.select([self._socket], [], [], 0)[0]:
             return False
         try:
@@ -62,12 +62,12 @@ class RankPipe:
         self.write(pipe.pack([name, values]))
 
     def write(self, packed: bytes) -> None:
-        """Send a frame that is packed already."""
+        """Send a packed frame."""
         with self._sending:
             self._socket.sendall(packed)
 
     def receive(self) -> Frame | None:
-        """The next frame; None when the other end is gone, or sends what it may not."""
+        """Return the next frame, or None if the other end is gone or sends a forbidden frame."""
         try:
             num_head, num_body = pipe.lengths(self._read(pipe.LENGTHS.size))
             if self._bytes_max is not None and num_head + num_body > self._bytes_max:
@@ -80,8 +80,8 @@ class RankPipe:
         return ControlMessage(*head)
 
     def close(self) -> None:
-        """Close this end; a `receive` that waits, at either end, returns None."""
-        with contextlib.suppress(OSError):  # the other end is gone already
+        """Close this end; a waiting `receive`, at either end, returns None."""
+        with contextlib.suppress(OSError):  # the other end is already gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -97,7 +97,7 @@ class RankPipe:
 
 
 def packed(iteration: Iteration, with_tokens: bool = False) -> bytes:
-    """A frame of what another rank needs of an iteration; with its tokens, all of them are known."""
+    """Pack the parts of an iteration that another rank needs; `with_tokens` needs all tokens known."""
     parts: list[array[int]] = []
     slices, groups = [], []
     for piece in iteration.slices:
@@ -116,7 +116,7 @@ def packed(iteration: Iteration, with_tokens: bool = False) -> bytes:
 
 
 def unpacked(head: list[Any], body: bytes) -> Iteration:
-    """The iteration again, with 0 for every token id if they were not packed."""
+    """Unpack an iteration; token ids are 0 if they were not packed."""
     _, index, with_tokens, slices, copies, swap_ins, swap_outs, groups = head
     taken = 0
 

@@ -1,15 +1,15 @@
-"""The keys by which ranks find each other when they enter the process group: rank 0 has them.
+"""Hold, on rank 0, the keys by which ranks find each other when they enter the process group.
 
     rank 0   init_process_group ── RankStore ──> Keys <── the thread that receives from rank n
     rank n   init_process_group ── RankStore ── pipe ──────────────┘
 
-torch.distributed wants a store of keys, where each rank writes where it can be reached.  Its own (a file, a
-TCP server) either need a folder that all share or let in whoever reaches their port.  Ours goes over the
-pipes that rank 0 has to every rank already: those are socket pairs, or connections of ranks that have
-proved that they know the secret (handshake.py).  So nobody else can read a key, or write one.
+torch.distributed needs a store of keys, where each rank writes its address.  Torch's own stores need a folder
+that all ranks share (file) or accept any client that reaches their port (TCP server).  This store uses the
+pipes between rank 0 and every rank: socket pairs, or connections of ranks that have proved that they know the
+secret (handshake.py).  So nobody else can read or write a key.
 
-An answer is immediate: whoever waits for a key asks again.  That is a matter of a few keys, when ranks start.
-When a rank ends, rank 0 gives up (`Keys.give_up`), and whoever waits there has an error at once.
+Rank 0 answers at once; a rank that waits for a key polls.  There are only a few keys, at the start.  When a
+rank ends, rank 0 gives up (`Keys.give_up`), and every waiting rank gets an error at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEYS_MAX = 1 << 16
 
 
 class Keys:
-    """Values by key; any thread may call."""
+    """Store values by key; any thread may call."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -38,7 +38,7 @@ class Keys:
         self._reason: str | None = None
 
     def answer(self, verb: str, key: str, value: str) -> str | None:
-        """What a rank gets for a verb; bytes are written as Latin-1, and None is no such key."""
+        """Run a rank's request; bytes are encoded as Latin-1, and None means that the key is missing."""
         given = value.encode("latin-1")
         with self._lock:
             if self._reason is not None:
@@ -56,7 +56,7 @@ class Keys:
                 return None if self._values.pop(key, None) is None else ""
             if verb == "count":
                 return str(len(self._values))
-        raise ValueError(f"a store of ranks has no {verb!r}")
+        raise ValueError(f"unknown request to the rank store: {verb!r}")
 
     def give_up(self, reason: str) -> None:
         with self._lock:
@@ -64,17 +64,17 @@ class Keys:
 
     def _put(self, key: str, value: bytes) -> None:
         if len(self._values) >= KEYS_MAX and key not in self._values:
-            raise ValueError("a store of ranks is full")
+            raise ValueError("the rank store is full")
         self._values[key] = value
 
 
-Ask = Callable[[str, str, str], str | None]  # as Keys.answer
+KeyRequest = Callable[[str, str, str], str | None]  # as Keys.answer
 
 
 class RankStore(Store):
-    """What torch.distributed sees; it calls by these names, from threads of its own too."""
+    """Serve torch.distributed, which calls these methods, also from its own threads."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: KeyRequest) -> None:
         super().__init__()
         self._ask = ask
 

@@ -1,16 +1,15 @@
-"""What every rank of a model on several devices has: the process group and its part of the model.
+"""Define a rank of a model on several devices: its place in the process group and its part of the model.
 
-Every rank is a process.  Layers are divided among stages (stages.py), and each layer of a stage among its
-*shards*, by the plan that `transformers` has for the model: a shard has some of the heads, and the KV of
-those heads in its own two tiers.  All shards of a stage call the same layers in the same order; where their
-parts meet, `transformers` adds or gathers them with torch.distributed (NCCL between GPUs, gloo between
-processes on a CPU).
+Every rank is a process.  Stages divide the layers (stages.py), and the *shards* of a stage divide each of its
+layers, by the plan that `transformers` has for the model.  A shard has some of the heads, and the KV of those
+heads in its own two tiers.  All shards of a stage call the same layers in the same order.  `transformers`
+adds or gathers their parts with torch.distributed (NCCL between GPUs, gloo between processes on a CPU).
 
     rank            0, 1, …, T-1        T, …, 2T-1          …        S stages of T shards
-    stage           the last one        the first one       …        what shard t sends, shard t receives
+    stage           the last one        the first one       …        shard t sends to shard t
 
-The processes are of one machine, or of several (arrivals.py).  They find each other by keys that rank 0 has
-(rank_store.py), and communicate over one interface of each machine, or the GPUs' own links.
+The processes run on one machine or on several (arrivals.py).  They find each other by keys that rank 0 has
+(rank_store.py), and communicate over one interface of each machine, or over the GPUs' own links.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from pensieve.model.attention import FlatModel, ForwardPass
 from pensieve.model.parallel.rank_store import RankStore
 
 _SIOCGIFADDR = 0x8915
-COLLECTIVE_SECONDS = 60.0  # after so long without a rank a collective fails
+COLLECTIVE_SECONDS = 60.0  # a collective fails after so long without a rank
 
 
 class Rank(ABC):
-    """This process as one of `num_ranks`: a stage with some of the layers, or one of the shards of a stage.
+    """This process as one of `num_ranks`: a shard of a stage, which has some of the layers.
 
-    Rank 0 is a shard of the last stage, where tokens are sampled; the others follow in the order of the
+    Rank 0 is a shard of the last stage, where tokens are sampled.  The other ranks follow in the order of the
     stages.
     """
 
     def __init__(self, index: int, num_ranks: int, num_stages: int = 1) -> None:
-        assert num_ranks % num_stages == 0, "stages have equally many shards"
+        assert num_ranks % num_stages == 0, "stages must have equally many shards"
         self.index = index
         self.num_ranks = num_ranks
         self.num_stages = num_stages
@@ -56,24 +55,24 @@ class Rank(ABC):
         self.before, self.after = (
             self.shard + self.num_shards * (neighbour % num_stages)
             for neighbour in (row - 1, row + 1)
-        )  # ranks, as stages follow
+        )  # the ranks before and after this rank in the pipeline
         self._in_group = False
 
     @abstractmethod
     def wait_until_all_loaded(self) -> None:
-        """Return when every rank has called this, however long it takes; raise when one has ended."""
+        """Return when every rank has called this, however long it takes; raise if a rank has ended."""
 
     @abstractmethod
     def store(self) -> RankStore:
-        """The keys by which the ranks find each other."""
+        """Return the store by which the ranks find each other."""
 
     def enter_group(self, device: torch.device, address: str = "") -> None:
-        """Enter the process group; all ranks do so at the same time.
+        """Enter the process group; all ranks must do so at the same time.
 
-        `address` is of the interface on which this machine's ranks can be reached; "": this machine alone.
+        `address` is the address of this machine's interface to the other ranks; empty for one machine alone.
         """
         if dist.is_initialized():
-            raise ConfigError("this process computes another model on several ranks already")
+            raise ConfigError("this process already runs another model on several ranks")
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
@@ -82,7 +81,7 @@ class Rank(ABC):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if address:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        self._keys_of_group = self.store()  # kept: torch holds its own half of it alone
+        self._keys_of_group = self.store()  # a reference: torch keeps only the C++ half alive
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=self._keys_of_group,
@@ -98,16 +97,16 @@ class Rank(ABC):
             self._in_group = False
 
     def agree_on(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Rank 0's token ids, on every rank."""
+        """Return rank 0's token ids, on every rank."""
         dist.broadcast(input_ids, src=0)
         return input_ids
 
 
 class ParallelModel(FlatModel):
-    """This rank's part of a model; every rank calls it for the same batch, and rank 0's ids count.
+    """Run this rank's part of a model; every rank calls it for the same batch, with rank 0's token ids.
 
-    The ids are sent by a collective and not with the iteration, so rank 0 may fill them in late: a token that
-    an earlier iteration samples is on its device before the host knows it.
+    A collective sends the ids, so rank 0 may fill them in late: a token that an earlier iteration samples is
+    on the device before the host knows it.
     """
 
     def __init__(self, module: Any, rank: Rank) -> None:
@@ -127,7 +126,7 @@ class ParallelModel(FlatModel):
 
 
 def limit_group(module: Any) -> None:
-    """The group of a stage's shards, which transformers makes itself with a timeout of half an hour."""
+    """Set the timeout of the shards' group, which transformers creates with half an hour."""
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     dist.distributed_c10d._set_pg_timeout(timeout, module._device_mesh.get_group("tp"))
 
@@ -136,25 +135,25 @@ def check_machine(device: torch.device) -> None:
     """Raise ConfigError unless ranks of this machine can share each layer."""
     need("parallel", "accelerate", "--tensor-parallel")
     if device.type == "cpu" and torch.accelerator.is_available():
-        # where transformers would put the parts
+        # transformers would put the parts there
         raise ConfigError(
-            "--tensor-parallel on the CPU needs CUDA_VISIBLE_DEVICES to be empty: "
-            "transformers puts the parts of a model on accelerators where there are any"
+            "--tensor-parallel on the CPU needs an empty CUDA_VISIBLE_DEVICES: "
+            "transformers puts the parts of a model on accelerators if there are any"
         )
 
 
 def check_devices(device: torch.device, num_ranks: int) -> None:
-    """Raise ConfigError unless there is a GPU for each rank of this machine, where they are to be on GPUs."""
+    """Raise ConfigError if ranks should run on GPUs and this machine has too few of them."""
     if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ConfigError(
-            f"{num_ranks} ranks of this machine need as many GPUs; it shows {torch.cuda.device_count()}"
+            f"{num_ranks} ranks of this machine need as many GPUs. It has {torch.cuda.device_count()}"
         )
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has this address, as gloo and NCCL want it."""
+    """Return the name of the interface with this address, for gloo and NCCL."""
     if sys.platform != "linux":
-        raise ConfigError("ranks of several machines are for Linux")
+        raise ConfigError("ranks on several machines need Linux")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     wanted = socket.inet_pton(family, address.partition("%")[0])
     if family == socket.AF_INET6:
@@ -170,7 +169,7 @@ def interface_of(address: str) -> str:
                     if fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24] == wanted:
                         return name
         if wanted[0] == 127:
-            return _loopback()  # any of its network is of this machine
+            return _loopback()  # any 127.x address belongs to this machine
     raise ConfigError(f"no interface of this machine has the address {address}")
 
 

@@ -1,22 +1,22 @@
-"""A stage of a pipeline: a rank that has some of the layers, all of each or its part, and their KV.
+"""Run a stage of a pipeline: a rank with some of the layers (whole layers or its shards) and their KV.
 
     rank 1          rank 2                rank 0: the engine's process
     embeddings
     layers 0 … k-1 ──activations──> layers k … l-1 ──activations──> layers l … n-1
                                                                     output product, sampling
 
-Every stage carries out the same iterations in the same order, each over its own layers: so what one sends is
-what the next expects, and nothing of it needs a name.  A sender does not wait for the receiver, which may be
-busy with the iteration before; rank 0 expects an iteration's activations as soon as it is launched, so they
-arrive while it computes another.
+Every stage executes the same iterations in the same order, each over its own layers.  So activations arrive
+in the expected order and need no names.  A sender does not wait for the receiver, which may be busy with the
+iteration before.  Rank 0 expects an iteration's activations from its launch on, so they arrive while it
+computes another iteration.
 
-A stage may have several shards (ranks.py), each of them a rank.  What goes from stage to stage is what
-enters a layer, which is the same on all shards of a stage, bit for bit; so each sends it to the one with
-its number in the next stage, and nobody waits for another one.  The ids of tokens come with the iteration.
+A stage may have several shards (ranks.py), each of them a rank.  Stages exchange the input of a layer, which
+is bit for bit the same on all shards of a stage.  So each shard sends it to the shard with its number in the
+next stage, and no shard waits for another.  Token ids come with the iteration.
 
-Until the links are there (`connect`) a stage computes on its own, with made-up activations: so each one is
-probed and its layers are replaced without the others (loader.py).  For KV in fp8 they are connected at the
-end of the probe, since the scales of a layer's keys and values are chosen by what really reaches it.
+Before `connect` a stage computes alone, with made-up activations.  So each stage is probed, and its layers
+replaced, without the others (loader.py).  For fp8 KV the stages are connected at the end of the probe,
+because the scales must be chosen from real activations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from pensieve.model.attention import FlatModel
-from pensieve.model.layer_range import BlankTable, LayerElsewhere, NoProduct, StagePart
+from pensieve.model.layer_range import BlankTable, NoProduct, OtherStageLayer, StagePart
 from pensieve.model.parallel.ranks import Rank, limit_group
 
 
@@ -38,17 +38,17 @@ class _ActivationTransfer(NamedTuple):
 
 
 class StageLinks:
-    """From the stage before, and to the next one."""
+    """Receive activations from the stage before, and send activations to the next stage."""
 
     def __init__(self, rank: Rank, like: torch.Tensor) -> None:
-        """What is exchanged has the last size, the type and the device of `like`."""
+        """Exchange tensors with the last size, the dtype and the device of `like`."""
         self._like = like
         self._before, self._after, self._sent_max = rank.before, rank.after, rank.num_stages
         self._expected: deque[_ActivationTransfer] = deque()
         self._sent: deque[_ActivationTransfer] = deque()
 
     def expect(self, num_tokens: int) -> None:
-        """The next activations to come are of so many tokens."""
+        """Start receiving the next activations, of `num_tokens` tokens."""
         there = self._like.new_empty((1, num_tokens, self._like.shape[-1]))
         work = dist.irecv(there, self._before)
         assert work is not None
@@ -58,12 +58,12 @@ class StageLinks:
         if not self._expected:
             self.expect(num_tokens)
         there, work = self._expected.popleft()
-        assert there.shape[1] == num_tokens, "the stages carry out different iterations"
+        assert there.shape[1] == num_tokens, "the stages run different iterations"
         work.wait()
         return there
 
     def send(self, activations: torch.Tensor) -> None:
-        """Kept until they are sent: what the stages have in flight besides has been received."""
+        """Send activations and keep them alive until sent; wait if more than one per stage is pending."""
         kept = activations.contiguous()
         work = dist.isend(kept, self._after)
         assert work is not None
@@ -73,7 +73,7 @@ class StageLinks:
 
 
 class StageModel(FlatModel):
-    """One stage's part of a model; its logits mean something in the last stage only."""
+    """Run one stage of a model; only the last stage's logits are meaningful."""
 
     def __init__(self, module: Any, part: StagePart, rank: Rank) -> None:
         super().__init__(module)
@@ -91,13 +91,13 @@ class StageModel(FlatModel):
             part.exit.exchange = self._sent
 
     def connect(self) -> None:
-        """From now on activations come from the stage before and go to the next; the probe is over."""
-        assert self._like is not None, "it has not computed anything yet"
+        """Exchange activations with other stages from now on; call it after the probe."""
+        assert self._like is not None, "the stage has not computed anything yet"
         if self._links is None:
             self._links = StageLinks(self._rank, self._like)
 
     def expect(self, num_tokens: int) -> None:
-        """An iteration of so many tokens has been launched, and is computed here later."""
+        """Start receiving the activations of a launched iteration that is computed later."""
         if self._links is not None and self._takes:
             self._links.expect(num_tokens)
 
@@ -116,11 +116,11 @@ class StageModel(FlatModel):
 
 
 def shards_of(rank: Rank) -> Any:
-    """`prepare_distribute_model` of a stage's class.
+    """Return `prepare_distribute_model` for a stage's class.
 
-    `transformers` divides a model among the ranks of a mesh, and makes the mesh of all processes that there
-    are. With stages the mesh has a row of shards for each stage, as the ranks are numbered (ranks.py), and a
-    stage is divided along its row alone.
+    `transformers` divides a model among the ranks of a mesh, which it makes of all processes.  With stages
+    the mesh has a row of shards for each stage, numbered as the ranks are (ranks.py).  A stage is divided
+    along its row only.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import initialize_distributed_mesh
@@ -134,16 +134,16 @@ def shards_of(rank: Rank) -> Any:
     return classmethod(prepared)
 
 
-def without_elsewhere(module: Any, plan: dict[str, str]) -> dict[str, str]:
-    """`_expand_parallel_plan` of a stage's class: a rule for each module and parameter that is here.
+def expand_own_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
+    """Expand the parallel plan of a stage's class, only for modules and parameters that the stage has.
 
-    Where a stage has something blank in the place of what another stage has (layer_range.py), the library's
-    plan would still add or gather results, in collectives about nothing.
+    The library's plan would also add or gather the results of the blank modules that replace other stages'
+    parts (layer_range.py), in collectives without purpose.
     """
     elsewhere = tuple(
         name
         for name, each in module.named_modules()
-        if isinstance(each, BlankTable | LayerElsewhere | NoProduct)
+        if isinstance(each, BlankTable | OtherStageLayer | NoProduct)
     )
     library: Any = type(module).__mro__[1]
     expanded = library._expand_parallel_plan(module, plan)

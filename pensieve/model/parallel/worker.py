@@ -1,16 +1,15 @@
-"""The process of a rank other than 0, which carries out the iterations that rank 0 sends.
+"""Run a rank other than 0, which executes the iterations that rank 0 sends.
 
-    reader thread     frames from rank 0   → the iterations that are not carried out yet
+    reader thread     frames from rank 0   → the iterations that are not executed yet
     main thread       one iteration after another: copies, then the forward over its part of the pages
     reporter thread   copies that have finished here → rank 0
 
-With `--check-kv` it sums its own part of the host pages; where that has changed it fails, and all ranks
-start again, since rank 0 plans by its own part alone.
+With `--check-kv` a worker checks its own part of the host pages.  If a page has changed the worker fails, and
+all ranks restart, because rank 0 plans by its own part alone.
 
-It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives, or, as
-a stage, its activations reach the next one (stages.py).
-When the pipe ends, rank 0 is gone and no one needs the results, so the process ends at once, even in the
-middle of a collective.
+A worker decides nothing and samples nothing.  Its part of the logits reaches rank 0 through the collectives.
+As a stage it sends its activations to the next stage (stages.py).  When the pipe ends, rank 0 is gone and the
+results are useless, so the process exits at once, even inside a collective.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from pensieve.model.parallel.stages import StageModel
 
 
 def serve(sock: socket.socket) -> None:
-    """Carry out rank 0's iterations until it is gone; never returns.
+    """Execute rank 0's iterations until rank 0 is gone; never return.
 
-    A rank of another machine can be reached where its connection to rank 0 begins.
+    A rank on another machine is reachable at the local address of its connection to rank 0.
     """
     address = "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0])
     pipe = RankPipe(sock)
@@ -55,14 +54,14 @@ def serve(sock: socket.socket) -> None:
             os._exit(0)
         assert isinstance(settings, ControlMessage)
         _run(pipe, settings.values, address)
-    except ModelError as error:  # rank 0 finds the same
+    except ModelError as error:  # rank 0 finds the same error
         with contextlib.suppress(OSError):
             pipe.send("refused", text=one_line(error))
     except BaseException as error:
-        # The reporter may meet the same error at the same time: whoever is first says the same of it.
+        # The reporter may meet the same error at the same time; both send the same text.
         with contextlib.suppress(OSError):
             pipe.send("failed", text=whole_line(error))
-        # If rank 0's end broke the collective, the pipe ends meanwhile, and no traceback is printed.
+        # If rank 0's end broke the collective, the pipe ends within this second, and no traceback is printed.
         time.sleep(1)
         traceback.print_exc()
     os._exit(1)
@@ -106,13 +105,13 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any], address: str) -> None:
 
 
 class WorkerRank(Rank):
-    """This process as one of the ranks, and its end of the pipe."""
+    """This process as one of the ranks, with its end of the pipe."""
 
     def __init__(self, index: int, num_ranks: int, num_stages: int, pipe: RankPipe) -> None:
         super().__init__(index, num_ranks, num_stages)
         self._pipe = pipe
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self._values: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # of keys, as requested
+        self._values: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # of keys
         self._asking = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -147,7 +146,7 @@ class WorkerRank(Rank):
 
 
 class WorkerExecutor:
-    """Carries out the same iterations as rank 0's executor, over this rank's part of the pages."""
+    """Execute the same iterations as rank 0's executor, over this rank's part of the pages."""
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class WorkerExecutor:
         self._device = memory.device_arena.device
         self._copier = copier_for(memory)
         self._forward = Forward(model.flat, memory, self._copier, halves=False)
-        self._num_outstanding = 0  # copies that were submitted and are not reported yet
+        self._num_outstanding = 0  # copies that were submitted and not yet reported
         self._submitted = threading.Condition()
         threading.Thread(target=self._report, daemon=True).start()
 
@@ -185,7 +184,7 @@ class WorkerExecutor:
                 if not all(
                     self._checksums.is_intact(each.host_page) for each in iteration.swap_ins
                 ):
-                    raise DeviceError("its part of the host tier is not what was copied there")
+                    raise DeviceError("its part of the host tier has changed since it was written")
                 self._checksums.begin(iteration.swap_outs)
             self._copier.submit(iteration.swap_ins, iteration.swap_outs)
             with self._submitted:
@@ -193,7 +192,7 @@ class WorkerExecutor:
                 self._submitted.notify()
 
     def _report(self) -> None:
-        """The reporter thread: send rank 0 the ids of copies as they finish."""
+        """Run the reporter thread: send rank 0 the ids of finished copies."""
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)

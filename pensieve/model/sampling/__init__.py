@@ -1,1 +1,1 @@
-"""Samples tokens from logits, for each row as if it were alone in the batch."""
+"""Sample tokens from logits.  Each row is sampled as if it were alone in the batch."""

@@ -1,28 +1,28 @@
-"""Draws a token from each row of logits, reproducibly, and computes log-probabilities.
+"""Draw a token from each row of logits, reproducibly, and compute log-probabilities.
 
-**A row's result does not depend on the batch.**  Floating-point sums depend on how a library splits
-them, and that depends on the batch's shape, the number of threads and the device.  So nothing here
-sums floats: a token's probability becomes the integer `weight = floor(2^s exp((x - max) / T))`, an
-elementwise function, and all sums, cumulative sums and comparisons are over integers and exact in
-any order.  s is chosen so that a row's sum stays below 2^62; what falls below 2^-s of the likeliest
-token (2^-44 for 150,000 tokens) is never drawn.
+**A row's result does not depend on the batch.**  Floating-point sums depend on the order of addition.  A
+library chooses the order by the batch's shape, the number of threads and the device.  So this module never
+sums floats.  A token's probability becomes the integer `weight = floor(2^s exp((x - max) / T))`, which is an
+elementwise function.  All sums, cumulative sums and comparisons use integers and are exact in any order.
+s keeps a row's sum below 2^62.  Tokens less likely than 2^-s of the likeliest token (2^-44 for 150,000
+tokens) are never drawn.
 
 **The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
-int64, so that no two tokens tie and a partial sort is the beginning of the full one.  Every cut
-keeps a prefix of this order.  Usually the first 256 tokens show where the prefix ends, or (nothing
-cut) already contain the drawn token; only a row for which they do not is tried again with more
-of its tokens.  On a CPU it costs nothing to see whether they do.  On a GPU it would mean waiting for
-all work launched so far, so there a kernel searches each row without sorting it (kernels/sampling.py); or, by
-the choice `radix=0`, each row is tried once, with as many tokens as its `Sampling` may need: 256 for a top_k
-of at most 256, else all of them, sorted.
+int64, so that no two tokens tie and a partial sort is the beginning of the full sort.  Every cut
+keeps a prefix of this order.  Usually the first 256 tokens contain the end of the prefix or, without a cut,
+the drawn token.  If not, the row is tried again with more of its tokens.
 
-top_n_sigma comes before the other cuts and before the temperature, as in llama.cpp: what it cuts is -infinity
-to all that follows.
+* On a CPU, checking this costs nothing.
+* On a GPU, checking means waiting for all launched work.  So a kernel searches each row without sorting it
+  (kernels/sampling.py).  With the choice `radix=0` each row is instead tried once, with as many tokens as its
+  `Sampling` may need: 256 for a top_k of at most 256, else all tokens, sorted.
+
+top_n_sigma comes before the other cuts and before the temperature, as in llama.cpp.  Later steps see the
+tokens that it cuts as -infinity.
 
 **The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
-token's absolute position in the conversation's log is the counter.  Both are in the store,
-so the number is the same after a suspension, in a restarted engine and on another device.  No generator has a
-state to keep.
+token's absolute position in the conversation's log is the counter.  The store keeps both.  So the number is
+the same after a suspension, in a restarted engine and on another device.  There is no generator state.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from pensieve.model.sampling.penalties import Row
 from pensieve.model.transfer import indices, reading_is_free, upload
 from pensieve.sampling import Sampling
 
-SIGMA_STEPS = 1 << 12  # of a logit: distances are whole numbers of these
-SIGMA_DISTANCE_MAX = 256.0  # a logit that is further below the largest counts as that far
-HEAD_WIDTHS = (256, 8192)  # how many likeliest tokens are tried, before the whole row is
+SIGMA_STEPS = 1 << 12  # per unit of logit: distances are rounded to whole steps
+SIGMA_DISTANCE_MAX = 256.0  # larger distances from the largest logit are clamped to this
+HEAD_WIDTHS = (256, 8192)  # numbers of likeliest tokens to try before the whole row
 
 
 def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """int64 (rows): one token for each row of `values`, all of which are finite or -infinity."""
+    """Return int64 (rows): a token for each row of `values`, which must be finite or -infinity."""
     if any(row.sampling.top_n_sigma for row in rows):
         values = _within_sigmas(values, rows)
     if reading_is_free(values):
@@ -58,8 +58,8 @@ def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:
 def _within_sigmas(values: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return a copy in which top_n_sigma has cut tokens.
 
-    The standard deviation is that of the logits that are not -infinity. It comes from sums of integers: the
-    squares of distances of at most 2^20, of 2^18 tokens, sum to at most 2^58.
+    The standard deviation is over the logits that are not -infinity.  It comes from sums of integers: for
+    2^18 tokens with distances of at most 2^20, the squares sum to at most 2^58.
     """
     num_sigmas = column([row.sampling.top_n_sigma for row in rows], values)
     below = values.amax(-1, keepdim=True) - values
@@ -74,7 +74,7 @@ def _within_sigmas(values: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def select(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Those rows, in ascending order; `values` itself if they are all."""
+    """Return those rows, which must ascend; return `values` itself if all rows are selected."""
     if len(rows) == len(values):
         return values
     return values.index_select(0, indices(rows, values.device))
@@ -83,12 +83,12 @@ def select(values: Tensor, rows: Sequence[int]) -> Tensor:
 def column(
     numbers: Sequence[float] | Sequence[int], like: Tensor, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """(rows, 1), on the device of `like`."""
+    """Return the numbers as (rows, 1) on the device of `like`."""
     return upload(torch.tensor(numbers, dtype=dtype), like.device).unsqueeze(1)
 
 
 def _draw_by_trying(values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw from as many of a row's likeliest tokens as turn out to be enough."""
+    """Draw from the fewest likeliest tokens of each row that decide the draw."""
     vocab_size = values.shape[1]
     token_ids = [-1] * len(rows)
     undecided = list(range(len(rows)))
@@ -106,7 +106,7 @@ def _draw_by_trying(values: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _draw_at_once(values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw from as many of a row's likeliest tokens as may be needed, without reading from the device."""
+    """Draw from as many likeliest tokens as a row may need, without reading from the device."""
     vocab_size = values.shape[1]
     widths = [_width_surely_enough(row.sampling, vocab_size) for row in rows]
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=values.device)
@@ -118,7 +118,7 @@ def _draw_at_once(values: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _draw_by_searching(values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw by the kernel; one table goes to the device."""
+    """Draw with the kernel; upload one table of options."""
     table = upload(table_of(options_of(rows, values.shape[1])), values.device)
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=values.device)
     launch = draw_tokens_launch(values, table, _weight_bits(values.shape[1]), token_ids)
@@ -127,7 +127,7 @@ def _draw_by_searching(values: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def options_of(rows: Sequence[Row], vocab_size: int) -> list[RowOptions]:
-    """What the kernel needs to know of each row."""
+    """Return the kernel's options of each row."""
     found = []
     for row in rows:
         sampling = row.sampling
@@ -145,7 +145,7 @@ def _width_surely_enough(sampling: Sampling, vocab_size: int) -> int:
 
 
 def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
-    """A token for each row of `values`; -1 where its `width` likeliest tokens do not decide."""
+    """Return a token for each row, or -1 where the `width` likeliest tokens do not decide."""
     vocab_size = values.shape[1]
     options = [row.sampling for row in rows]
     top_k_of = [min(each.top_k or vocab_size, vocab_size) for each in options]
@@ -164,9 +164,9 @@ def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
     if width < vocab_size and vocab_size in top_k_of:
         total = _weights(values, largest, temperature, vocab_size).sum(-1, keepdim=True)
     else:
-        total = upto[:, -1:]  # of all tokens; or every row has a top_k, and it is not used
+        total = upto[:, -1:]  # exact for whole rows; unused if every row has a top_k
 
-    # Each cut keeps a prefix; `kept` is the shortest of them, as far as the head shows it.
+    # Each cut keeps a prefix; `kept` is the shortest prefix, as far as the head shows it.
     top_k_mass = torch.where(top_k < vocab_size, upto.gather(1, top_k.clamp(max=width) - 1), total)
     top_p_mass = (top_p * top_k_mass).ceil().to(torch.int64).clamp(min=1)  # exact to 2^-53 of it
     weight_min = (min_p * 2.0 ** _weight_bits(vocab_size)).ceil().to(torch.int64).clamp(min=1)
@@ -185,8 +185,10 @@ def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
 
 
 def report(values: Tensor, token_ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """float64 (rows, 1 + width), int64 (rows, width): log-probabilities of the drawn token and of the
-    likeliest ones, and the ids of these."""
+    """Return log-probabilities float64 (rows, 1 + width) and token ids int64 (rows, width).
+
+    The log-probabilities are of the drawn token and of the likeliest tokens; the ids are of the likeliest.
+    """
     top_ids = _likeliest(values, max(width, 1))
     largest = values.gather(1, top_ids[:, :1])
     one = torch.ones_like(largest, dtype=torch.float64)
@@ -199,7 +201,7 @@ def report(values: Tensor, token_ids: Tensor, width: int) -> tuple[Tensor, Tenso
 
 
 def _likeliest(values: Tensor, width: int) -> Tensor:
-    """The ids of the `width` largest values of each row, in the order of tokens."""
+    """Return the ids of the `width` largest values of each row, in the order of tokens."""
     keys = _sort_keys(values)
     if width < values.shape[1]:
         keys = keys.topk(width, dim=-1).values
@@ -209,10 +211,10 @@ def _likeliest(values: Tensor, width: int) -> Tensor:
 
 
 def _sort_keys(values: Tensor) -> Tensor:
-    """int64 keys, no two alike in a row: a larger value, or an equal one of lower id, is larger.
+    """Return distinct int64 keys that sort by larger value, then by lower id.
 
-    The bits of a float32, read as an integer, sort as the float does once those of negative numbers
-    are inverted.  Adding zero turns -0 into +0, which is equal and must tie.
+    A float32's bits, read as an integer, sort like the float once the bits of negative numbers are inverted.
+    Adding zero turns -0 into +0, which must tie.
     """
     bits = (values + 0.0).view(torch.int32)
     bits ^= (bits >> 31) & 0x7FFF_FFFF
@@ -221,18 +223,18 @@ def _sort_keys(values: Tensor) -> Tensor:
 
 
 def _weight_bits(vocab_size: int) -> int:
-    """s, such that vocab_size weights of at most 2^s sum to less than 2^62."""
+    """Return s such that vocab_size weights of at most 2^s sum to less than 2^62."""
     return 62 - vocab_size.bit_length()
 
 
 def _weights(values: Tensor, largest: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
-    """Fixed-point probabilities relative to the likeliest token's, whose weight is 2^s."""
+    """Return fixed-point probabilities relative to the likeliest token, whose weight is 2^s."""
     exponent = (values.to(torch.float64) - largest).div_(temperature)
     return exponent.exp_().mul_(2.0 ** _weight_bits(vocab_size)).to(torch.int64)
 
 
 def _scale(mass: Tensor, draw_high: Tensor, draw_low: Tensor) -> Tensor:
-    """floor(mass * draw / 2^62), exactly, for mass < 2^62 and a draw of two limbs of 31 bits.
+    """Return floor(mass * draw / 2^62), exactly, for mass < 2^62 and a draw of two 31-bit limbs.
 
     With mass = a 2^31 + b, every product and sum below stays under 2^63.
     """
@@ -242,7 +244,7 @@ def _scale(mass: Tensor, draw_high: Tensor, draw_low: Tensor) -> Tensor:
 
 
 def uniform_limbs(seed: int, position: int) -> tuple[int, int]:
-    """The random number of a token: (high, low) of 31 bits each, uniform in 0..2^62-1."""
+    """Return the random number of a token: (high, low) of 31 bits each, uniform in 0..2^62-1."""
     counter = (position & 0xFFFF_FFFF, position >> 32, 0, 0)
     high, low, _, _ = philox4x32(counter, (seed & 0xFFFF_FFFF, seed >> 32))
     return high >> 1, low >> 1
@@ -251,7 +253,7 @@ def uniform_limbs(seed: int, position: int) -> tuple[int, int]:
 def philox4x32(
     counter: tuple[int, int, int, int], key: tuple[int, int]
 ) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011): ten rounds of multiply and exchange."""
+    """Compute Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011): ten rounds of multiply and exchange."""
     word0, word1, word2, word3 = counter
     key0, key1 = key
     for _ in range(10):

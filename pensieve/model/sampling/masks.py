@@ -1,6 +1,6 @@
-"""Masks of tokens: which ones a row may be, as bits on the host, and as -infinity in its logits.
+"""Mask the tokens that a row may not be: bits on the host become -infinity in the logits.
 
-One row's mask of 150,000 tokens is 19 kB; it goes to the device as it is and becomes a tensor of bools there.
+A mask of 150,000 tokens takes 19 kB.  It is uploaded as bits and unpacked on the device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pensieve.model.transfer import indices, upload
 
 
 class TokenMask(NamedTuple):
-    """Which tokens may be next in one reply."""
+    """The tokens that may come next in one reply."""
 
     packed: bytes  # a bit for each token of the model's vocabulary, the lowest bit first
-    must_end: bool = False  # only tokens that end the reply
+    must_end: bool = False  # the mask allows only tokens that end the reply
 
 
 def masked(values: Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> Tensor:
-    """A copy of `values` (rows, vocab) with -infinity where one of the masks forbids a token in its row."""
+    """Return a copy of `values` (rows, vocab) with -infinity for the tokens that a row's mask forbids."""
     index = indices(rows, values.device)
     allowed = unpacked(masks, values.device)[:, : values.shape[1]]
     chosen = values.index_select(0, index).masked_fill_(~allowed, -torch.inf)
@@ -30,7 +30,7 @@ def masked(values: Tensor, rows: Sequence[int], masks: Sequence[TokenMask]) -> T
 
 
 def unpacked(masks: Sequence[TokenMask], device: torch.device) -> Tensor:
-    """bool (masks, bits)."""
+    """Return the masks as bool (masks, bits)."""
     together = bytearray(b"".join(each.packed for each in masks))
     packed = upload(torch.frombuffer(together, dtype=torch.uint8), device)
     bits = packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=device)

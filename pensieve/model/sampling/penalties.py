@@ -1,10 +1,10 @@
-"""A turn's log as the sampler knows it, and the penalties, biases and masks derived from it.
+"""Keep a turn's log for the sampler, and derive penalties, biases and masks from it.
 
-`TurnLog` lives in the executor for as long as the turn does.  It begins with the turn's context and grows by
-each token that was collected, so it may lack the token before the one to be drawn (`Row.is_ahead`).
+`TurnLog` lives in the executor as long as the turn does.  It starts with the turn's context and receives each
+collected token.  So it may lack the token before the next drawn token (`Row.is_ahead`).
 
-`Penalties` is derived from it: which ids the context holds, and how often this reply used each.  It follows
-the log by reading what was appended since the last call.
+`Penalties` is derived from the log: the ids that the context contains, and how often this reply used each.
+It reads the tokens that were appended since the last call.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pensieve.sampling import Sampling
 
 @dataclass(slots=True, eq=False)
 class TurnLog:
-    """What the sampler needs of a turn."""
+    """A turn's tokens and sampling options."""
 
     sampling: Sampling
-    tokens: array[int]  # 'I': its context and what was collected of its reply
+    tokens: array[int]  # 'I': the turn's context and the collected tokens of its reply
     prompt_end: int
     turn_id: int = 0
-    penalties: Penalties | None = None  # made when a row asks for them
+    penalties: Penalties | None = None  # created when a row needs them
 
     @classmethod
     def of(cls, start: TurnStart) -> TurnLog:
@@ -38,11 +38,11 @@ class TurnLog:
 
 
 class Row(NamedTuple):
-    """The log of a row's turn, the position in it of the token to be drawn, and which that may be."""
+    """A token to draw: its turn's log, its position in the log, and its mask."""
 
     log: TurnLog
     position: int
-    mask: TokenMask | None = None  # None: any
+    mask: TokenMask | None = None  # None allows any token
 
     @property
     def sampling(self) -> Sampling:
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the log lacks the token before it, because that one is still being computed."""
+        """Whether the log lacks the previous token, which is still being computed."""
         return self.position > len(self.log.tokens)
 
 
@@ -60,12 +60,12 @@ def counts_reply(sampling: Sampling) -> bool:
 
 @dataclass(slots=True)
 class Penalties:
-    """By what the logits of one turn are adjusted; `seen` and `counts` follow the log."""
+    """Adjustments of one turn's logits; `seen` and `counts` follow the log."""
 
     num_followed: int  # tokens of the log that `seen` and `counts` include
-    seen: Tensor  # (vocab,) bool: the context holds this id; empty where no option needs it
-    counts: Tensor  # (vocab,) int32: how often this reply used it; empty where no option needs it
-    bias: tuple[Tensor, Tensor] | None  # ids and what is added to their logits
+    seen: Tensor  # (vocab,) bool: the context contains this id; empty if no option needs it
+    counts: Tensor  # (vocab,) int32: how often this reply used it; empty if no option needs it
+    bias: tuple[Tensor, Tensor] | None  # ids, and the numbers to add to their logits
     ending_ids: Tensor  # ids that may not come before min_tokens
 
     @classmethod
@@ -106,7 +106,7 @@ class Penalties:
 
 
 def _ids_of(tokens: array[int], like: Tensor) -> Tensor:
-    """Those of `tokens` (a copy: a tensor over it would forbid the log to grow) that `like` has."""
+    """Return the `tokens` that `like` has, copied: a tensor over the log would keep it from growing."""
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device=like.device)
     ids = torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64)

@@ -1,43 +1,42 @@
-"""Samples a token for each row of logits by every field of `Sampling`, as if it were alone.
+"""Sample a token for each row of logits by every field of `Sampling`, as if the row were alone.
 
-**What happens to a row**, in this order:
+**Steps for a row**, in this order:
 
-1. A row with NaN or infinite raw logits yields None: that turn fails, and no other.
-2. Repetition penalty over the ids of the whole context (a positive logit is divided by it, a
-   negative one multiplied), then presence and frequency penalties over the ids of this reply, then
+1. A row with NaN or infinite raw logits yields None: only that turn fails.
+2. The repetition penalty applies to the ids of the whole context: a positive logit is divided by it, a
+   negative logit is multiplied.  Presence and frequency penalties apply to the ids of this reply.  Then
    logit_bias is added.  Overflow is clamped to float32.
 3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are masked.  With
-   `ignore_eos` an end-of-turn id is a token like any other.  A mask that would leave no token at
-   all is not applied.
-4. Where the turn has a constraint, tokens that its mask forbids are left out (masks.py).  If the mask allows
-   nothing but the end of the reply, step 3 is passed over.
-5. Temperature 0 takes the largest logit, of equals the lowest id.  Otherwise temperature, top_k,
-   top_p (over what top_k keeps, renormalised) and min_p (relative to the likeliest token) are applied,
-   and one token is drawn from those that are left; there is always at least one.
+   `ignore_eos` an end-of-turn id is an ordinary token.  A mask that would leave no token is not applied.
+4. If the turn has a constraint, tokens that its mask forbids are left out (masks.py).  If the mask allows
+   only the end of the reply, step 3 is skipped.
+5. Temperature 0 takes the largest logit; the lowest id wins a tie.  Otherwise temperature, top_k,
+   top_p (over the tokens that top_k keeps, renormalised) and min_p (relative to the likeliest token) are
+   applied, and one of the remaining tokens is drawn.  At least one token always remains.
 
-Columns beyond `vocab_size` (padding of the output matrix) are never read.  `logprob` and
-`top_logprobs` are the log-softmax after step 3 and before constraint, temperature and cuts: the model's own
-probabilities, with the client's penalties and biases.  `top_logprobs` lists the likeliest tokens,
-whether or not the sampled one is among them, and never a masked one.
+Columns beyond `vocab_size` (padding of the output matrix) are never read.  `logprob` and `top_logprobs` are
+the log-softmax after step 3, before constraint, temperature and cuts: the model's own probabilities, with the
+client's penalties and biases.  `top_logprobs` lists the likeliest tokens, even if the sampled token is not
+among them, and never a masked token.
 
-**Drawing** is in draw.py: a row's token depends on its logits, its `Sampling` and its position in the
-log, never on the other rows of the batch.
+**Drawing** is in draw.py.  A row's token depends on its logits, its `Sampling` and its position in the log,
+never on other rows of the batch.
 
-**State** is `Penalties` (penalties.py), which is derived from the turn's log and can be dropped at any time.
+**State** is `Penalties` (penalties.py).  It is derived from the turn's log and can be dropped at any time.
 
-**One token ahead.**  The log may lack the token before the one to be drawn (`Row.is_ahead`), which is
-then on the device and not yet on the host.  What depends on the position alone (the random number,
-min_tokens) uses the position; what depends on the token (the penalties) reads it on the device,
-into the copy of `seen` and `counts` that the batch makes anyway.  So a row is treated as if its log
-were complete, and the state still holds nothing but the log.
+**One token ahead.**  The log may lack the token before the drawn token (`Row.is_ahead`).  That token is then
+on the device but not yet on the host.  Steps that need only the position (the random number, min_tokens) use
+the position.  The penalties need the token: they read it on the device, into the copy of `seen` and `counts`
+that the batch makes anyway.  So the row is treated as if its log were complete, and the state holds only the
+log.
 
-**No waiting for the device.**  `draw` only launches work; a row that is not finite gets the id -1 on the
+**No waiting for the device.**  `draw` only launches work.  A row that is not finite gets the id -1 on the
 device (and is computed as zeros, so that no index is out of range).  `Drawn.read` waits for one copy of
 everything that the host needs.
 
-Greedy rows without other options cost one argmax.  The others are worked on a few rows at a time
-(the two `…_PASS_ELEMENTS_MAX`), which bounds the memory and, on a CPU, keeps a row in the cache:
-one row of 150,000 logits at a time is seven to nine times as fast as eight at once.
+Greedy rows without other options cost one argmax.  Other rows are processed a few at a time (the two
+`…_PASS_ELEMENTS_MAX`).  This bounds the memory and, on a CPU, keeps a row in the cache: processing one row of
+150,000 logits at a time is seven to nine times as fast as eight at once.
 """
 
 from __future__ import annotations
@@ -56,40 +55,40 @@ from pensieve.model.sampling.masks import masked
 from pensieve.model.sampling.penalties import Penalties, Row, TurnLog, counts_reply
 from pensieve.model.transfer import ReadBack, indices, reading_is_free
 
-CPU_PASS_ELEMENTS_MAX = 2**18  # logits worked on at once, but at least one row
+CPU_PASS_ELEMENTS_MAX = 2**18  # logits processed at once, but at least one row
 DEVICE_PASS_ELEMENTS_MAX = 2**23  # about 300 MB of int64 and float64 on an accelerator
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class _Report(NamedTuple):
-    """What goes to the host for rows with `logprobs`: int64 (rows, 1 + width + width).
+    """Values to copy to the host for rows with `logprobs`: int64 (rows, 1 + width + width).
 
-    The log-probabilities of the drawn token and of the likeliest ones (the bits of float64), then the ids of
-    these.
+    They are the log-probabilities of the drawn token and of the likeliest tokens (the bits of float64), then
+    the ids of the likeliest tokens.
     """
 
     rows: list[int]
-    num_top: list[int]  # for each of them
+    num_top: list[int]  # for each row
     values: Tensor
 
 
 class Drawn:
-    """Tokens that the device draws, and the copy of them that is under way to the host."""
+    """Tokens that the device draws, and their pending copy to the host."""
 
     def __init__(self, rows: Sequence[Row], ids: Tensor, reports: list[_Report]) -> None:
         self._rows = rows
-        self.ids = ids  # int64 (rows), on the device; -1 where a row was not finite
+        self.ids = ids  # int64 (rows), on the device; -1 for a row that was not finite
         self._reports = reports
         reported = [each.values.flatten() for each in reports]
         self._arriving = ReadBack(torch.cat([ids, *reported]) if reported else ids)
 
     def read_ids(self) -> list[int]:
-        """Wait for them; -1 where a row of logits was not finite."""
+        """Wait for the ids; -1 means that a row of logits was not finite."""
         found: list[int] = self._arriving.wait()[: len(self.ids)].tolist()
         return found
 
     def read(self) -> list[SampledToken | None]:
-        """Wait for them; None where a row of logits was not finite.  Their text is still missing."""
+        """Wait for the tokens, without text; None means that a row of logits was not finite."""
         arrived = self._arriving.wait()
         token_ids = arrived[: len(self.ids)].tolist()
         sampled = [
@@ -123,14 +122,14 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
 
     def sample(self, logits: Tensor, logs: Sequence[TurnLog]) -> list[SampledToken | None]:
-        """Draw the next token of each turn and wait for it; the logs are complete."""
+        """Draw the next token of each turn and wait for it.  The logs must be complete."""
         return self.draw(logits, [Row(log, len(log.tokens)) for log in logs]).read()
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: Sequence[Row], newest_ids: Tensor | None = None) -> Drawn:
         """Start drawing a token for each row of `logits` (rows, vocab).
 
-        `newest_ids` (rows), on the device, are the tokens before the drawn ones, for rows that are ahead.
+        `newest_ids` (rows), on the device, are the tokens before the drawn tokens, for rows that are ahead.
         """
         assert logits.shape[0] == len(rows), (logits.shape, len(rows))
         logits = logits[:, : self.vocab_size].float()
@@ -163,7 +162,7 @@ class Sampler:
         return Drawn(rows, ids, reports)
 
     def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
-        """Draw for some of the rows; `values` (rows, vocab) is adjusted in place, and masked in a copy."""
+        """Draw for some rows; adjust `values` (rows, vocab) in place, but mask a copy."""
         self._adjust(values, rows, newest_ids)
         held = [n for n, row in enumerate(rows) if row.mask is not None]
         if held:
@@ -178,7 +177,7 @@ class Sampler:
         return token_ids
 
     def _adjust(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> None:
-        """Apply penalties, biases and the mask, in place, to the rows that have any."""
+        """Apply penalties, biases and the min_tokens mask, in place, to the rows that have any."""
         states = {
             n: self._penalties_of(row.log, values) for n, row in enumerate(rows) if _adjusts(row)
         }
@@ -225,7 +224,7 @@ class Sampler:
 
 
 def _likeliest_of_each(logits: Tensor) -> Tensor:
-    """The largest logit of each row, of equals the lowest id; -1 for a row that is not finite."""
+    """Return the largest logit's id in each row, the lowest id in a tie, -1 for a row that is not finite."""
     if logits.device.type == "cpu" and logits.stride(1) == 1 and dense.available(torch.float32):
         return dense.argmax(logits)
     lowest, highest = logits.aminmax(dim=-1)  # both are NaN if one logit is
@@ -235,13 +234,13 @@ def _likeliest_of_each(logits: Tensor) -> Tensor:
 def _ahead(
     rows: list[Row], some: list[int], newest_ids: Tensor | None, like: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """For some rows, if any is ahead: the id of the token before the drawn one, and whether the log lacks it.
+    """Return the id of the token before the drawn token, and whether the log lacks it, both (rows, 1).
 
-    Both (rows, 1).
+    Return None if no row is ahead.
     """
     if not any(rows[n].is_ahead for n in some):
         return None
-    assert newest_ids is not None, "a row is ahead, and newest_ids are missing"
+    assert newest_ids is not None, "a row is ahead, but newest_ids are missing"
     at = newest_ids.index_select(0, indices(some, like.device)).clamp(0, like.shape[1] - 1)
     return at.unsqueeze(1), column([rows[n].is_ahead for n in some], like, torch.bool)
 

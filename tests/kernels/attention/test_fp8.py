@@ -127,5 +127,5 @@ def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
     table, each = torch.zeros(1, 9).int(), torch.zeros(2).int()
     page_index = PageIndex(table, each, each, each)
     inputs = AttentionInput(rows, *pages, page_index, AttentionKind(0.1), torch.ones(2, 1))
-    with pytest.raises(ValueError, match="no fp8"):
+    with pytest.raises(ValueError, match="does not support fp8"):
         cuda.attention_launches(inputs, rows.clone(), work, int)

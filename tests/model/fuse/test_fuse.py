@@ -116,10 +116,10 @@ IN_TORCH = {
         shared_expert_intermediate_size=24,
         **EXPERTS,
     ),
-    "its sizes are not those of the form": config(
+    "its sizes do not fit the form": config(
         "OPTConfig", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=False
     ),
-    "rebuilt from its weights, it answers something else": config("CohereConfig"),
+    "the kernels compute another answer from its weights": config("CohereConfig"),
 }
 
 
@@ -148,7 +148,7 @@ def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_to
     monkeypatch.setattr(attention_cpu, "KIND_FIELDS", frozenset())
     flat = flat_model("llama-gqa")
     assert flat.whole is None
-    assert flat.form.endswith("layer 0: the compiled layers do not know its kind of attention")
+    assert flat.form.endswith("layer 0: the compiled layers do not support its kind of attention")
 
 
 def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
@@ -623,7 +623,7 @@ def test_int8_without_the_library_is_refused(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "available", lambda dtype: False)
-    with pytest.raises(UnsupportedModel, match="none of its weights can be made int8"):
+    with pytest.raises(UnsupportedModel, match="none of its weights can be int8"):
         load(folder_of("llama-gqa"), int8=True)
 
 

@@ -63,7 +63,7 @@ def test_how_far_it_is_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     unlocked.clear()
     answers = iter([0, 0, 2])
     monkeypatch.setattr(host_arena, "_register", lambda address, num_bytes: next(answers))
-    with pytest.raises(DeviceError, match=r"refuses to lock.*answers 2.*--host-cache.*ulimit -l"):
+    with pytest.raises(DeviceError, match=r"refuses to lock.*returned 2.*--host-cache.*ulimit -l"):
         host_arena.allocate(4, 1 << 20, CPU)
     gc.collect()
     assert len(unlocked) == 2, "what was locked before is given back"

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve.engine.pipe import LENGTHS
 from pensieve.errors import ConfigError, DeviceError
-from pensieve.model.parallel.arrivals import Arrivals, Elsewhere, split_address
+from pensieve.model.parallel.arrivals import Arrivals, RemoteRanks, split_address
 from pensieve.model.parallel.handshake import (
     FRAME_BYTES_MAX,
     RankIdentity,
@@ -87,7 +87,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_is_not_let_in() -> None
     both = Both(b"another secret altogether", there())
     assert both.accepted is None
     assert "does not know the secret" in both.why_refused
-    assert "its secret may be another one" in both.why_left
+    assert "perhaps its secret differs" in both.why_left
 
 
 def test_rank_0_has_to_know_the_secret_too() -> None:
@@ -103,7 +103,7 @@ def test_rank_0_has_to_know_the_secret_too() -> None:
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(RankRefused, match="what listens there does not know the secret"):
+    with pytest.raises(RankRefused, match="does not know the secret"):
         present(RankPipe(theirs, FRAME_BYTES_MAX), SECRET, there())
     thread.join()
     theirs.close()
@@ -158,8 +158,8 @@ def test_a_frame_has_so_many_bytes_and_no_more(
         ours.close()
 
 
-def elsewhere(num_ranks: int, seconds: float = 60.0) -> Elsewhere:
-    return Elsewhere(num_ranks, "127.0.0.1", 0, SECRET, HERE, seconds)
+def elsewhere(num_ranks: int, seconds: float = 60.0) -> RemoteRanks:
+    return RemoteRanks(num_ranks, "127.0.0.1", 0, SECRET, HERE, seconds)
 
 
 class Visitors:
@@ -202,7 +202,12 @@ def test_ranks_of_a_machine_are_neighbours_in_whatever_order_they_come() -> None
 
     found, lines = visited(4, visits)
     assert found == ["a/0", "a/1", "b/0", "b/1"]
-    assert lines[1:] == ["b came: 1 of 4", "a came: 2 of 4", "b came: 3 of 4", "a came: 4 of 4"]
+    assert lines[1:] == [
+        "b connected: 1 of 4",
+        "a connected: 2 of 4",
+        "b connected: 3 of 4",
+        "a connected: 4 of 4",
+    ]
 
 
 def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
@@ -219,7 +224,7 @@ def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
     class Noting(list[str]):
         def append(self, line: str) -> None:
             super().append(line)
-            if "gone again" in line:
+            if "disconnected" in line:
                 gone.set()
 
     lines = Noting()
@@ -230,7 +235,7 @@ def test_a_rank_that_has_gone_again_is_awaited_anew() -> None:
     found = arrivals.wait()
     thread.join()
     assert [each.arrival.host for each in found] == ["b", "c"]
-    assert any("a is gone again" in line for line in lines)
+    assert any("a disconnected" in line for line in lines)
     assert any("was refused: it does not know the secret" in line for line in lines)
     for each in found:
         each.pipe.close()
@@ -243,7 +248,8 @@ def test_who_is_missing_is_in_the_error() -> None:
     thread = threading.Thread(target=visitors.come, args=(there(host="host-b"),))
     thread.start()
     with pytest.raises(
-        DeviceError, match=r"2 of 3 ranks of other machines did not come .* \(host-b came\)"
+        DeviceError,
+        match=r"2 of 3 ranks from other machines did not connect .* \(host-b connected\)",
     ):
         arrivals.wait()
     thread.join()

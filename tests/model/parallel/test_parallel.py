@@ -525,7 +525,7 @@ def test_a_worker_whose_host_page_has_changed_fails(loaded: Loaded) -> None:
     worker.launch(Iteration(2, (), swap_ins=(SwapIn(2, 3, 4, CHUNK_TOKENS),)))
     assert pipe.receive() == ControlMessage("finished", {"copy_ids": [2]})
     memory.host_arena[0, 3, 1, 0, 0, 0] = 2.0
-    with pytest.raises(DeviceError, match="not what was copied there"):
+    with pytest.raises(DeviceError, match="has changed since it was written"):
         worker.launch(Iteration(3, (), swap_ins=(SwapIn(3, 3, 5, CHUNK_TOKENS),)))
     ours.close()
     theirs.close()

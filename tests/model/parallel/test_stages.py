@@ -21,7 +21,7 @@ from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
 from pensieve.model.forward import Forward
 from pensieve.model.kv.copier import copier_for
 from pensieve.model.kv.memory import KVMemory
-from pensieve.model.layer_range import divided, number_from_zero
+from pensieve.model.layer_range import divide_layers, number_from_zero
 from pensieve.model.loader import load
 from pensieve.model.parallel.executor import StagedExecutor
 from pensieve.model.parallel.rank_messages import packed
@@ -47,7 +47,8 @@ pytestmark = pytest.mark.timeout(1200)
 
 def ranges(num_layers: int, num_stages: int, head_layers: float) -> list[tuple[int, int]]:
     return [
-        (each.first, each.stop) for each in divided(num_layers, num_stages, Fraction(head_layers))
+        (each.first, each.stop)
+        for each in divide_layers(num_layers, num_stages, Fraction(head_layers))
     ]
 
 
@@ -174,7 +175,7 @@ def test_layers_whose_number_matters_are_not_divided() -> None:
     assert [each.layer_idx for each in model.layers] == [0, 1]
     model = Model()
     model.matters = True
-    with pytest.raises(UnsupportedModel, match="depends on their numbers"):
+    with pytest.raises(UnsupportedModel, match="depend on their numbers"):
         number_from_zero(model, list(model.layers), 3)
 
 
@@ -315,7 +316,7 @@ def test_a_stage_that_dies_ends_the_engine(tmp_path: Path, victim: int) -> None:
 
 def test_stages_that_cannot_be_are_refused_at_the_start(tmp_path: Path) -> None:
     folder, data = write_model(tmp_path / "model", QWEN_2_5, "deep"), tmp_path / "data"
-    with pytest.raises(UnsupportedModel, match="it has 5 layers, so 5 is the most"):
+    with pytest.raises(UnsupportedModel, match="it has 5 layers, so use at most 5 stages"):
         started(folder, data, pipeline_stages="6")
     with pytest.raises(ConfigError, match="needs --stream auto or off"):
         started(folder, data, pipeline_stages="2", stream="on")
