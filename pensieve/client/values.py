@@ -246,7 +246,7 @@ class ConversationState:
         prefix_id: as given to `create`.
         running_turn_id: the turn that is running; empty if none.
         created_at: time of creation, in UTC.
-        updated_at: time of the last change of the history, in UTC.
+        updated_at: time of the last change, in UTC.
         title: for lists: the `title` of the metadata, else the first words of the first user message. Empty
             before the first message, and in the results of `create`, `fork` and `rewind`.
     """

@@ -284,13 +284,17 @@ class Conversations:
             raise NotFound(f"there is no prefix {prefix_id!r}") from None
 
     async def delete(
-        self, conversation_id: str, tenant: str = "", unused_since: int | None = None
+        self,
+        conversation_id: str,
+        tenant: str = "",
+        unused_since: int | None = None,
+        unchanged: records.StoredConversation | None = None,
     ) -> None:
         """Delete a conversation; see `History.delete`."""
 
         async def sequence() -> None:
             deleted = await self._threads.in_store(
-                *(tenant, self._history.delete, conversation_id, tenant, unused_since),
+                *(tenant, self._history.delete, conversation_id, tenant, unused_since, unchanged),
                 lane=conversation_id,
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)

@@ -167,7 +167,9 @@ class Daemon:
             chain_seconds=self.config.chain_keep_seconds,
         )
         start_expiring(
-            *(self.reader, self.threads, lambda *named: self.writable.delete(*named)),
+            self.reader,
+            self.threads,
+            lambda name, tenant, seen: self.writable.delete(name, tenant, unchanged=seen),
             *(self._sources.wall_clock, self.config.conversation_keep_seconds),
         )
         self.events.engine_up()

@@ -191,11 +191,16 @@ class History:
         )
 
     def delete(
-        self, conversation_id: str, tenant: str = "", unused_since: int | None = None
+        self,
+        conversation_id: str,
+        tenant: str = "",
+        unused_since: int | None = None,
+        unchanged: records.StoredConversation | None = None,
     ) -> Deleted:
         """Interrupt the running turn of a conversation and delete the conversation, in one job.
 
-        `unused_since`: a revision; StaleRevision if a turn runs or the conversation has another revision.
+        StaleRevision if a turn runs, or the conversation no longer has the revision `unused_since` or is no
+        longer as in `unchanged`, if either is given.
         If the deletion fails, the turn is interrupted all the same, so the error is returned with the turn.
         A conversation that does not exist may still have to be erased from the files.
         """
@@ -204,17 +209,18 @@ class History:
         except NotFound as error:
             return Deleted(None, error, self._store.erasure.pending)
         turn_id = conversation.running_turn_id
-        if unused_since is not None and (turn_id, conversation.revision) != (None, unused_since):
-            raise StaleRevision(unused_since, conversation.revision)
+        since = unchanged.revision if unchanged is not None else unused_since
+        if since is not None and (turn_id, conversation.revision) != (None, since):
+            raise StaleRevision(since, conversation.revision)
         self.forget(tenant, conversation_id)
         try:
             if turn_id is not None:
                 self._store.erasure.in_reserve(lambda: self.interrupt(turn_id))
-            self._store.delete_conversation(conversation_id, tenant=tenant)
+            self._store.delete_conversation(conversation_id, tenant=tenant, unchanged=unchanged)
         except ErasurePending:
             return Deleted(turn_id, None, True)
-        except OwnedElsewhere:
-            raise  # nothing was done: the call is forwarded, or the conversation taken over first
+        except (OwnedElsewhere, StaleRevision):
+            raise  # nothing was done: the call is forwarded, or the conversation has changed
         except PensieveError as error:
             return Deleted(turn_id, error, False)
         return Deleted(turn_id, None, False)

@@ -31,6 +31,7 @@ from pensieve.errors import (
 from pensieve.store.backend import ErasureSteps, ScrubSteps
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.history_reader import HistoryReader
+from pensieve.store.records import StoredConversation
 
 log = logging.getLogger("pensieve")
 NOBODY = "/housekeeping"  # no tenant has this name
@@ -113,14 +114,14 @@ def start_forgetting(
 def start_expiring(
     reader: HistoryReader,
     threads: Threads,
-    delete: Callable[[str, str, int], Awaitable[None]],
+    delete: Callable[[str, str, StoredConversation], Awaitable[None]],
     now: Callable[[], float],
     keep_seconds: float,
 ) -> None:
     """Erase conversations that did not change for so long; 0: never.
 
-    `delete` takes the id, the tenant, and the revision that the conversation must still have. A conversation
-    that another daemon owns is left to that daemon.
+    `delete` takes the id, the tenant, and the conversation as it was seen, and refuses a changed one. A
+    conversation that another daemon owns is left to that daemon.
     """
 
     async def look() -> int:
@@ -131,7 +132,7 @@ def start_expiring(
             )
             for each in idle:
                 with contextlib.suppress(NotFound, StaleRevision, OwnedElsewhere, ErasurePending):
-                    await delete(each.conversation_id, each.tenant, each.revision)
+                    await delete(each.conversation_id, each.tenant, each)
                     num_erased += 1
                 await asyncio.sleep(FORGET_PAUSE_SECONDS)
             if last is None:

@@ -96,7 +96,7 @@ def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
         built = _start(sock, incoming, build, mailbox, outbox, stages)
     except PensieveError as error:  # a message for the operator, not a bug
         return _end(sock, error)
-    except BrokenPipeError:  # the service has ended
+    except (BrokenPipeError, ConnectionResetError):  # the service has ended
         return 0
     except BaseException as error:
         traceback.print_exc()

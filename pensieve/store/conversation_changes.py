@@ -80,6 +80,7 @@ class ConversationChanges:
         with self._transactions.writing() as conn:
             number, _ = require_conversation(conn, conversation_id, tenant)
             _change_private(conn, number, tenant, {"metadata": dict(metadata)})
+            conversation_rows.set_updated(conn, number, self._now())
             return require_conversation(conn, conversation_id, tenant)[1]
 
     @repeated
@@ -103,6 +104,7 @@ class ConversationChanges:
                 raise StaleRevision(0, found.revision)
             settings = {"tools": list(tools), "template_options": dict(template_options)}
             _change_private(conn, number, tenant, settings)
+            conversation_rows.set_updated(conn, number, self._now())
             links = message_rows.insert_messages(conn, tenant, head, None, 0)
             message_rows.append_history(conn, number, links)
             return require_conversation(conn, conversation_id, tenant)[1]
@@ -123,6 +125,7 @@ class ConversationChanges:
             after = change(held.pending)
             is_deletion = any(each not in after.messages for each in held.pending.messages)
             _put_pending(conn, number, tenant, held, after)
+            conversation_rows.set_updated(conn, number, self._now())
             if is_deletion:
                 self._erasure.prepare()
         return PendingChange(after, is_deletion and self._is_erasure_due())

@@ -290,6 +290,21 @@ def set_revision(conn: Connection, conversation: int, revision: int, now: float)
     )
 
 
+def set_updated(conn: Connection, conversation: int, now: float) -> None:
+    """Record a change that leaves the revision as it is."""
+    conn.execute(
+        "UPDATE conversations SET updated_at = ? WHERE conversation = ?", (now, conversation)
+    )
+
+
+def refuse_changed(now: StoredConversation, before: StoredConversation) -> None:
+    """Raise StaleRevision if a conversation has changed, or is another one with the same id."""
+    if (now.revision, now.updated_at, now.created_at) != (
+        *(before.revision, before.updated_at, before.created_at),
+    ):
+        raise StaleRevision(before.revision, now.revision)
+
+
 def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> None:
     conn.execute(
         "UPDATE conversations SET fingerprint = ? WHERE conversation = ?",

@@ -348,11 +348,19 @@ class ConversationStore:
             return require_conversation(conn, conversation_id, tenant)[1]
 
     @repeated
-    def delete_conversation(self, conversation_id: str, *, tenant: str = "") -> None:
+    def delete_conversation(
+        self,
+        conversation_id: str,
+        *,
+        tenant: str = "",
+        unchanged: StoredConversation | None = None,
+    ) -> None:
         """Delete the conversation and erase it from the disk. Messages that a fork holds stay with the fork.
 
         No turn of it may be running. ErasurePending means that it is deleted but not yet erased from the
         files. Calling again then retries the erasure, and raises NotFound once it is done.
+
+        `unchanged`: the conversation as it was seen; StaleRevision if it has changed since.
         """
 
         def delete() -> None:
@@ -360,6 +368,8 @@ class ConversationStore:
                 number, conversation = require_conversation(conn, conversation_id, tenant)
                 conversation = self.owners.hold(conn, number, conversation)
                 refuse_running(conversation)
+                if unchanged is not None:
+                    conversation_rows.refuse_changed(conversation, unchanged)
                 conversation_rows.delete_conversation(conn, number, tenant)
                 self.erasure.prepare()
 

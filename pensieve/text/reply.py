@@ -56,6 +56,7 @@ class ReplyText:
         self._num_tokens += 1
         stops = token_id in self.end_token_ids
         repeats = self._repetition is not None and self._repetition.push(token_id)
+        repeats = repeats and self._num_tokens >= self._min_tokens
         text = "" if stops else self._detokenizer.push(token_id)
         if stops or is_last or repeats:
             text += self._detokenizer.flush()

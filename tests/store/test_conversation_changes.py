@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from pensieve.errors import InvalidArgument, StaleRevision, TurnRunning
+from pensieve.errors import InvalidArgument, NotFound, StaleRevision, TurnRunning
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn
 from pensieve.store.conversation_changes import LastDeleted, Pending
 from pensieve.store.records import NewPrefix
@@ -269,3 +270,24 @@ def test_a_deletion_whose_erasure_waits_says_so(store: ConversationStore) -> Non
     assert store.erasure.pending
     store.erasure.finish()
     assert b"SECRET" not in raw(store)
+
+
+def test_a_conversation_that_changed_since_it_was_seen_is_not_deleted(
+    store: ConversationStore,
+) -> None:
+    """New metadata and pending messages are changes, although they leave the revision as it is."""
+    store.create_conversation(NewConversation("tea", "f"))
+    brought = (NewMessage("user", "And now?"),)
+    changes: list[Callable[[], object]] = [
+        lambda: store.changes.set_metadata("tea", {"title": "Mine"}),
+        lambda: store.changes.change_pending("tea", lambda found: Pending(brought)),
+    ]
+    for change in changes:
+        seen = store.get_conversation("tea")
+        change()
+        assert store.get_conversation("tea").updated_at > seen.updated_at
+        with pytest.raises(StaleRevision):
+            store.delete_conversation("tea", unchanged=seen)
+    store.delete_conversation("tea", unchanged=store.get_conversation("tea"))
+    with pytest.raises(NotFound):
+        store.get_conversation("tea")

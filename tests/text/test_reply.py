@@ -96,3 +96,8 @@ def test_repetition_ends_nothing_before_min_tokens_and_an_end_token_counts_first
     assert len(answers) == 48
     assert run([A] * 47 + [2], stop_repetition=32, min_tokens=40)[-1] == ("", FinishReason.STOP)
     assert len(run([A] * 100, length=100)) == 100
+
+
+def test_repetition_before_min_tokens_cuts_no_character() -> None:
+    answers = run(EURO * 20, stop_repetition=16, min_tokens=50)
+    assert "".join(map(str, answers[:48])) == "€" * 16

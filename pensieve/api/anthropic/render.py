@@ -70,11 +70,16 @@ def ending_of(
     return MessageEnding("tool_use" if ends_with_call else "end_turn")
 
 
-def stopped_by(reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:
-    """Return the stop string that ended the reply, if any; it is in the tokens but not in the text."""
+def stopped_by(
+    reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str], *, continues_text: bool
+) -> str | None:
+    """Return the stop string that ended the reply, if any. It is in the tokens but not in the text.
+
+    `continues_text`: the reply continues a text (prefill), so its first token keeps a leading space.
+    """
     if not stops or reply.finish is not FinishReason.STOP:
         return None
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer, is_first=not continues_text)
     sampled = "".join(map(detokenizer.push, reply.token_ids)) + detokenizer.flush()
     rest = sampled[sum(map(len, reply.texts)) :]
     return min(filter(rest.startswith, stops), key=len, default=None)

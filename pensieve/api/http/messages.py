@@ -90,7 +90,10 @@ class MessageEndpoints:
     def _ending(
         self, request: ParsedRequest, whole: ReplyTokens, cutter: ReplyPieces
     ) -> MessageEnding:
-        stop = stopped_by(whole, self._requests.template.tokenizer, request.sampling.stop)
+        stop = stopped_by(
+            *(whole, self._requests.template.tokenizer, request.sampling.stop),
+            continues_text=request.continues_text,
+        )
         return ending_of(whole.finish, cutter.ends_with_call, stop)
 
 

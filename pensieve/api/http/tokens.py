@@ -30,7 +30,8 @@ class TextToTokenize(NamedTuple):
 
     @property
     def num_characters(self) -> int:
-        return len(self.prompt or "") + sum(each.num_characters for each in self.messages)
+        messages = sum(each.num_characters for each in self.messages)
+        return len(self.prompt or "") + messages + len(self.setting.reply_begins)
 
     def tokens(self, template: ChatTemplate) -> list[int]:
         """Return the token ids; callable in any thread."""

@@ -98,7 +98,10 @@ def _chat_choice(
         message["tool_calls"] = message_calls(cut.calls, heading.answer_id, index)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
-        logprobs = {"content": logprob_rows(reply, tokenizer), "refusal": None}
+        logprobs = {
+            "content": logprob_rows(reply, tokenizer, is_first=not request.continues_text),
+            "refusal": None,
+        }
     ending = finish_fields(reply.finish, cut.ends_with_call)
     return {"message": message, "logprobs": logprobs, **ending}
 
@@ -110,7 +113,9 @@ def _text_choice(
     reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
-        logprobs = logprob_columns(logprob_rows(reply, tokenizer))
+        logprobs = logprob_columns(
+            logprob_rows(reply, tokenizer, is_first=not request.continues_text)
+        )
     text = "".join(reply.texts)
     return {"text": text, "logprobs": logprobs, **finish_fields(reply.finish)}
 

@@ -113,7 +113,8 @@ class ChatStream(ChoiceStream):
     def _logprobs(self, tokens: ReplyTokens) -> dict[str, Any] | None:
         if self._request.sampling.logprobs is None or not tokens.token_ids:
             return None
-        rows = logprob_rows(tokens, self._tokenizer, is_first=not self._has_text)
+        continues = self._has_text or self._request.continues_text
+        rows = logprob_rows(tokens, self._tokenizer, is_first=not continues)
         if not rows:
             return None
         self._has_text = True
@@ -130,7 +131,8 @@ class CompletionStream(ChoiceStream):
         """Return the chunks of a text completion, whose tokens are all text."""
         sent, text, logprobs = self._num_characters, "".join(tokens.texts), None
         if self._request.sampling.logprobs is not None:
-            rows = logprob_rows(tokens, self._tokenizer, is_first=not sent)
+            continues = sent > 0 or self._request.continues_text
+            rows = logprob_rows(tokens, self._tokenizer, is_first=not continues)
             logprobs = logprob_columns(rows, sent)
         self._num_characters = sent + len(text)
         return [self._chunk({"text": text}, logprobs=logprobs)]

@@ -182,6 +182,11 @@ class ParsedRequest:
         return self.turn.options.sampling
 
     @property
+    def continues_text(self) -> bool:
+        """Whether the reply continues a text, so that its first token keeps a leading space."""
+        return self.turn.options.continues_text
+
+    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self.turn.settings.tools
 
@@ -203,7 +208,7 @@ def tokens_of(
         template.tokenizer.check_text(request.prompt, "prompt")
         return list(template.tokenizer.encode_prompt(request.prompt))
     messages, settings = request.turn.messages, request.turn.settings
-    check_length("messages", sum(len(each.content) for each in messages), context_max)
+    check_length("messages", request.turn.num_characters, context_max)
     begins = request.turn.reply_begins
     setting = TemplateSetting(settings.tools, settings.template_options, now, begins)
     return template.opening(messages, setting).token_ids

@@ -245,13 +245,22 @@ def test_the_stop_string_is_known_by_the_text_that_was_withheld(
 ) -> None:
     ids = tokenizer.encode_literal(sampled)
     texts = [released, *[""] * (len(ids) - 1)]
-    assert stopped_by(ReplyTokens(ids, texts, STOP), tokenizer, stops) == found
-    assert stopped_by(ReplyTokens(ids, texts, LENGTH), tokenizer, stops) is None
+    assert (
+        stopped_by(ReplyTokens(ids, texts, STOP), tokenizer, stops, continues_text=False) == found
+    )
+    assert (
+        stopped_by(ReplyTokens(ids, texts, LENGTH), tokenizer, stops, continues_text=False) is None
+    )
 
 
 def test_an_end_of_turn_is_no_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_literal("one<|im_end|>")
-    assert stopped_by(ReplyTokens(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x")) is None
+    assert (
+        stopped_by(
+            ReplyTokens(ids, ["one"], STOP), tokenizer, ("<|im_end|>", "x"), continues_text=False
+        )
+        is None
+    )
 
 
 def test_errors_go_by_their_status() -> None:
