@@ -264,13 +264,17 @@ def test_logprobs_of_a_completion_are_columns(tokenizer: Tokenizer) -> None:
         offset += len(token)
 
 
-def test_the_first_token_of_a_text_lacks_the_space_that_its_decoder_drops() -> None:
+def test_logprobs_have_the_first_space_only_where_the_text_has_it() -> None:
+    """A message begins without the space that its decoder drops; a completion continues the prompt."""
     tokenizer = Tokenizer(sentencepiece_library().to_str())
     ids = tokenizer.encode_text("Hello the")
     row: tuple[float, tuple[Any, ...]] = (-1.0, ())
-    reply = ReplyTokens(ids, ["?"] * len(ids), STOP, (), [row] * len(ids))
+    reply = ReplyTokens(ids, ["?"] * len(ids), STOP, [Part.TEXT] * len(ids), [row] * len(ids))
+    body = answer(chat(logprobs=True), [reply], PROMPT, HEADING, tokenizer)
+    rows = body["choices"][0]["logprobs"]["content"]
+    assert "".join(each["token"] for each in rows) == "Hello the"
     body = answer(completion(logprobs=0), [reply], PROMPT, HEADING, tokenizer)
-    assert "".join(body["choices"][0]["logprobs"]["tokens"]) == "Hello the"
+    assert "".join(body["choices"][0]["logprobs"]["tokens"]) == " Hello the"
 
 
 def test_an_id_that_only_pads_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
