@@ -252,7 +252,11 @@ class Damage:
 
 
 class FullDisk:
-    """Whether the disk of the history is full. Any write may find it full; a small test write ends that."""
+    """Whether the disk of the history is full.
+
+    The disk counts as full from the first write that fails for lack of space until a small test write
+    succeeds.
+    """
 
     def __init__(
         self, store: ConversationStore, threads: Threads, changed: Callable[[], None]

@@ -1,12 +1,13 @@
 """Decide what runs next: fill one iteration under a token budget.
 
-Read `Scheduler.plan` first: it has the order of filling, and the methods that it calls follow in the order of
-their calls. As long as tokens, seconds and pages last, an iteration takes
+Start reading with `Scheduler.plan`. It fills an iteration step by step, and its methods follow below in the
+order of the steps. As long as tokens, seconds and pages last, an iteration takes
 
 1. **decodes**: one token of each generating turn;
 2. **prefills** that have begun, and waiting turns, with as many tokens as do not delay the decodes for long
-   (time_budget.py). The share that has used least goes first, and within a share the shortest prefill
-   (fair_queue.py). An admitted turn brings its swap-ins, and its holes are recomputed like a prompt;
+   (time_budget.py). A share is usually a tenant. The share that has used least goes first, and within
+   a share the shortest prefill goes first (fair_queue.py). An admitted turn brings its swap-ins, and
+   its holes are recomputed like a prompt;
 3. **streamed turns**: turns without room on the device may run with their KV on the host;
 4. **background turns** of batch jobs, by the same three steps, in the remaining room;
 5. **swap-outs**, ahead of need, so that pages become available for the turns that found none.
@@ -30,18 +31,20 @@ Features plug in at named points and are not created while they are off:
     running     holding pages, of the device or of the host; in order of admission
     suspended   have held pages before; in `resume_order`
 
-**Uncommitted iterations.** `plan` may be called while an iteration is uncommitted, or one per pipeline stage.
-It plans for a token that such an iteration will sample as if the token were known (`pending_tokens`; the
-executor fills it in). If that token ends the turn, the turn's slice is wasted and counted in `idle_tokens`.
+**Uncommitted iterations.** `plan` may be called while an iteration is uncommitted. With pipeline stages, one
+iteration per stage may be uncommitted. An uncommitted iteration will sample tokens that `plan` does not know
+yet. `plan` counts them (`pending_tokens`), and the executor fills them in. If such a token ends its turn, the
+turn's next slice is wasted and counted in `idle_tokens`.
 
-A turn that ends or is suspended keeps its pages while it has an uncommitted slice. Until then it is
-*releasing*: among the running turns, but without a place. A rewind or an eviction of its conversation waits
-for that (`_pending_cuts`, `_pending_evictions`). The log is cut at once, because no turn may use the rest.
+A turn that ends or is suspended keeps its pages while it has an uncommitted slice. During this time the turn
+is *releasing*: it is among the running turns, but has no place. A rewind or an eviction of its conversation
+waits until the pages are released (`_pending_cuts`, `_pending_evictions`). The conversation's log is cut at
+once, because no turn may use the tokens after the cut.
 
 **Liveness.** The next turn is admitted as soon as the pages for its whole context are available. Only a
 bounded number of others is admitted before it (fair_queue.py, `BlockedTurns`). Every idle page can become
-available (eviction.py), and running turns end. A preempted turn has advanced, or rises in level
-(preemption.py).
+available (eviction.py), and running turns end. No turn is preempted for ever: it has advanced before it is
+preempted, or its level rises (preemption.py).
 """
 
 from __future__ import annotations
@@ -215,8 +218,9 @@ class Scheduler:
                 if not self._turns:
                     return None
                 changed = self._num_changes() != changes or self.cache.available > available
-                assert changed, "turns wait for nothing"
-                # Pages became available without a copy, but may belong to the turn that lacks them.
+                assert changed, "turns wait, but nothing that they wait for can happen"
+                # Pages became available without a copy. But they may hold KV of the very turn that lacks
+                # pages, so ask for more.
                 return self.plan(now, 2 * extra_pages + 1)
         return self._launch(builder, swap_outs, now)
 
@@ -261,7 +265,8 @@ class Scheduler:
     ) -> list[Turn]:
         """Take a token of each generating turn; return the prefills that have begun."""
         size, prefills = self._size, list[Turn]()
-        # The highest level and the oldest first: a turn suspended for a page usually comes later.
+        # The highest level and the oldest turn come first. If a page is missing, the turn that is suspended
+        # for it usually comes later in this order.
         running = sorted(self.running.values(), key=QUEUE_ORDER)
         if self.micro_batches is not None:
             with_place = [turn for turn in running if self._has_place(turn)]
@@ -335,9 +340,10 @@ class Scheduler:
     def _next_to_admit(
         self, started: Collection[Turn], builder: IterationBuilder, blocked: BlockedTurns
     ) -> Turn | None:
-        """Return the next waiting turn that has a place and goes before its share's begun prefills.
+        """Return the next waiting turn, if the iteration has room for it.
 
-        The claimant is always next. Background turns wait only for each other.
+        The turn must go before the begun prefills of its share. The claimant, for which other turns were
+        preempted, is always next. Background turns wait only for each other.
         """
         background, claimant = blocked.background, self.preemption.claimant
         if not blocked.may_admit or (claimant is not None and background):
@@ -395,7 +401,7 @@ class Scheduler:
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
         if found.copied is not None:
-            # If a writer of the source fails, the copy is discarded, too.
+            # If a turn that wrote to the source chunk fails, the copy is discarded, too.
             source, target = found.copied
             for writer in self._turns.values():
                 if source in writer.written:
@@ -622,8 +628,8 @@ class Scheduler:
         del self._turns[turn.turn_id]
         self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
-            # A turn that was never admitted has computed nothing. KV after its history belongs to a turn that
-            # is in no log, and its own prompt may join the log now.
+            # A turn that was never admitted has computed nothing. Cached KV after its history was computed
+            # for a turn that is in no log. Discard it, because this turn's prompt may join the log now.
             admitted = turn.usage.admitted_at is not None
             known = turn.keep_tokens if admitted else turn.history_tokens
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)

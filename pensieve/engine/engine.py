@@ -6,9 +6,9 @@ scheduler. An executor of depth 2 computes while the next iteration is planned a
     depth 1     plan 1, launch 1, collect 1 │ plan 2, launch 2, collect 2 │ …
     depth 2     plan 1, launch 1 │ plan 2, launch 2, collect 1 │ plan 3, launch 3, collect 2 │ …
 
-An iteration is collected and committed in the first step in which as many iterations are launched as the
-executor is deep, or in which nothing can be planned without its outcome. So after a step that returned False,
-nothing is launched. At depth 2 the engine always plans ahead. That wastes one token for each turn that ended
+A step collects and commits the oldest launched iteration in two cases: `depth` iterations are launched, or
+nothing more can be planned without an outcome. So no iteration is launched after a step that returned False.
+At depth 2 the engine always plans ahead. That wastes one token for each turn that ended
 in the meantime (`tokens_idle`), and a message may wait for one more iteration.
 
 The engine knows the tokens of a conversation's log as long as the cache has KV of it
@@ -108,9 +108,11 @@ class EngineConfigs:
 class Engine:
     """Cache, scheduler and loop.
 
-    A daemon has an executor that runs a model and the machine's clock, the simulator a modelled executor and
-    a virtual clock, and a replay the recorded values of a journal. Nothing else may differ, so that the
-    simulator plans the iterations of the daemon.
+        daemon       an executor that runs a model, and the machine's clock
+        simulator    an executor that models the durations, and a virtual clock
+        replay       the recorded outcomes and times of a journal
+
+    Nothing else may differ, so that the simulator plans the same iterations as the daemon.
     """
 
     def __init__(
@@ -340,8 +342,8 @@ class Engine:
         known = array("I")
         known.frombytes(message.tokens)
         if len(known) == waiting.first_position:
-            # A cached conversation of this id is another one, because for this one no log was needed. The
-            # tokens must not decide, because a journal does not have them.
+            # If the cache had KV of this conversation, the log would not have been needed. So a cached
+            # conversation with this id is outdated. Do not compare tokens instead: a journal has none.
             self.scheduler.rewind(waiting.conversation_id, 0, now)
             self._begin(waiting, known, now)
         else:

@@ -1,8 +1,8 @@
 """Fit the cost of iterations on a machine to the journal of a daemon that ran there.
 
 A replay gives the slices and the duration of each iteration (observed.py). The fit finds the costs of
-computing first, and then the rate of the link between the tiers. Every other iteration is fitted; the error
-is measured on the others.
+computing first, and then the rate of the link between the tiers. The fit uses every second iteration. Its
+error is measured on the remaining iterations.
 
     seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
 
@@ -15,8 +15,8 @@ the end not at all (Tukey's biweight). Each kind of iteration is judged separate
 weight: in a journal of many decodes and few prompts, the prompts would otherwise look like outliers.
 
 **The fit does not invent what was not observed.** A number counts as found if leaving it out explains the
-iterations clearly worse. Any other number is taken from `assumed` (the model's shape on a data sheet), scaled
-like the found numbers and bounded by the iterations. `Fit.assumed` lists these numbers.
+iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data
+sheet). It is scaled like the found numbers and bounded by the iterations. `Fit.assumed` lists such numbers.
 
 The link's rate is found where copies took longer than the computation, or where an iteration waited only for
 a copy.
@@ -39,7 +39,8 @@ FITTED_MAX = 1000  # iterations of each kind
 ITERATIONS_MIN = 40
 STEPS = 24  # tried values of n and of r
 ROUNDS = 8  # of reweighting; later rounds search closer to the best n and r
-CLEARLY = 12.0  # times the remaining squares per iteration: what leaving a number out must cost
+# A number counts as found if leaving it out raises the sum of squares by this many times the mean square.
+CLEARLY = 12.0
 SPREAD_MIN = 0.001  # relative; no clock or machine is more exact
 GROUP_WEIGHT_MAX = 20.0
 
@@ -87,7 +88,7 @@ def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> Cos
 def assumed_costs(
     computed_by: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
 ) -> CostModel:
-    """Return the costs of the journal's model, or of `model` as far as the journal has no shape."""
+    """Return the costs of the journal's model. What the journal does not tell is taken from `model`."""
     if (assumed := assumed_for(computed_by, hardware)) is not None:
         return assumed
     cost = CostModel.of(model, hardware)
@@ -101,7 +102,7 @@ def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
     """Fit the costs; ValueError if there are too few iterations."""
     learned = {kind: _thinned(rows[0::2]) for kind, rows in seen.kept.items()}
     groups = [learned[KINDS[0]], learned[KINDS[1]]]
-    if sum(map(len, groups)) < ITERATIONS_MIN:  # copies to the host disturb little
+    if sum(map(len, groups)) < ITERATIONS_MIN:  # copies to the host hardly slow an iteration
         groups.append([row for row in learned[KINDS[2]] if not row.slots_in])
     if sum(map(len, groups)) < ITERATIONS_MIN:
         count = sum(seen.counts.values())
@@ -210,7 +211,8 @@ def fit_compute(
     attends = matters(some_n, [best.r], "attention")
     grows = matters([most_n], some_r)
     has_overhead = grows and matters(some_n, some_r, "overhead")
-    if not (grows and has_overhead and attends):  # the other numbers now explain its part
+    if not (grows and has_overhead and attends):
+        # Fit again without the numbers that were not found. The other numbers explain their part.
         without = "" if has_overhead else "overhead"
         ns = some_n if grows else [most_n]
         best = _best(rows, weights, ns, some_r, without if attends else f"{without} attention")

@@ -194,7 +194,7 @@ def causal_logits(
 
 
 def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
-    """Run a layer, inside `in_float32`, with its recorded arguments and record its calls."""
+    """Run a layer with its recorded arguments, and record its calls. Call this inside `in_float32`."""
     again = LayerRecord()
     args = () if "hidden_states" in record.arguments else (record.given, *record.others)
     named = {name: _widened(each) for name, each in record.arguments.items()}
