@@ -353,7 +353,7 @@ def usage_rows(usage: Usage) -> Iterator[tuple[str, str]]:
 
 
 def daemon_rows(stats: pb.Stats) -> Iterator[tuple[str, str]]:
-    """Return the figures of a daemon that a person in a chat wants, as rows of a table."""
+    """Return those figures of a daemon that are useful in a chat, as rows of a table."""
     state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
     model = " ".join(filter(None, (stats.server.model, stats.server.dtype, stats.server.device)))
     yield "daemon", f"{model}, {state}, up {seconds_text(stats.daemon_seconds)}"

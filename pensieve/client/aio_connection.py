@@ -183,7 +183,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
     async def end_turn(
         self, request: pb.CancelTurnRequest, route: Route
     ) -> pb.CancelTurnResponse | None:
-        """Have the server stop a turn. None if it does not answer within END_SECONDS."""
+        """Have the server stop a turn. None if the server does not answer within END_SECONDS."""
         ending = self.begin_ending(request, route)
         await self._wait([ending], Deadline(None))
         return ending.answer
@@ -303,7 +303,7 @@ class AsyncStream(Generic[Response]):
             self._check_cancelled()
             task = asyncio.current_task()
             if self._cancelled and not (task is not None and task.cancelling()):
-                return None  # another task has stopped the turn; this one was not cancelled
+                return None  # another task has stopped the turn; this task was not cancelled
             raise
         return None if response is grpc.aio.EOF else cast("Response", response)
 

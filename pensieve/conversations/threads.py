@@ -89,7 +89,7 @@ class WaitingJobs(NamedTuple):
     """The jobs of a thread pool that have not ended."""
 
     num_jobs: int
-    oldest_seconds: float  # since the oldest of them was added
+    oldest_seconds: float  # since the oldest unfinished job was added
 
 
 class LoopLag:

@@ -1,7 +1,7 @@
 """Decide what runs next: fill one iteration under a token budget.
 
-Start reading with `Scheduler.plan`. It fills an iteration step by step, and its methods follow below in the
-order of the steps. As long as tokens, seconds and pages last, an iteration takes
+Start reading with `Scheduler.plan`. It fills an iteration step by step. The methods for these steps follow
+`plan` in the same order. As long as tokens, seconds and pages last, an iteration takes
 
 1. **decodes**: one token of each generating turn;
 2. **prefills** that have begun, and waiting turns, with as many tokens as do not delay the decodes for long
@@ -9,15 +9,15 @@ order of the steps. As long as tokens, seconds and pages last, an iteration take
    a share the shortest prefill goes first (fair_queue.py). An admitted turn brings its swap-ins, and
    its holes are recomputed like a prompt;
 3. **streamed turns**: turns without room on the device may run with their KV on the host;
-4. **background turns** of batch jobs, by the same three steps, in the remaining room;
+4. **background turns** of batch jobs, planned by the same three steps in the remaining room;
 5. **swap-outs**, ahead of need, so that pages become available for the turns that found none.
 
 Prefills, recomputed holes and decodes are all slices of a turn (iteration_builder.py).
 
 Before an iteration is filled, running turns may have to give up their places to the next turn
 (preemption.py). If a generating turn needs a page and none is available, it waits one iteration if idle pages
-are being copied out. Otherwise a running turn is suspended (`turn_to_suspend`). It keeps its tokens, and each
-chunk whose page no other turn takes.
+are being copied out. Otherwise a running turn is suspended (`turn_to_suspend`). The suspended turn keeps its
+tokens, and each chunk whose page no other turn takes.
 
 Features plug in at named points and are not created while they are off:
 
@@ -42,9 +42,9 @@ waits until the pages are released (`_pending_cuts`, `_pending_evictions`). The 
 once, because no turn may use the tokens after the cut.
 
 **Liveness.** The next turn is admitted as soon as the pages for its whole context are available. Only a
-bounded number of others is admitted before it (fair_queue.py, `BlockedTurns`). Every idle page can become
-available (eviction.py), and running turns end. No turn is preempted for ever: it has advanced before it is
-preempted, or its level rises (preemption.py).
+bounded number of other turns is admitted before it (fair_queue.py, `BlockedTurns`). Every idle page can
+become available (eviction.py), and running turns end. No turn is preempted for ever: it has advanced before
+it is preempted, or its level rises (preemption.py).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Scheduler:
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
-        self._ended: list[Ended] = []  # ends that are in no outcome
+        self._ended: list[Ended] = []  # cancelled or warmed turns: no outcome reports their ends
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
@@ -180,7 +180,7 @@ class Scheduler:
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
         """Evict the KV of a conversation without a running turn; return the number of chunks.
 
-        If its last turn has an uncommitted slice, the eviction happens after that.
+        If the last turn has an uncommitted slice, the eviction happens after the slice's commit.
         """
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is not None and conversation.turn_id in self._releasing:
@@ -194,7 +194,7 @@ class Scheduler:
     def plan(self, now: float, extra_pages: int = 0) -> Iteration | None:
         """Return the next iteration, or None if there is nothing to do.
 
-        `extra_pages`: pages that should become available beyond those that turns lack.
+        `extra_pages`: number of pages that should become available in addition to those that turns lack.
         """
         builder = IterationBuilder(self.config, self._size, self._index % TILE_EVERY == 0)
         # Running turns give up their places.
@@ -245,7 +245,7 @@ class Scheduler:
             self._suspend(victim, now)
 
     def _stop_streaming(self, builder: IterationBuilder, now: float) -> None:
-        """Suspend streamed turns if streaming does not pay, or one of them if it fits the device again."""
+        """Suspend the streamed turns that must stop, or one that fits the device again."""
         if (streaming := self.streaming) is None:
             return
         running = self._with_place()
@@ -427,7 +427,7 @@ class Scheduler:
     def _plan_background(
         self, builder: IterationBuilder, interactive: BlockedTurns, now: float
     ) -> None:
-        """Fill the rest with background turns; admit none while an interactive turn lacks pages."""
+        """Fill the remaining room with background turns. Admit none while an interactive turn lacks pages."""
         if self._has_interactive:
             self._interactive_at = now
         if not self._num_background:
@@ -495,7 +495,7 @@ class Scheduler:
         return len(self._turns) > self._num_background
 
     def _turns_wait(self) -> bool:
-        """Whether a turn waits: an interactive one, if there are any."""
+        """Whether a turn waits. If there are interactive turns, background turns do not count."""
         if not self._has_interactive:
             return bool(self.suspended) or len(self.queued) > 0
         resting = any(not turn.is_background for turn in self.suspended)
@@ -521,7 +521,7 @@ class Scheduler:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
-            self._discard(turn, now)  # also if it was cancelled in the meantime
+            self._discard(turn, now)  # also if the turn was cancelled in the meantime
             if turn.finish is None:
                 turn.keep_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
@@ -530,7 +530,7 @@ class Scheduler:
         for sample in outcome.samples:
             turn = self._turns[sample.turn_id]
             turn.pending_tokens -= 1
-            if turn.finish is not None:  # it ended while this token was computed
+            if turn.finish is not None:  # the turn ended while this token was computed
                 self.counters.idle_tokens += 1
                 continue
             turn.tokens.append(sample.token_id)
@@ -710,7 +710,7 @@ class BlockedTurns:
         return True
 
     def passed(self) -> None:
-        """Count that another turn was admitted before these."""
+        """Count that another turn was admitted before the blocked turns."""
         for turn in self.turns:
             turn.num_passed += 1
         self.may_admit = self._may_pass()

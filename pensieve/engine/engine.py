@@ -7,9 +7,10 @@ scheduler. An executor of depth 2 computes while the next iteration is planned a
     depth 2     plan 1, launch 1 │ plan 2, launch 2, collect 1 │ plan 3, launch 3, collect 2 │ …
 
 A step collects and commits the oldest launched iteration in two cases: `depth` iterations are launched, or
-nothing more can be planned without an outcome. So no iteration is launched after a step that returned False.
-At depth 2 the engine always plans ahead. That wastes one token for each turn that ended
-in the meantime (`tokens_idle`), and a message may wait for one more iteration.
+nothing more can be planned without an outcome. So no launched iteration is left when a step returns False.
+
+At depth 2 the engine always plans ahead. This wastes one token for each turn that ended in the meantime
+(`tokens_idle`), and a message may wait for one more iteration.
 
 The engine knows the tokens of a conversation's log as long as the cache has KV of it
 (`CachedConversation.log`), so a message brings only new tokens. A turn of an unknown conversation waits
@@ -107,6 +108,8 @@ class EngineConfigs:
 
 class Engine:
     """Cache, scheduler and loop.
+
+    Three programs run an engine, each with its own executor and clock:
 
         daemon       an executor that runs a model, and the machine's clock
         simulator    an executor that models the durations, and a virtual clock
@@ -219,7 +222,7 @@ class Engine:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
-                # A conversation of this id may still be ending.
+                # An earlier conversation with this id may still be ending, and be in the cache.
                 if target_id not in cache.conversations:
                     cache.fork(source_id, num_tokens, target_id, now)
             case RewindConversation(conversation_id, num_tokens):
@@ -464,6 +467,6 @@ def _ended(end: Ended) -> TurnEnded:
 def _ended_at_once(
     message: SubmitTurn, finish: FinishReason, now: float, failure: str | None = None
 ) -> TurnEnded:
-    """Make the end of a turn that the scheduler has never had."""
+    """Return the end of a turn that the scheduler never had."""
     usage = Usage(submitted_at=now, finished_at=now)
     return TurnEnded(message.turn_id, message.conversation_id, finish, usage, failure)

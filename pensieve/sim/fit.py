@@ -6,16 +6,17 @@ error is measured on the remaining iterations.
 
     seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
 
-The floor of the dense part is `dense · n`: up to n tokens it takes as long as reading the weights. The floor
-of attention, per key, is `attention · r`. For given n and r the formula is linear. So all observed n and r
-are tried, and for each the other three numbers are the nonnegative least squares (least_squares.py).
+The floor of the dense part is `dense · n`: a batch of up to n tokens takes as long as reading the weights.
+The floor of attention, per key, is `attention · r`. For given n and r the formula is linear. So the fit tries
+values of n and r over the observed range. For each pair, it finds the other three numbers by nonnegative
+least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
 weight: in a journal of many decodes and few prompts, the prompts would otherwise look like outliers.
 
-**The fit does not invent what was not observed.** A number counts as found if leaving it out explains the
-iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data
+**The fit does not invent what was not observed.** A number counts as found if the formula without it explains
+the iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data
 sheet). It is scaled like the found numbers and bounded by the iterations. `Fit.assumed` lists such numbers.
 
 The link's rate is found where copies took longer than the computation, or where an iteration waited only for
@@ -66,7 +67,7 @@ class Fit:
 
 
 def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> CostModel | None:
-    """Return the costs of the model in a journal by its shape and a data sheet; None without a shape."""
+    """Return the costs of a journal's model, from its shape and a data sheet; None without a shape."""
     names = ("parameters", "layers", "heads", "head_size", "weight_bytes", "kv_bytes_per_token")
     given: list[int] = [each for name in names if isinstance(each := computed_by.get(name), int)]
     if len(given) < len(names) or min(given) < 1:
@@ -316,7 +317,7 @@ def _best(
     rs: Iterable[float],
     without: str = "",
 ) -> _Solved:
-    """Return the least squares over all n and r; sums over the rows are shared between them."""
+    """Return the solution with the least squares over all n and r, which share sums over the rows."""
     seconds = [row.seconds for row in rows]
     to_seconds = list(map(mul, weights, seconds))
     squares, constant, constant_seconds = (

@@ -193,7 +193,7 @@ def scrub_of_files(path: Path, driver: Any) -> Scrub:
 
 
 class Erasure(ErasureSteps):
-    """Removes deleted content from the files, beyond what the deleting transaction does.
+    """Removes the deleted content that remains in the files after the deleting transaction.
 
     Three copies may outlive that transaction:
 
@@ -210,12 +210,12 @@ class Erasure(ErasureSteps):
     A backup (backup.py) is stored elsewhere and keeps deleted content until it is dropped. While a backup
     copies the database, the log cannot be truncated. A slow or broken backup folder blocks nothing here.
 
-    The log itself records that an erasure is pending. A clean close leaves it empty. So a log that exists
-    when the history is opened may contain anything, and is truncated then or by the first step that can.
+    The log itself records that an erasure is pending. A clean close leaves the log empty. So a log that
+    exists when the history is opened may contain deleted content. It is truncated then, or by a later step.
 
     If several daemons share the file, a daemon that dies leaves a log that the others use. So the
     housekeeper truncates the log every TIDY_SECONDS, whatever it contains (`tidy`). Only the housekeeper
-    compacts. All daemons share the reserve: a deletion on a full disk frees it.
+    compacts. All daemons share the reserve. A deletion on a full disk frees the reserve.
     """
 
     def __init__(

@@ -96,12 +96,12 @@ class ReplyPieces:
 
     @property
     def calls(self) -> list[ParsedCall]:
-        """The whole calls, in their order."""
+        """The complete calls, in their order."""
         return [] if self._finder is None else self._finder.calls.whole
 
     @property
     def ends_with_call(self) -> bool:
-        """Whether the reply ends with a whole call and no text after it. Known at the end of the reply."""
+        """Whether the reply ends with a complete call and no text after it. Known at the end of the reply."""
         finder = self._finder
         return self._text.ends_with_call and finder is not None and finder.calls.last_is_whole
 

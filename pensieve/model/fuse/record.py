@@ -1,6 +1,6 @@
 """Record the calls of one forward, layer by layer: attention, and modules that hold weights or are leaves.
 
-The record holds the original tensors, so `is` tells whether one call received another call's answer.
+The record holds the original tensors, so `is` tells whether one call received another call's result.
 These tensors stay alive as long as the record does.
 """
 
