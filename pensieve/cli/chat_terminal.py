@@ -51,8 +51,8 @@ HELP = """\
 /system [TEXT]     start a new conversation with this system prompt;
                    `/system none`: without one; `/system`: show the current one
 /list [PAGE]       list your conversations, newest first
-/resume WHICH      continue a conversation: its number in the list, or how its id
-                   begins
+/resume WHICH      continue a conversation: its number in the list, or the
+                   beginning of its id
 /messages          show the messages of this conversation
 /thinking          show what the model thought before its last reply
 /retry             discard the last reply and generate another one
