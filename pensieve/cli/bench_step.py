@@ -13,9 +13,10 @@ def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "step",
         help="compare an iteration of a model with the time to read its weights",
-        description="Time one iteration (forward pass and sampling) of turns that generate, alone and with "
-        "a piece of a prompt. Divide by the time to read the weights, at the memory bandwidth measured "
-        "in between. First, several turns must get the same tokens in a batch as alone.",
+        description="Check first that turns get the same tokens in a batch as alone. Then time one "
+        "iteration (forward pass and sampling) of turns that generate, alone and with a piece of a prompt. "
+        "Divide the iteration's time by the time to read the weights. This follows from the memory "
+        "bandwidth, which is measured between iterations.",
     )
     add_model(parser, "the shape --shape")
     parser.add_argument(

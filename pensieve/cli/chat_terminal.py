@@ -48,10 +48,11 @@ if TYPE_CHECKING:
 HELP = """\
 /help              show this list
 /new [ID]          start a new conversation; the system prompt stays
-/system [TEXT]     start a new one with this system prompt; TEXT `none`: with
-                   none; without TEXT: show the prompt
+/system [TEXT]     start a new conversation with this system prompt;
+                   `/system none`: without one; `/system`: show the current one
 /list [PAGE]       list your conversations, newest first
-/resume WHICH      continue one: its number in the list, or how its id begins
+/resume WHICH      continue a conversation: its number in the list, or the
+                   beginning of its id
 /messages          show the messages of this conversation
 /thinking          show what the model thought before its last reply
 /retry             discard the last reply and generate another one
@@ -72,7 +73,7 @@ Ctrl-R             search the lines that you have typed before
 Tab                completes commands, settings, and ids after /resume"""
 
 NEAR = 0.7  # similarity of a command that is suggested
-PROMPT_COLUMNS = 60  # of a system prompt that a line quotes
+PROMPT_COLUMNS = 60  # a line quotes at most this much of a system prompt
 GOODBYES = ("/bye", "/quit", "/exit")
 
 
@@ -352,7 +353,7 @@ def usage_rows(usage: Usage) -> Iterator[tuple[str, str]]:
 
 
 def daemon_rows(stats: pb.Stats) -> Iterator[tuple[str, str]]:
-    """Return the figures of a daemon that a person in a chat wants, as rows of a table."""
+    """Return those figures of a daemon that are useful in a chat, as rows of a table."""
     state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
     model = " ".join(filter(None, (stats.server.model, stats.server.dtype, stats.server.device)))
     yield "daemon", f"{model}, {state}, up {seconds_text(stats.daemon_seconds)}"
@@ -381,7 +382,7 @@ class RetryNotice:
         if threading.current_thread() is not threading.main_thread():
             time.sleep(seconds)  # in a call that stops a reply
             return
-        if not self._ctrl_c.at_prompt:  # completion, at the prompt, cannot wait
+        if not self._ctrl_c.at_prompt:  # at the prompt, Tab completion must not wait
             self._screen.passing(f"[{self._name} is not ready; retrying, Ctrl-C gives up]")
             if self._ctrl_c.sleep(seconds):
                 return

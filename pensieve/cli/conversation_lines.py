@@ -56,7 +56,7 @@ def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     held: list[dict[str, Any]] = []  # a message with calls, and its answers so far
     for number, each in enumerate(messages):
         if each.role == "system" and not each.text:
-            continue  # an empty one only holds the tokens of tools
+            continue  # an empty system message only holds the tokens of the tools
         if held and each.role != "tool":
             yield from _named(held)
             held = []

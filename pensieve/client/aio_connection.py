@@ -93,7 +93,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         return self._links[name]
 
     async def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Return the reason why this address takes no turns, from its health service. None if it does."""
+        """Ask the health service of an address. Return why the address takes no turns, or None."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = await check(
@@ -183,7 +183,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
     async def end_turn(
         self, request: pb.CancelTurnRequest, route: Route
     ) -> pb.CancelTurnResponse | None:
-        """Have the server stop a turn. None if it does not answer within END_SECONDS."""
+        """Have the server stop a turn. None if the server does not answer within END_SECONDS."""
         ending = self.begin_ending(request, route)
         await self._wait([ending], Deadline(None))
         return ending.answer
@@ -191,7 +191,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
     def begin_ending(self, request: pb.CancelTurnRequest, route: Route) -> AsyncEnding:
         """Begin to stop a turn without waiting. A finalizer may call this, so it must take no lock."""
         ending = AsyncEnding(request.conversation_id)
-        assert self._loop is not None, "something was sent before"
+        assert self._loop is not None, "a turn is stopped only after a request was sent"
         self._endings.add(ending)
         try:
             self._loop.call_soon_threadsafe(self._start, ending, request, route.at)
@@ -272,7 +272,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
 
 
 class AsyncStream(Generic[Response]):
-    """The responses to one request. Collecting this object cancels the stream."""
+    """The responses to one request. The stream is cancelled when this object is garbage-collected."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class AsyncStream(Generic[Response]):
             self._check_cancelled()
             task = asyncio.current_task()
             if self._cancelled and not (task is not None and task.cancelling()):
-                return None  # another task has stopped the turn; this one was not cancelled
+                return None  # another task has stopped the turn; this task was not cancelled
             raise
         return None if response is grpc.aio.EOF else cast("Response", response)
 

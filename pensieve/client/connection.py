@@ -132,7 +132,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             return self._links[name]
 
     def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Return the reason why this address takes no turns, from its health service. None if it does."""
+        """Ask the health service of an address. Return why the address takes no turns, or None."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = check(

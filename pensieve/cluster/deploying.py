@@ -76,8 +76,8 @@ def connected(address: str) -> Iterator[None]:
 def deploy(config: ServeDeploySchema) -> None:
     """Pass the configuration to Ray's controller. Running parts that are unchanged stay.
 
-    Ray's proxies take their options only when Serve starts, and Ray ignores other values silently; so they
-    are checked here. Replicas that a roll has created stay, although the file does not mention the roll.
+    Ray's proxies take their options only when Serve starts. Ray silently ignores changed options, so
+    `check_options` refuses them. The file does not mention rolls, but replicas that a roll has created stay.
     """
     if (running := serve_api._get_global_client(raise_if_no_controller_running=False)) is not None:
         details = running.get_serve_details()

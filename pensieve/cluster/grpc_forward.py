@@ -2,8 +2,8 @@
 
 Ray passes the request and a context with metadata and the client's address. The messages go back directly;
 status, details and trailing metadata go back through the context. Ray forgets the context's trailing
-metadata when a method raises. So an error is a last, empty message with the error in its context, which
-grpc_edge.py removes.
+metadata when a method raises. So if the daemon's call fails, the method does not raise. It puts the error
+into the context and sends an empty last message, which grpc_edge.py removes.
 
 Ray cancels the task of a call whose client disconnected. The daemon's call is cancelled with it.
 

@@ -36,7 +36,7 @@ from pensieve.store.records import StoredConversation
 log = logging.getLogger("pensieve")
 NOBODY = "/housekeeping"  # no tenant has this name
 ERASE_PAUSE_SECONDS = 0.02
-ERASED_SECONDS_MAX = 5.0  # a client waits at most so long for other readers of the history to end
+ERASED_SECONDS_MAX = 5.0  # a client waits at most this long for other readers of the history
 FORGET_PAUSE_SECONDS = 0.05
 FORGET_PASSES = 24  # in the time for which an entry is kept
 FORGET_SECONDS_MAX = 3600.0  # between two passes
@@ -75,7 +75,7 @@ class Eraser:
 
 
 async def erased(finish: Callable[[], None], threads: Threads) -> None:
-    """Repeat `finish` in a store thread until everything is erased; ErasurePending after a time."""
+    """Repeat `finish` in a store thread until everything is erased. ErasurePending at the deadline."""
     deadline = threads.loop.time() + ERASED_SECONDS_MAX
     while True:
         await asyncio.sleep(ERASE_PAUSE_SECONDS)
@@ -94,7 +94,7 @@ def start_forgetting(
     request_seconds: float,
     chain_seconds: float,
 ) -> None:
-    """Forget request ids and digests of histories after so many seconds (0: never). `now`: the wall clock."""
+    """Forget request ids and digests of histories after these seconds (0: never). `now`: the wall clock."""
 
     async def work(name: str, step: Callable[[float], bool], keep_seconds: float) -> None:
         while keep_seconds:
@@ -248,12 +248,16 @@ class Damage:
             await asyncio.to_thread(self._store.marks.mark_damaged, True)
         except (
             PensieveError
-        ) as error:  # this process knows of the damage, the next one checks again
+        ) as error:  # this process knows of the damage, and the next process checks again
             log.error("the mark of the damaged history could not be written: %s", error)
 
 
 class FullDisk:
-    """Whether the disk of the history is full. Any write may find it full; a small test write ends that."""
+    """Whether the disk of the history is full.
+
+    The disk counts as full from the first write that fails for lack of space until a small test write
+    succeeds.
+    """
 
     def __init__(
         self, store: ConversationStore, threads: Threads, changed: Callable[[], None]

@@ -9,8 +9,8 @@ Each thread owns its state. The event loop sends a function with values as argum
 
 **Order.** Each conversation has a *lane*, which is one of the store threads. A tenant's jobs in a lane run
 in the order of their `in_store` calls; tenants take turns (`FairPool`). The coroutines that wait for the jobs
-of a lane resume in the same order. So a coroutine that acts on a result before it waits for anything else
-acts in the order of the store, as far as one conversation is concerned.
+of a lane resume in the same order. If a coroutine acts on a result before it waits for anything else, its
+action happens in the order of the store. This holds within a conversation.
 
 **Sequences.** Steps that must follow a job even if the caller is gone run in a task of their own (`whole`).
 
@@ -64,7 +64,7 @@ class _OwnThreads(Executor):
 
 
 async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
-    """Call a function in a thread of its own. The process does not wait for it when it ends."""
+    """Call a function in a thread of its own. The process can exit while the thread still runs."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_OwnThreads(), function, *arguments)
 
@@ -89,7 +89,7 @@ class WaitingJobs(NamedTuple):
     """The jobs of a thread pool that have not ended."""
 
     num_jobs: int
-    oldest_seconds: float  # since the oldest of them was added
+    oldest_seconds: float  # since the oldest unfinished job was added
 
 
 class LoopLag:
@@ -180,7 +180,9 @@ class Threads:
         try:
             return await asyncio.shield(task)
         finally:
-            del task  # its error's traceback holds this frame: a cycle if the frame held the task
+            # The traceback of the task's error holds this frame. If the frame held the task, that would be
+            # a reference cycle.
+            del task
 
     def spawn(self, work: Coroutine[Any, Any, None], *, is_sequence: bool = False) -> None:
         """Run a coroutine in the background. A sequence runs to its end even when the daemon closes."""

@@ -1,22 +1,23 @@
 """Decide what runs next: fill one iteration under a token budget.
 
-Read `Scheduler.plan` first: it has the order of filling, and the methods that it calls follow in the order of
-their calls. As long as tokens, seconds and pages last, an iteration takes
+Start reading with `Scheduler.plan`. It fills an iteration step by step. The methods for these steps follow
+`plan` in the same order. As long as tokens, seconds and pages last, an iteration takes
 
 1. **decodes**: one token of each generating turn;
 2. **prefills** that have begun, and waiting turns, with as many tokens as do not delay the decodes for long
-   (time_budget.py). The share that has used least goes first, and within a share the shortest prefill
-   (fair_queue.py). An admitted turn brings its swap-ins, and its holes are recomputed like a prompt;
+   (time_budget.py). A share is usually a tenant. The share that has used least goes first, and within
+   a share the shortest prefill goes first (fair_queue.py). An admitted turn brings its swap-ins, and
+   its holes are recomputed like a prompt;
 3. **streamed turns**: turns without room on the device may run with their KV on the host;
-4. **background turns** of batch jobs, by the same three steps, in the remaining room;
+4. **background turns** of batch jobs, planned by the same three steps in the remaining room;
 5. **swap-outs**, ahead of need, so that pages become available for the turns that found none.
 
 Prefills, recomputed holes and decodes are all slices of a turn (iteration_builder.py).
 
 Before an iteration is filled, running turns may have to give up their places to the next turn
 (preemption.py). If a generating turn needs a page and none is available, it waits one iteration if idle pages
-are being copied out. Otherwise a running turn is suspended (`turn_to_suspend`). It keeps its tokens, and each
-chunk whose page no other turn takes.
+are being copied out. Otherwise a running turn is suspended (`turn_to_suspend`). The suspended turn keeps its
+tokens, and each chunk whose page no other turn takes.
 
 Features plug in at named points and are not created while they are off:
 
@@ -30,18 +31,20 @@ Features plug in at named points and are not created while they are off:
     running     holding pages, of the device or of the host; in order of admission
     suspended   have held pages before; in `resume_order`
 
-**Uncommitted iterations.** `plan` may be called while an iteration is uncommitted, or one per pipeline stage.
-It plans for a token that such an iteration will sample as if the token were known (`pending_tokens`; the
-executor fills it in). If that token ends the turn, the turn's slice is wasted and counted in `idle_tokens`.
+**Uncommitted iterations.** `plan` may be called while an iteration is uncommitted. With pipeline stages, one
+iteration per stage may be uncommitted. An uncommitted iteration will sample tokens that `plan` does not know
+yet. `plan` counts them (`pending_tokens`), and the executor fills them in. If such a token ends its turn, the
+turn's next slice is wasted and counted in `idle_tokens`.
 
-A turn that ends or is suspended keeps its pages while it has an uncommitted slice. Until then it is
-*releasing*: among the running turns, but without a place. A rewind or an eviction of its conversation waits
-for that (`_pending_cuts`, `_pending_evictions`). The log is cut at once, because no turn may use the rest.
+A turn that ends or is suspended keeps its pages while it has an uncommitted slice. During this time the turn
+is *releasing*: it is among the running turns, but has no place. A rewind or an eviction of its conversation
+waits until the pages are released (`_pending_cuts`, `_pending_evictions`). The conversation's log is cut at
+once, because no turn may use the tokens after the cut.
 
 **Liveness.** The next turn is admitted as soon as the pages for its whole context are available. Only a
-bounded number of others is admitted before it (fair_queue.py, `BlockedTurns`). Every idle page can become
-available (eviction.py), and running turns end. A preempted turn has advanced, or rises in level
-(preemption.py).
+bounded number of other turns is admitted before it (fair_queue.py, `BlockedTurns`). Every idle page can
+become available (eviction.py), and running turns end. No turn is preempted for ever: it has advanced before
+it is preempted, or its level rises (preemption.py).
 """
 
 from __future__ import annotations
@@ -88,7 +91,7 @@ class Scheduler:
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
-        self._ended: list[Ended] = []  # ends that are in no outcome
+        self._ended: list[Ended] = []  # cancelled or warmed turns: no outcome reports their ends
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
@@ -177,7 +180,7 @@ class Scheduler:
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
         """Evict the KV of a conversation without a running turn; return the number of chunks.
 
-        If its last turn has an uncommitted slice, the eviction happens after that.
+        If the last turn has an uncommitted slice, the eviction happens after the slice's commit.
         """
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is not None and conversation.turn_id in self._releasing:
@@ -191,7 +194,7 @@ class Scheduler:
     def plan(self, now: float, extra_pages: int = 0) -> Iteration | None:
         """Return the next iteration, or None if there is nothing to do.
 
-        `extra_pages`: pages that should become available beyond those that turns lack.
+        `extra_pages`: number of pages that should become available in addition to those that turns lack.
         """
         builder = IterationBuilder(self.config, self._size, self._index % TILE_EVERY == 0)
         # Running turns give up their places.
@@ -215,8 +218,9 @@ class Scheduler:
                 if not self._turns:
                     return None
                 changed = self._num_changes() != changes or self.cache.available > available
-                assert changed, "turns wait for nothing"
-                # Pages became available without a copy, but may belong to the turn that lacks them.
+                assert changed, "turns wait, but nothing that they wait for can happen"
+                # Pages became available without a copy. But they may hold KV of the very turn that lacks
+                # pages, so ask for more.
                 return self.plan(now, 2 * extra_pages + 1)
         return self._launch(builder, swap_outs, now)
 
@@ -241,7 +245,7 @@ class Scheduler:
             self._suspend(victim, now)
 
     def _stop_streaming(self, builder: IterationBuilder, now: float) -> None:
-        """Suspend streamed turns if streaming does not pay, or one of them if it fits the device again."""
+        """Suspend the streamed turns that must stop, or one that fits the device again."""
         if (streaming := self.streaming) is None:
             return
         running = self._with_place()
@@ -261,7 +265,8 @@ class Scheduler:
     ) -> list[Turn]:
         """Take a token of each generating turn; return the prefills that have begun."""
         size, prefills = self._size, list[Turn]()
-        # The highest level and the oldest first: a turn suspended for a page usually comes later.
+        # The highest level and the oldest turn come first. If a page is missing, the turn that is suspended
+        # for it usually comes later in this order.
         running = sorted(self.running.values(), key=QUEUE_ORDER)
         if self.micro_batches is not None:
             with_place = [turn for turn in running if self._has_place(turn)]
@@ -335,9 +340,10 @@ class Scheduler:
     def _next_to_admit(
         self, started: Collection[Turn], builder: IterationBuilder, blocked: BlockedTurns
     ) -> Turn | None:
-        """Return the next waiting turn that has a place and goes before its share's begun prefills.
+        """Return the next waiting turn, if the iteration has room for it.
 
-        The claimant is always next. Background turns wait only for each other.
+        The turn must go before the begun prefills of its share. The claimant, for which other turns were
+        preempted, is always next. Background turns wait only for each other.
         """
         background, claimant = blocked.background, self.preemption.claimant
         if not blocked.may_admit or (claimant is not None and background):
@@ -395,7 +401,7 @@ class Scheduler:
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
         if found.copied is not None:
-            # If a writer of the source fails, the copy is discarded, too.
+            # If a turn that wrote to the source chunk fails, the copy is discarded, too.
             source, target = found.copied
             for writer in self._turns.values():
                 if source in writer.written:
@@ -421,7 +427,7 @@ class Scheduler:
     def _plan_background(
         self, builder: IterationBuilder, interactive: BlockedTurns, now: float
     ) -> None:
-        """Fill the rest with background turns; admit none while an interactive turn lacks pages."""
+        """Fill the remaining room with background turns. Admit none while an interactive turn lacks pages."""
         if self._has_interactive:
             self._interactive_at = now
         if not self._num_background:
@@ -489,7 +495,7 @@ class Scheduler:
         return len(self._turns) > self._num_background
 
     def _turns_wait(self) -> bool:
-        """Whether a turn waits: an interactive one, if there are any."""
+        """Whether a turn waits. If there are interactive turns, background turns do not count."""
         if not self._has_interactive:
             return bool(self.suspended) or len(self.queued) > 0
         resting = any(not turn.is_background for turn in self.suspended)
@@ -515,7 +521,7 @@ class Scheduler:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
-            self._discard(turn, now)  # also if it was cancelled in the meantime
+            self._discard(turn, now)  # also if the turn was cancelled in the meantime
             if turn.finish is None:
                 turn.keep_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
@@ -524,7 +530,7 @@ class Scheduler:
         for sample in outcome.samples:
             turn = self._turns[sample.turn_id]
             turn.pending_tokens -= 1
-            if turn.finish is not None:  # it ended while this token was computed
+            if turn.finish is not None:  # the turn ended while this token was computed
                 self.counters.idle_tokens += 1
                 continue
             turn.tokens.append(sample.token_id)
@@ -622,8 +628,8 @@ class Scheduler:
         del self._turns[turn.turn_id]
         self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
-            # A turn that was never admitted has computed nothing. KV after its history belongs to a turn that
-            # is in no log, and its own prompt may join the log now.
+            # A turn that was never admitted has computed nothing. Cached KV after its history was computed
+            # for a turn that is in no log. Discard it, because this turn's prompt may join the log now.
             admitted = turn.usage.admitted_at is not None
             known = turn.keep_tokens if admitted else turn.history_tokens
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
@@ -704,7 +710,7 @@ class BlockedTurns:
         return True
 
     def passed(self) -> None:
-        """Count that another turn was admitted before these."""
+        """Count that another turn was admitted before the blocked turns."""
         for turn in self.turns:
             turn.num_passed += 1
         self.may_admit = self._may_pass()

@@ -6,10 +6,11 @@ scheduler. An executor of depth 2 computes while the next iteration is planned a
     depth 1     plan 1, launch 1, collect 1 │ plan 2, launch 2, collect 2 │ …
     depth 2     plan 1, launch 1 │ plan 2, launch 2, collect 1 │ plan 3, launch 3, collect 2 │ …
 
-An iteration is collected and committed in the first step in which as many iterations are launched as the
-executor is deep, or in which nothing can be planned without its outcome. So after a step that returned False,
-nothing is launched. At depth 2 the engine always plans ahead. That wastes one token for each turn that ended
-in the meantime (`tokens_idle`), and a message may wait for one more iteration.
+A step collects and commits the oldest launched iteration in two cases: `depth` iterations are launched, or
+nothing more can be planned without an outcome. So no launched iteration is left when a step returns False.
+
+At depth 2 the engine always plans ahead. This wastes one token for each turn that ended in the meantime
+(`tokens_idle`), and a message may wait for one more iteration.
 
 The engine knows the tokens of a conversation's log as long as the cache has KV of it
 (`CachedConversation.log`), so a message brings only new tokens. A turn of an unknown conversation waits
@@ -108,9 +109,13 @@ class EngineConfigs:
 class Engine:
     """Cache, scheduler and loop.
 
-    A daemon has an executor that runs a model and the machine's clock, the simulator a modelled executor and
-    a virtual clock, and a replay the recorded values of a journal. Nothing else may differ, so that the
-    simulator plans the iterations of the daemon.
+    Three programs run an engine, each with its own executor and clock:
+
+        daemon       an executor that runs a model, and the machine's clock
+        simulator    an executor that models the durations, and a virtual clock
+        replay       the recorded outcomes and times of a journal
+
+    Nothing else may differ, so that the simulator plans the same iterations as the daemon.
     """
 
     def __init__(
@@ -217,7 +222,7 @@ class Engine:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
-                # A conversation of this id may still be ending.
+                # An earlier conversation with this id may still be ending, and be in the cache.
                 if target_id not in cache.conversations:
                     cache.fork(source_id, num_tokens, target_id, now)
             case RewindConversation(conversation_id, num_tokens):
@@ -340,8 +345,8 @@ class Engine:
         known = array("I")
         known.frombytes(message.tokens)
         if len(known) == waiting.first_position:
-            # A cached conversation of this id is another one, because for this one no log was needed. The
-            # tokens must not decide, because a journal does not have them.
+            # If the cache had KV of this conversation, the log would not have been needed. So a cached
+            # conversation with this id is outdated. Do not compare tokens instead: a journal has none.
             self.scheduler.rewind(waiting.conversation_id, 0, now)
             self._begin(waiting, known, now)
         else:
@@ -462,6 +467,6 @@ def _ended(end: Ended) -> TurnEnded:
 def _ended_at_once(
     message: SubmitTurn, finish: FinishReason, now: float, failure: str | None = None
 ) -> TurnEnded:
-    """Make the end of a turn that the scheduler has never had."""
+    """Return the end of a turn that the scheduler never had."""
     usage = Usage(submitted_at=now, finished_at=now)
     return TurnEnded(message.turn_id, message.conversation_id, finish, usage, failure)

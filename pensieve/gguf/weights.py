@@ -84,7 +84,7 @@ def _blocks(weight: Weight) -> Iterator[Any]:
 
 
 def _order(weight: Weight) -> Any:
-    """Return the rows' original order. llama.cpp puts row i + half of each head after row i."""
+    """Return the rows' original order. In a head of n rows, llama.cpp puts row i + n / 2 after row i."""
     import numpy as np
 
     rows = np.arange(len(weight.tensor.data))

@@ -56,7 +56,7 @@ from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts
 
 MESSAGES_MAX = 65_536
-SHOWN_SECONDS = 0.05  # of a stage that is named in the summary
+SHOWN_SECONDS = 0.05  # the summary names only stages that took at least this long
 Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
 Prepare = Callable[[Report], None]
 
@@ -219,7 +219,7 @@ def build_with_model(
         if settings.tensor_parallel == settings.pipeline_stages == 1:
             disable_distributed()
         import pensieve.launch.executor  # noqa: F401
-    # The service loads the same template, and reports its differences.
+    # Report nothing here: the service process loads the same template, and reports its differences.
     texts = load_texts(folder, lambda line: None, settings.chat_template)
     return build_engine(settings, folder, texts, report, mailbox, sink)
 

@@ -7,12 +7,12 @@ replaced by a layer that does nothing:
     another         (blank)      (nothing …) k … l-1  (nothing …)   norm
     last stage      (blank)      (nothing …) l … n-1                norm   output product
 
-The empty layer before the first own layer is the entry: it answers the hidden states that the stage before
+The empty layer before the first own layer is the entry: it returns the hidden states that the stage before
 has sent.  The empty layer after the last own layer is the exit (parallel/stages.py).  So the model's code
-around its layers (masks, rotations, factors) still runs, but never affects the wrong layers.
+around its layers (masks, rotations, factors) runs in each stage, but acts only on the stage's own layers.
 
 A table of embeddings and the output product are large, so a stage has them only if it needs them.  A blank
-table gives random rows, always the same for a token.  The probe computes with them.
+table returns a random row for each token, always the same one.  The load probe computes with these rows.
 
 A stage numbers its layers from 0, like its pages.  A model whose layers compute something that depends on
 their number cannot be divided; `number_from_zero` checks this.

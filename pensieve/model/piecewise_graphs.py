@@ -13,8 +13,8 @@ than the device needs for hundreds of tokens.
 
 Pieces are captured for some numbers of tokens (`token_sizes`), and an iteration uses the next larger size.
 The remaining rows are padding: their keys and values go to a page that no turn has (`KVMemory.spare_page`).
-All pieces share their memory: a piece reads `residual`, or the result of the piece before it, and `attended`.
-It leaves `rotated` for the attention.
+All pieces share their memory.  The first piece reads `residual`.  Each later piece reads the result of the
+piece before it, and `attended`.  A piece writes `rotated`, which the attention reads.
 
 A piece writes to its layer's pages, so these must have arrived before it is launched.
 """
@@ -111,7 +111,8 @@ class PiecewiseGraphs:
             else:
                 residual = self._layers[index - 1].after_attention(residual, attended)
             self._layers[index].write_rows(residual, paged_rows, rotated)
-            if index == last > 0:  # `run` reads it; later pieces reuse any other memory
+            # `run` reads the last residual after all pieces. Later pieces may reuse a piece's own memory.
+            if index == last > 0:
                 residual = self._residual[:size].copy_(residual)
 
         def first_two() -> None:  # they launch the same kernels as all pieces, except one copy

@@ -1,22 +1,23 @@
 """Fit the cost of iterations on a machine to the journal of a daemon that ran there.
 
 A replay gives the slices and the duration of each iteration (observed.py). The fit finds the costs of
-computing first, and then the rate of the link between the tiers. Every other iteration is fitted; the error
-is measured on the others.
+computing first, and then the rate of the link between the tiers. The fit uses every second iteration. Its
+error is measured on the remaining iterations.
 
     seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
 
-The floor of the dense part is `dense · n`: up to n tokens it takes as long as reading the weights. The floor
-of attention, per key, is `attention · r`. For given n and r the formula is linear. So all observed n and r
-are tried, and for each the other three numbers are the nonnegative least squares (least_squares.py).
+The floor of the dense part is `dense · n`: a batch of up to n tokens takes as long as reading the weights.
+The floor of attention, per key, is `attention · r`. For given n and r the formula is linear. So the fit tries
+values of n and r over the observed range. For each pair, it finds the other three numbers by nonnegative
+least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
 weight: in a journal of many decodes and few prompts, the prompts would otherwise look like outliers.
 
-**The fit does not invent what was not observed.** A number counts as found if leaving it out explains the
-iterations clearly worse. Any other number is taken from `assumed` (the model's shape on a data sheet), scaled
-like the found numbers and bounded by the iterations. `Fit.assumed` lists these numbers.
+**The fit does not invent what was not observed.** A number counts as found if the formula without it explains
+the iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data
+sheet). It is scaled like the found numbers and bounded by the iterations. `Fit.assumed` lists such numbers.
 
 The link's rate is found where copies took longer than the computation, or where an iteration waited only for
 a copy.
@@ -39,7 +40,8 @@ FITTED_MAX = 1000  # iterations of each kind
 ITERATIONS_MIN = 40
 STEPS = 24  # tried values of n and of r
 ROUNDS = 8  # of reweighting; later rounds search closer to the best n and r
-CLEARLY = 12.0  # times the remaining squares per iteration: what leaving a number out must cost
+# A number counts as found if leaving it out raises the sum of squares by this many times the mean square.
+CLEARLY = 12.0
 SPREAD_MIN = 0.001  # relative; no clock or machine is more exact
 GROUP_WEIGHT_MAX = 20.0
 
@@ -65,7 +67,7 @@ class Fit:
 
 
 def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> CostModel | None:
-    """Return the costs of the model in a journal by its shape and a data sheet; None without a shape."""
+    """Return the costs of a journal's model, from its shape and a data sheet; None without a shape."""
     names = ("parameters", "layers", "heads", "head_size", "weight_bytes", "kv_bytes_per_token")
     given: list[int] = [each for name in names if isinstance(each := computed_by.get(name), int)]
     if len(given) < len(names) or min(given) < 1:
@@ -87,7 +89,7 @@ def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> Cos
 def assumed_costs(
     computed_by: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
 ) -> CostModel:
-    """Return the costs of the journal's model, or of `model` as far as the journal has no shape."""
+    """Return the costs of the journal's model. What the journal does not tell is taken from `model`."""
     if (assumed := assumed_for(computed_by, hardware)) is not None:
         return assumed
     cost = CostModel.of(model, hardware)
@@ -101,7 +103,7 @@ def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
     """Fit the costs; ValueError if there are too few iterations."""
     learned = {kind: _thinned(rows[0::2]) for kind, rows in seen.kept.items()}
     groups = [learned[KINDS[0]], learned[KINDS[1]]]
-    if sum(map(len, groups)) < ITERATIONS_MIN:  # copies to the host disturb little
+    if sum(map(len, groups)) < ITERATIONS_MIN:  # copies to the host hardly slow an iteration
         groups.append([row for row in learned[KINDS[2]] if not row.slots_in])
     if sum(map(len, groups)) < ITERATIONS_MIN:
         count = sum(seen.counts.values())
@@ -210,7 +212,8 @@ def fit_compute(
     attends = matters(some_n, [best.r], "attention")
     grows = matters([most_n], some_r)
     has_overhead = grows and matters(some_n, some_r, "overhead")
-    if not (grows and has_overhead and attends):  # the other numbers now explain its part
+    if not (grows and has_overhead and attends):
+        # Fit again without the numbers that were not found. The other numbers explain their part.
         without = "" if has_overhead else "overhead"
         ns = some_n if grows else [most_n]
         best = _best(rows, weights, ns, some_r, without if attends else f"{without} attention")
@@ -314,7 +317,7 @@ def _best(
     rs: Iterable[float],
     without: str = "",
 ) -> _Solved:
-    """Return the least squares over all n and r; sums over the rows are shared between them."""
+    """Return the solution with the least squares over all n and r, which share sums over the rows."""
     seconds = [row.seconds for row in rows]
     to_seconds = list(map(mul, weights, seconds))
     squares, constant, constant_seconds = (

@@ -66,7 +66,8 @@ class SqliteBackend:
         self.path = folder.database_path if shared is None else shared.path
         self.path = self.path.resolve() if self.path.is_symlink() else self.path
         self._shared = shared
-        # Half of the lease: a stopped writer is killed before the leases of the waiting daemons expire.
+        # After this time, a waiting writer kills a writing process that is stopped. It is half of the lease,
+        # so the leases of the waiting daemons do not expire meanwhile.
         self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
         self._busy_timeout_seconds = busy_timeout_seconds
         kind = WriterConnection if num_lanes == 1 else SharedCommits
@@ -117,8 +118,8 @@ class SqliteBackend:
     def give_up(self) -> None:
         """Close a shared file.
 
-        An exclusive one closes with the last reference to the connection: its checkpoint may be what
-        failed.
+        Leave an exclusive file open: closing it runs a checkpoint, which may be what failed. The file is
+        closed with the last reference to the connection.
         """
         if self._shared is not None:
             with contextlib.suppress(PensieveError):
@@ -192,19 +193,16 @@ def scrub_of_files(path: Path, driver: Any) -> Scrub:
 
 
 class Erasure(ErasureSteps):
-    """Removes deleted content from the files, beyond what the deleting transaction does.
+    """Removes the deleted content that remains in the files after the deleting transaction.
 
     Three copies may outlive that transaction:
 
         copies              A migration first copies the database. A deletion removes such copies before it
                             commits, so none of them ever holds deleted content.
-        the write-ahead     It holds old versions of pages until it is truncated. From before the commit
-            until a
-        log                 truncation has succeeded, the erasure is *pending*. It is tried after the
-            commit, by
-                            each step and by the next deletion. It fails while another connection reads the
-                                log,
-                            or while the disk is full.
+        the log             The write-ahead log holds old versions of pages until it is truncated. The erasure
+                            is *pending* from before the commit until a truncation has succeeded. After the
+                            commit, each step and the next deletion try to truncate the log. They fail while
+                            another connection reads the log, or while the disk is full.
         the file            Wiped bodies contain nothing, but waste space (compaction.py).
 
     On a full disk, a deletion takes the space of the reserve, and the file is shortened at once.
@@ -212,12 +210,12 @@ class Erasure(ErasureSteps):
     A backup (backup.py) is stored elsewhere and keeps deleted content until it is dropped. While a backup
     copies the database, the log cannot be truncated. A slow or broken backup folder blocks nothing here.
 
-    The log itself records that an erasure is pending. A clean close leaves it empty. So a log that exists
-    when the history is opened may contain anything, and is truncated then or by the first step that can.
+    The log itself records that an erasure is pending. A clean close leaves the log empty. So a log that
+    exists when the history is opened may contain deleted content. It is truncated then, or by a later step.
 
     If several daemons share the file, a daemon that dies leaves a log that the others use. So the
     housekeeper truncates the log every TIDY_SECONDS, whatever it contains (`tidy`). Only the housekeeper
-    compacts. All daemons share the reserve: a deletion on a full disk frees it.
+    compacts. All daemons share the reserve. A deletion on a full disk frees the reserve.
     """
 
     def __init__(
@@ -336,7 +334,7 @@ class Reserve:
         return True
 
     def refill(self) -> bool:
-        """Reserve the space if another quarter of it stays free. Return whether there is room."""
+        """Reserve the space. Return False if less than a quarter of it would stay free on the disk."""
         try:
             disk = os.statvfs(self._path.parent)
             free = disk.f_bavail * disk.f_frsize
@@ -435,7 +433,8 @@ def _conversations(conn: Connection, after: int, problems: list[str]) -> int | N
 def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) -> int | None:
     table, name, columns, where = index
     key = KEYS[table]
-    if where != EVERY_ROW:  # if the index is empty, no row below reads it
+    # Read the index, even if it is empty. The query below reads it only for rows that belong in it.
+    if where != EVERY_ROW:
         conn.execute(
             f"SELECT {key} FROM {table} INDEXED BY {name} WHERE {where} LIMIT 1"
         ).fetchall()

@@ -7,8 +7,8 @@
 * Thinking has no marks and no white space around it. An empty line separates several runs. Text after
   thinking has no white space before it.
 * A call begins once its name is known and its arguments have begun. The arguments are then passed on as
-  they come. A call is whole, and in `calls`, when their object has closed. White space around calls is
-  dropped.
+  they come. When the JSON object of the arguments has closed, the call is complete and listed in `calls`.
+  White space around calls is dropped.
 * A piece that looks like a call is text, exactly as sampled, if its JSON is malformed, its shape unknown,
   or its name not among the tools.
 * A call may break off after it began, at a length limit or at a character that JSON does not allow. It
@@ -96,12 +96,12 @@ class ReplyPieces:
 
     @property
     def calls(self) -> list[ParsedCall]:
-        """The whole calls, in their order."""
+        """The complete calls, in their order."""
         return [] if self._finder is None else self._finder.calls.whole
 
     @property
     def ends_with_call(self) -> bool:
-        """Whether the reply ends with a whole call and no text after it. Known at the end of the reply."""
+        """Whether the reply ends with a complete call and no text after it. Known at the end of the reply."""
         finder = self._finder
         return self._text.ends_with_call and finder is not None and finder.calls.last_is_whole
 
@@ -157,8 +157,11 @@ def _together(run: Sequence[Piece]) -> Piece:
 class TrimmedText:
     """Trim the text of a reply beside its thinking and its calls.
 
-    White space is removed before the first text if thinking or a call came before it, before a call, and at
-    the end after a call.
+    White space is removed
+
+    * before the first text, if thinking or a call came before it;
+    * before a call;
+    * at the end of the reply, if a call came last or if no text followed the thinking.
     """
 
     def __init__(self) -> None:

@@ -298,7 +298,10 @@ class Server:
         return await self._scrape.text()
 
     def _may_scrape(self, authorization: str, peer: str) -> bool:
-        """Return whether a caller may scrape: anyone if local or without tokens, else operators."""
+        """Return whether a caller may read the metrics.
+
+        Operators may. If the daemon has no tokens, or the metrics address is local, everyone may.
+        """
         listening = self.listening
         if not listening.tokens or is_loopback(listening.metrics.rpartition(":")[0]):
             return True
@@ -317,10 +320,10 @@ class Server:
                     *(listening.tls_cert, listening.tls_key, client_ca),
                     self.audit.certificate_reloaded,
                 )
-                self._certificates = files  # gRPC calls it as long as it listens
+                self._certificates = files  # gRPC calls `if_changed` while it listens
                 credentials = grpc.dynamic_ssl_server_credentials(
                     files.value,
-                    files.if_changed,  # type: ignore[arg-type]  # None: as before
+                    files.if_changed,  # type: ignore[arg-type]  # None: unchanged
                     require_client_authentication=client_ca is not None,
                 )
                 bound = self._server.add_secure_port(listening.address, credentials)

@@ -28,9 +28,9 @@ def paged_rows(
     dtype: torch.dtype,
     kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
 ) -> PagedRows | None:
-    """Return an iteration's rows, in `dtype`, for the layers of the arena's device; None if it has none.
+    """Return an iteration's rows, in `dtype`, for the layer kernels of the arena's device.
 
-    `kv_scales` returns the scales of a layer's fp8 pages.
+    None if no layer kernels can run there. `kv_scales` returns the scales of a layer's fp8 pages.
     """
     if arena.device.type != "cpu":
         return cuda.CudaPagedRows(arena, slot_mapping, page_index, plan, dtype, kv_scales)

@@ -1,6 +1,6 @@
 """Record the calls of one forward, layer by layer: attention, and modules that hold weights or are leaves.
 
-The record holds the original tensors, so `is` tells whether one call received another call's answer.
+The record holds the original tensors, so `is` tells whether one call received another call's result.
 These tensors stay alive as long as the record does.
 """
 
@@ -194,7 +194,7 @@ def causal_logits(
 
 
 def record_again(layer: torch.nn.Module, record: LayerRecord) -> LayerRecord:
-    """Run a layer, inside `in_float32`, with its recorded arguments and record its calls."""
+    """Run a layer with its recorded arguments, and record its calls. Call this inside `in_float32`."""
     again = LayerRecord()
     args = () if "hidden_states" in record.arguments else (record.given, *record.others)
     named = {name: _widened(each) for name, each in record.arguments.items()}

@@ -4,8 +4,8 @@
                                                 └─ refused: reported, and the connection is closed
 
 Rank 0's main thread runs the listener.  An arrived rank waits for its settings.  If it disconnects before all
-ranks have arrived, rank 0 waits for another rank in its place.  Then the address is closed: a late rank
-cannot connect, and tries again after a while.
+ranks have arrived, rank 0 waits for another rank in its place.  When all ranks have arrived, rank 0 closes
+the address.  A late rank cannot connect, and tries again after a while.
 
 Ranks are numbered by host name, then by device.  So ranks of one machine get consecutive numbers, and the
 shards of a stage (ranks.py) are on one machine if enough of its ranks arrive.
