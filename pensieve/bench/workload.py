@@ -22,9 +22,8 @@ class WorkloadShape:
     output_tokens: int
     rate: float = 0.0  # conversations arriving per second; 0: all at once
     think_seconds: float = 0.0  # between a reply and the next message, on average
-    device_share: float = (
-        0.0  # device tier over the KV of all conversations; 0: the daemon's default
-    )
+    # size of the device tier, as a share of the KV of all conversations; 0: the daemon's default
+    device_share: float = 0.0
 
     @property
     def tokens_per_turn(self) -> int:

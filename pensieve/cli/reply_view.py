@@ -53,7 +53,7 @@ class ReplyView:
             self._show()
 
     def note(self, line: str) -> None:
-        """Show a line below the reply, until the next call; an empty one removes it."""
+        """Show a line below the reply until the next `note`, `cut` or `end`; an empty line removes it."""
         self._note = line
         self._show()
 

@@ -22,11 +22,11 @@ With nothing ahead there is no wait, so an idle engine refuses nobody. The turn'
 because it would take as long later. A refusal says when the wait will be within the objective if no more
 turns come.
 
-**Ahead** of a turn are the turns without a token that the engine would serve first. Within the same tenant,
-these are the turns that have begun and the turns of no lower priority. Of another tenant, they are the turns
-that fair queueing (core/fair_queue.py) serves in the meantime, by the tenants' weights. Turns that are about
-to begin count too, or a burst would find nothing ahead. Their tokens are estimated from their characters. The
-part of a prompt that is already computed is subtracted.
+**Ahead** of a turn are the turns without a token that the engine would serve first. Of the same tenant, these
+are the turns that the engine has begun, and the waiting turns of the same or a higher priority. While those
+are served, fair queueing (core/fair_queue.py) also serves turns of other tenants, in proportion to the
+weights. These count too. Turns that are about to begin also count, or a burst would find nothing ahead. Their
+tokens are estimated from their characters. The part of a prompt that is already computed is subtracted.
 
 **The pace** is the time in which any prompt was being computed, divided by the predicted seconds of the
 prompts that were completed. It is a moving average in which the latest prompt counts an eighth. While the
@@ -184,7 +184,7 @@ class Admission:
 
 
 class WaitingTurn(NamedTuple):
-    """A turn without a token, as far as `ahead_of` needs it."""
+    """The values of a turn without a token that `ahead_of` needs."""
 
     tenant: str
     weight: float
@@ -248,7 +248,8 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._busy = self._predicted = 0.0
-        self._since: float | None = None  # prompts are being computed and none was completed
+        # since when prompts are being computed without one being completed; None: no prompt has begun
+        self._since: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -261,7 +262,7 @@ class PromptPace:
             self._since = now
 
     def ended(self, predicted: float, now: float) -> None:
-        """Record that a prompt of so many predicted seconds was completed."""
+        """Record that a prompt was completed; `predicted`: the seconds that were predicted for it."""
         since, self._since = self._since, now
         if since is not None and predicted > 0.0:
             self._busy += (now - since - self._busy) * LATEST_SHARE

@@ -23,7 +23,7 @@ from pensieve.store.backup import Backup
 
 log = logging.getLogger("pensieve")
 SECONDS = 60.0
-PAUSE_SHARE = 9.0  # a pause is at least so many times as long as the write before it
+PAUSE_SHARE = 9.0  # a pause is at least PAUSE_SHARE times as long as the write before it
 SLOW_SECONDS = 300.0  # a write that takes longer is logged as a problem
 STOP_SECONDS = 10.0
 

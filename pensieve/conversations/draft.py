@@ -35,7 +35,7 @@ from pensieve.store.responses import StoredResponse
 from pensieve.text import ChatTemplate, Message, TemplateSetting
 
 NO_SETTINGS = ConversationSettings("")
-CHARACTERS_OF_MESSAGE = 32  # rendering an empty message takes as long as so many characters
+CHARACTERS_OF_MESSAGE = 32  # rendering an empty message takes as long as this many characters
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@
     declared prefix         system prompt, few-shot turns     the template's head; see text/template.py
     given history           system prompt, messages           the template's head, which nobody shares
 
-A first turn is rendered together with all of these messages, except the head, which was tokenized before. So
-the log equals, token for token, the log of a conversation whose first turn brought all messages. If a
-template writes no fixed text in front, the head is empty.
+A first turn is rendered together with all of these messages. Only what follows the head is tokenized, because
+the head's tokens are already in the log. So the log equals, token for token, the log of a conversation whose
+first turn brought all messages. If a template writes no fixed text in front, the head is empty.
 
 A declared prefix without messages (only tools, say) has an empty system message to hold its tokens
 (`STAND_IN`). The template does not see this message.
@@ -99,7 +99,10 @@ class PromptHeads:
         self._num_characters = 0
 
     def of(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
-        """Return the head of a log with these messages in front. The setting is as the store has it."""
+        """Return the head of a log with these messages in front.
+
+        The setting must have the form in which the store returns it (keys sorted, see `as_stored`).
+        """
         key = _key(messages, setting)
         with self._lock:
             if (known := self._known.get(key)) is not None:
@@ -149,7 +152,7 @@ class PromptHeads:
 
 
 def as_stored(value: Any) -> Any:
-    """Sort the keys as the store does, because templates write them in their order."""
+    """Sort the keys as the store does, because a template writes keys in the order in which it gets them."""
     return json.loads(canonical_json(value))
 
 

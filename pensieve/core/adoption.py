@@ -58,7 +58,7 @@ class Adoption:
         slots: Sequence[int],
         now: float,
     ) -> list[Adopted]:
-        """Adopt chunks from `first_chunk` on, each with KV of so many leading slots (0: none).
+        """Adopt chunks from `first_chunk` on. `slots`: how many leading slots of each have KV (0: none).
 
         The last chunks are tried first, until there is no room. `log` is used if the conversation is unknown:
         then its KV ends where these chunks end.

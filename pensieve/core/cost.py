@@ -133,7 +133,7 @@ class CostSteps(dict[int, float]):
 
 
 def class_at(steps: float) -> int:
-    """Return the class so many steps above class 0, rounded down and clipped to the existing classes."""
+    """Return the class that is `steps` above class 0, rounded down and clipped to the existing classes."""
     return min(max(int(steps), 0), NUM_CLASSES - 1)
 
 
@@ -221,7 +221,7 @@ class IterationCost:
         return self.dense_seconds_per_token * tokens + self.attention_seconds(pairs, keys)
 
     def tokens_within(self, seconds: float, start: int, most: int, step: int) -> int:
-        """Return the length of a piece from `start` on that adds at most so many seconds.
+        """Return the length of a piece from `start` on that adds at most `seconds`.
 
         It is `most` if that fits, else a multiple of `step`.
         """

@@ -215,7 +215,7 @@ class GroupFeed:
             heappush(self._ready, group.index)  # a duplicate does no harm
 
     def _fits(self, group: _Group) -> bool:
-        """Whether the group's next request fits beside the active ones.
+        """Whether the group's next request may join the active requests: pages and turns suffice.
 
         If that request opens the group, the requests that wait for other openers must fit, too.
         """
@@ -270,7 +270,7 @@ class GroupFeed:
         return group.prefix_tokens // self._config.chunk_tokens
 
     def _own_pages(self, request: int, group: _Group) -> int:
-        """Return the pages that a request needs beside the whole pages of its prefix."""
+        """Return the pages that a request needs in addition to the whole pages of its prefix."""
         num_tokens = self._num_tokens[request] + self._lengths.expected(self._max_tokens[request])
         return -(-num_tokens // self._config.chunk_tokens) - self._prefix_pages(group)
 

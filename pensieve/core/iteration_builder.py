@@ -32,7 +32,7 @@ from pensieve.core.turn import Turn
 
 TOKENS_MIN = 16  # of a prompt, even if time is short: one tile
 HELD_BACK = 0.25  # of the room for prompts, for the oldest prefill
-TILE_EVERY = 4  # if only one tile fits, the oldest prefill gets it once in so many iterations
+TILE_EVERY = 4  # if only one tile fits, the oldest prefill gets it once in TILE_EVERY iterations
 
 _new_tuple = tuple.__new__
 
@@ -71,7 +71,7 @@ class IterationBuilder:
         return not (self.slices or self.copies or self.swap_ins)
 
     def require_pages(self, num_pages: int) -> None:
-        """Note that so many pages should become available, for a turn that found none."""
+        """Note that `num_pages` should become available, for a turn that found none."""
         self.required_pages = max(self.required_pages, num_pages)
 
     def admit(self, admission: PageReservation) -> None:

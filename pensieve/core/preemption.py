@@ -7,9 +7,10 @@ them:
 * **Same share, lower level.** A turn's level is its priority, plus one for each time that it was preempted in
   this way. So no turn is preempted without end, and a preempted turn resumes before new turns of the level
   that preempted it.
-* **Same share and level, if time is shared** (`time_share` tokens): a turn gives way once it has had so many
-  tokens of its reply since it was admitted. It goes to the end of the queue, as if it had come now. So if
-  there are more turns than places, each has its first token after one round, and not after whole replies.
+* **Same share and level, if time is shared** (`time_share` tokens): a turn gives way once it has had
+  `time_share` tokens of its reply since it was admitted. It goes to the end of the queue, as if it had come
+  now. So if there are more turns than places, each has its first token after one round, and not after whole
+  replies.
 * **Background turns** (background_room.py) give way to any interactive turn. All of them do so at once,
   because more interactive turns may be waiting. No turn gives way to a background turn.
 * **Another share** gives way if it has used at least as much (fair_queue.py) as the waiting share, and would

@@ -31,7 +31,8 @@ A chunk's pages determine its location:
 * A chunk that is *marked to drop* is on the device only and will not be copied, because the host is full of
   more valuable chunks. It stays valid until its page is needed.
 
-The tree owns no page and no queue. Their owner is its `BranchListener` and is told of each change.
+The tree owns no page and no queue. Pages and queues belong to its `BranchListener`, which is told of each
+change.
 """
 
 from __future__ import annotations
@@ -164,7 +165,8 @@ class Branch:
     """A run of chunks with the same holders: the unit of retention.
 
     Its chunks have the same idle time, and later ones cost more, so the first chunk that qualifies is the
-    least valuable. A cursor per role of retention (policies/queue.py) finds it.
+    least valuable. For each role (swap out, reclaim, drop; see policies/queue.py), a cursor finds the first
+    chunk that may be evicted in this way.
     """
 
     __slots__ = (
@@ -205,8 +207,8 @@ class Branch:
     def weight(self, now: float) -> float:
         """Return the retention value of a chunk with several holders, relative to its most recent holder.
 
-        It is the sum over the holders of ratio · T_min / T_holder, with T their idle times (at least one
-        second).
+        This weight is the sum over the holders of ratio · T_min / T_holder, with T their idle times (at least
+        one second).
 
         As long as no holder becomes active, the weight only grows (towards the sum of the ratios), so an
         older weight is a lower bound. Holders beyond the 64 most recent count with the idle time and the
@@ -297,7 +299,7 @@ class BranchListener(Protocol):
         """Called when `upper` has taken the first chunks of `lower`."""
 
     def holders_changed(self, branch: Branch, now: float) -> None:
-        """Called when a branch has a new holder, or has lost one and has others."""
+        """Called when a branch has a new holder, or has lost one of several holders."""
 
     def branch_removed(self, branch: Branch) -> None:
         """Called when a branch has no holder any more, or neither it nor its descendants have pages."""
@@ -320,7 +322,8 @@ class PrefixTree:
         target = CachedConversation(target_id, now)
         target.ratio = source.ratio
         target.log = source.log[:num_tokens]
-        # All chunks of a running source count, because only committed positions are forked.
+        # While the source runs a turn, `num_tokens` may lag behind, so all its chunks count. That is safe,
+        # because callers fork only committed positions.
         held = source.num_tokens
         if source.turn_id is not None:
             held = sum(len(branch.chunks) for branch in source.path()) * self.chunk_tokens
@@ -363,7 +366,7 @@ class PrefixTree:
         return chunk
 
     def add_holes(self, conversation: CachedConversation, num_chunks: int) -> None:
-        """Add a new conversation with so many chunks of its own, which have no pages yet."""
+        """Add a new conversation with `num_chunks` chunks of its own, which have no pages yet."""
         assert conversation.conversation_id not in self.conversations
         leaf = Branch(None, 0, conversation.idle_since, self._num_roles)
         leaf.holders[conversation] = None

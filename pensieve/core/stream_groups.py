@@ -29,9 +29,9 @@ from pensieve.core.turn import Turn
 PACK_EVERY = 512
 CHANGED_SHARE = 0.5
 MENDED_TWICE = 2  # once for turns that came and left, once for contexts that have grown
-GROWING = 8  # one turn in so many may grow by a page in an iteration (generating turns: one in 32)
+GROWING = 8  # one turn in GROWING may grow by a page in an iteration (generating turns: one in 32)
 SLACK = 1 / 16  # of an arena, left free in a group that was full, so it does not fill up at once
-MANY_GROUPS = 40  # more groups gain nothing: the ends of the lanes cost one part in so many
+MANY_GROUPS = 40  # more groups gain nothing: the ends of the lanes cost one part in MANY_GROUPS
 SOME_GROUPS = 12
 FEW_ITEMS = 7  # all their divisions are tried: at most 877, in some 8 ms
 FEW_GROUPS = 4  # all their orders are tried

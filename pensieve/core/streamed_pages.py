@@ -1,16 +1,20 @@
-"""The pages of streamed turns: their contexts are on the host, and every layer stages them (iteration.py).
+"""The pages of streamed turns.
+
+The KV of a streamed turn is on the host, and each layer copies its part to a staging arena on the device
+(iteration.py).
 
 A running turn is either *resident* (each chunk of its context has a device page) or *streamed* (each chunk
-has a host page). This is decided when the turn is admitted, and holds until it gives up its pages. A branch
-counts both kinds of turns in `num_running`, and streamed ones in `num_streamed`.
+has a host page). The mode is chosen when the turn is admitted, and holds until the turn gives up its pages. A
+branch counts both kinds of turns in `num_running`, and streamed ones in `num_streamed`.
 
 No turn reads slots that another turn writes at the same time:
 
 * A resident turn writes only device pages, and a streamed turn only host pages. For a chunk without a device
   page, `filled` equals `host_filled`. So a chunk that both kinds use must be *complete*: filled as far as
   either uses it, in both tiers, before the planned iteration.
-* A chunk that is not complete and has a streamed turn has no other turn. A second turn waits
-  (`is_clear_of_streamed`, `may_take`). So a page that a group writes is in no other group.
+* If a streamed turn uses a chunk that is not complete, no other turn uses this chunk. A second turn waits
+  (`is_clear_of_streamed`, `may_take`). So no two groups (sets of slices that are staged together, see
+  iteration.py) share a page that one of them writes.
 * A discarded chunk (`KVCache.discard`) is not complete: the scheduler suspends the streamed turns that hold
   it.
 * Host pages of a running turn are pinned: the retention queues skip its branches.
@@ -62,7 +66,7 @@ class StreamedPages:
         filled_before: Mapping[Chunk, int],
         now: float,
     ) -> bool:
-        """Whether a turn may stream its chunks, of which its conversation uses `num_tokens` tokens.
+        """Whether a turn may stream these chunks. `num_tokens`: how many slots its conversation uses.
 
         If chunks must be copied out first, their copies are started, and the answer is False.
         """
@@ -141,5 +145,5 @@ class StreamedPages:
         chunk.host_page = page
 
     def _used(self, chunk: Chunk, num_tokens: int) -> int:
-        """Return how many slots of a chunk a conversation of so many tokens uses."""
+        """Return how many slots of a chunk a conversation of `num_tokens` tokens uses."""
         return min(self._size, num_tokens - chunk.index * self._size)

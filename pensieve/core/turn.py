@@ -183,7 +183,7 @@ class Turn:
         return self.num_output_tokens - self.outputs_before
 
     def ends_at(self, num_tokens: int) -> bool:
-        """Whether the reply has its maximal length when the log has so many tokens."""
+        """Whether the reply has its maximal length when the log has `num_tokens` tokens."""
         return num_tokens >= self.length_max
 
     def enqueue(self, arrival: int) -> None:

@@ -108,7 +108,7 @@ class Guard:
 
 
 class GuardedCall:
-    """A call, as a context manager that sends errors inside to the client and suppresses them."""
+    """A call, as a context manager: it sends an exception of its body to the client, and suppresses it."""
 
     def __init__(
         self,
@@ -177,8 +177,8 @@ class GuardedCall:
     async def body(self, *, in_pieces: bool = False) -> bytes:
         """Receive the message of a request, or (`in_pieces`) a body over HTTP.
 
-        The bytes of a message count until the first piece of a stream is sent, or the call ends. Those of an
-        HTTP body, which may be large, count until the call ends.
+        The bytes of a message count until the first piece of a stream is sent, or the call ends. The bytes of
+        an HTTP body, which may be large, count until the call ends.
         """
         assert self.caller is not None
         incoming, transport = self._guard.incoming, self._transport

@@ -275,7 +275,7 @@ class Watchers:
 
 
 async def delivered(seconds: float, writing: Awaitable[None]) -> None:
-    """Wait for a write; raises DeadlineExceeded if the client reads nothing for so long."""
+    """Wait for a write; raises DeadlineExceeded if the client reads nothing for `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await writing

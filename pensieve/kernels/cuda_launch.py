@@ -29,7 +29,7 @@ class Launch(NamedTuple):
     num_blocks: int
     num_threads: int
     arguments: tuple[Argument, ...]
-    shared: str = ""  # the source's constant with the dynamic shared memory that the kernel needs
+    shared: str = ""  # constant in the source with the bytes of dynamic shared memory; empty: none
 
 
 def pointers(*tensors: torch.Tensor) -> tuple[Argument, ...]:

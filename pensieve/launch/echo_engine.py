@@ -41,7 +41,7 @@ WORDS_PER_REPLY = 24  # on average, unless max_tokens ends the reply earlier
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    """Return the digest of a sequence that continues the sequence with digest `state`."""
+    """Return the digest of a whole sequence: an earlier part with digest `state`, followed by `tokens`."""
     return zlib.crc32(tokens.tobytes(), state)
 
 

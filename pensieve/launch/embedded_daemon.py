@@ -1,4 +1,4 @@
-"""Run a daemon in a thread of this process, behind a private socket and no port.
+"""Run a daemon in a thread of this process, with a private socket and without a port.
 
 The daemon has the same parts as that of `pensieve serve`, with the engine in its own process. Differences:
 
@@ -95,9 +95,9 @@ class EmbeddedDaemon:
 
     def close(self) -> None:
         """Interrupt running turns, close the history, end the engine process."""
-        self._stop_wanted = (
-            True  # set before `server` is read; the thread does both in the reverse order
-        )
+        # Set this before reading `server`. The thread sets `server` before it reads this, so one of the two
+        # sees the other's value.
+        self._stop_wanted = True
         if self.server is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self.server.stopping.set)

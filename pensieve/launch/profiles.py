@@ -1,10 +1,10 @@
 """Keep the profiles of `pensieve profile`: the costs of a model on this machine (format: sim/cost_file.py).
 
-Profiles are in `profiles` beside the converted models ($XDG_CACHE_HOME/pensieve, ~/.cache/pensieve). A
-profile belongs to one model (a hash of its config and of the headers of its weights), one device with its
-kernels and threads, and one configuration (types, ranks, tokens per chunk). The file's name is a hash of all
-these. The file also has the versions of Pensieve and torch. With other versions the profile is not used, and
-the log says so. Files are written atomically (store/durable.py).
+Profiles are in the folder `profiles` next to the converted models ($XDG_CACHE_HOME/pensieve,
+~/.cache/pensieve). A profile belongs to one model (a hash of its config and of the headers of its weights),
+one device with its kernels and threads, and one configuration (types, ranks, tokens per chunk). The file's
+name is a hash of all these. The file also has the versions of Pensieve and torch. If this process runs other
+versions, the profile is not used, and the log reports this. Files are written atomically (store/durable.py).
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ def kept(key: Key) -> Kept | str:
         return f"the profile {path} belongs to another model or configuration"
     versions = with_versions.get("versions")
     if versions != key.versions:
-        return f"its profile is of {_in_words(versions)}, and this is {_in_words(key.versions)}"
+        return (
+            f"its profile was measured with {_in_words(versions)}, but this process runs "
+            f"{_in_words(key.versions)}"
+        )
     median = found.errors.get("all", {}).get("median")
     off = f", off by {median:.0%} in the median" if isinstance(median, float) else ""
     return Kept(found.cost, f"{at}{off} ({path})")

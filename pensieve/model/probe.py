@@ -14,13 +14,14 @@ Nothing here depends on the name of a model.  A model is served if
 5. its logits are finite;
 6. a slice's result does not change when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch);
-7. at far positions, up to the last of the context, the attention gets the inputs that the model itself
-   computes there with a cache (some models scale queries beyond a length, and count from the cache).
+7. at far positions, up to the last of the context, the attention gets the same inputs as when the model runs
+   by itself with a cache of that length (some models scale queries beyond a length, and count from the
+   cache).
 
 `_observe` checks 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks tell how far a
-query sees.  Layers are replaced only if they also agree at far positions (`model.fuse`).  If KV is stored in
-less precision than the model's dtype, check 4 is repeated with that format: the difference must be rounding.
-The scales of fp8 KV are chosen before that, from the prompts' keys and values.
+query sees.  A layer is replaced by a fused one only if the two also agree at far positions (`model.fuse`).
+If KV is stored in less precision than the model's dtype, check 4 is repeated with that format: the difference
+must be rounding. The scales of fp8 KV are chosen before that, from the prompts' keys and values.
 
 The probe fails with UnsupportedModel, whose message is the reason.
 """
@@ -90,9 +91,9 @@ def probe(
 ) -> ModelShape:
     """Check a model and return its shape; afterwards it uses our attention, and its layers are fused.
 
-    A lower `context_max` can make a model plain, if no window or change of frequencies is reached.  `int8`
-    rounds the weights.  With `int8`, or a `kv_dtype` other than "auto", only the median over rows of logits
-    must agree.  The shape stores `kv_dtype`.
+    A lower `context_max` can make a model acceptable: its sliding window or its change of rotary frequencies
+    may lie beyond that context.  `int8` rounds the weights.  With `int8`, or a `kv_dtype` other than "auto",
+    only the median over rows of logits must agree.  The shape stores `kv_dtype`.
     """
     attention.register()
     module = flat.module
@@ -378,8 +379,8 @@ def _check_rounded_kv(
     difference = _difference(rows, torch.cat(plain), exact=False)
     if not difference <= INT8_DIFFERENCE:
         raise UnsupportedModel(
-            f"with --kv-dtype {shape.kv_dtype} its logits differ from its own by {difference:.1e} of "
-            f"their range (rounding explains at most {INT8_DIFFERENCE:.1e})"
+            f"with --kv-dtype {shape.kv_dtype}, its logits differ from those without it by {difference:.1e} "
+            f"of their range (rounding explains at most {INT8_DIFFERENCE:.1e})"
         )
 
 
@@ -421,8 +422,8 @@ def _over_pages(
 class _Recorder:
     """Keep the first rows of queries, keys and values; compute no attention.
 
-    Without attention, and in batches of one size, those rows are equal to the last bit unless the model
-    treats their positions differently.
+    Without attention, two runs with batches of the same size record bit-identical rows, unless the model
+    treats the positions of the two runs differently.
     """
 
     paged_rows: PagedRows | None = None
@@ -443,7 +444,7 @@ class _Recorder:
 
 
 def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -> None:
-    """Compare rows at far positions with the model's own computation there behind a cache.
+    """Compare rows at far positions with the model's own computation after a cache of that length.
 
     The cache only knows its length.  Attention is left out, so earlier keys are not needed.  Only the inputs
     of the attention can differ.
@@ -474,8 +475,8 @@ def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -
         flat.counts_from_cache = True
         if (layer := differing()) is not None:
             raise UnsupportedModel(
-                f"at position {first} its layer {layer} computes another result in a batch than behind "
-                "a cache"
+                f"at position {first}, layer {layer} gives another result in a batch than after a cache "
+                "of that length"
             )
 
 
@@ -488,7 +489,7 @@ def _near(got: torch.Tensor, right: torch.Tensor) -> bool:
 def _check_far_neighbor(
     flat: FlatModel, shape: ModelShape, prompt: list[int], own_max: int
 ) -> None:
-    """Compare a prompt beside a token at position 0 with the prompt beside a token at a far position.
+    """Compare a prompt batched with a token at position 0 and the prompt batched with a token at a far one.
 
     The far position lies beyond the model's trained length.  If the operator has lowered the context, no
     token can be that far, so the last position of the context is used.
@@ -517,7 +518,7 @@ def _check_far_neighbor(
 
 
 def _beside(flat: FlatModel, prompt: list[int], neighbor: int) -> list[torch.Tensor]:
-    """Return the attention's inputs of a prompt beside a token at position `neighbor`."""
+    """Return the attention's inputs of a prompt in a batch with a token at position `neighbor`."""
     recorder = _Recorder(len(prompt))
     device = flat.module.device
     positions = torch.tensor([*range(len(prompt)), neighbor], device=device)

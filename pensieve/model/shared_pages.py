@@ -66,7 +66,7 @@ class SharedSearch:
         return found
 
     def _holds(self, slices: Sequence[Slice], chunk_tokens: int) -> bool:
-        """Whether each slice of a group still begins with its group's pages and lies behind them."""
+        """Whether each slice's context still begins with its group's pages, and the slice follows them."""
         if self._found is None:
             return True
         for piece, group in zip(slices, self._found.slice_groups, strict=True):

@@ -128,8 +128,9 @@ def test_a_profile_of_other_versions_is_not_used_and_the_line_says_so(place: Pla
     place.keep(key._replace(versions={"pensieve": "0.0.1", "torch": "1.0"}))
     ours = key.versions
     assert place.costs().in_words == (
-        "costs: estimated from the model's shape: its profile is of pensieve 0.0.1 and torch 1.0, and "
-        f"this is pensieve {ours['pensieve']} and torch {ours['torch']}; `pensieve profile` makes one"
+        "costs: estimated from the model's shape: its profile was measured with pensieve 0.0.1 and "
+        f"torch 1.0, but this process runs pensieve {ours['pensieve']} and torch {ours['torch']}; "
+        "`pensieve profile` makes one"
     )
 
 

@@ -32,7 +32,7 @@ WATCHERS_MAX = 64
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Figures of the server rather than of the daemon."""
+    """Figures of the gRPC server (port, connections, event loop, audit log). `Daemon` does not know them."""
 
     loop_lag: Quantiles
     port: int  # 0: it does not listen on a port

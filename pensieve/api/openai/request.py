@@ -137,7 +137,10 @@ class Served(NamedTuple):
         *,
         continues_text: bool = False,
     ) -> TurnRequest:
-        """Return the turn of a body; `continues_text`: its prompt ends within a text."""
+        """Return the turn that a body asks for.
+
+        `continues_text`: the reply continues an unfinished text instead of beginning a message.
+        """
         continues_text = continues_text or bool(reply_begins)
         return TurnRequest(
             "",
@@ -157,8 +160,8 @@ class Served(NamedTuple):
 class ParsedRequest:
     """A parsed body: the turn to run, and parameters of the answer.
 
-    The turn names no conversation. Its settings are tools, in the shape of a chat completion, and template
-    options. A text completion has no messages.
+    The turn names no conversation. Its settings hold the tools (in the shape of a chat completion's `tools`)
+    and the template options. A text completion has no messages.
     """
 
     kind: RequestKind

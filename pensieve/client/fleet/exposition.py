@@ -10,9 +10,9 @@ parts are dropped (EOF, UNIT, exemplars, timestamps in seconds). The parser read
 sample and where its labels begin. Values and labels are copied byte for byte, so escapes survive. Only \\n
 ends a line: a label may contain other characters that Python treats as line ends.
 
-A daemon started with `--replica` sets the label itself. The same name stays. A different name becomes
-`exported_replica`, as in Prometheus. If the replica is known here only by its address, the daemon's own
-label stays alone.
+A daemon started with `--replica` sets the label itself. If that label equals the replica's name here, it is
+not repeated. A different name becomes `exported_replica`, as in Prometheus. If the replica has no name here
+(only an address), its samples keep the daemon's own label and get no other.
 
 A replica whose text cannot be parsed loses only its own samples: `read` raises, and the caller counts the
 replica as down.

@@ -7,7 +7,8 @@
     per history           is counted once for each history, whose replicas all report the same number
     all else              appears only per replica: quantiles without buckets, differing objectives, uptimes
 
-Unknown figures of a later version add up, unless the name ends like a figure that cannot.
+Unknown figures (from a later version) are summed, unless their name has an ending of NOT_ADDITIVE, such as
+`_p99` or `_share`.
 """
 
 from __future__ import annotations

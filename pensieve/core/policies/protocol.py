@@ -41,7 +41,7 @@ class RetentionPolicy(Protocol):
         """
 
     def value(self, class_index: int, idle_seconds: float) -> float:
-        """Return the retention value of a class's chunks after so many idle seconds."""
+        """Return the retention value of a class's chunks after `idle_seconds`."""
 
     def set_capacity(self, num_tokens: int) -> None:
         """Set the tokens for which both tiers have room. Called once, before anything else."""

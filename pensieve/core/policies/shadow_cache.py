@@ -88,7 +88,7 @@ class Trial:
 
     def __init__(self, learned: BucketValue, seconds_of: Callable[[int], float]) -> None:
         self.trusted = False
-        self._seconds_of = seconds_of  # to compute so many first tokens of a conversation
+        self._seconds_of = seconds_of  # to compute the first n tokens of a conversation
         self._shadow_caches = (ShadowCache(lambda _, idle: -idle), ShadowCache(learned))
         self._charges = [0.0, 0.0]
         self._charged_at = 0.0

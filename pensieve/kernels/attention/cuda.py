@@ -1,4 +1,4 @@
-"""Make launches of the attention kernels of csrc/cuda, with their blocks and arguments, as values.
+"""Describe launches of the attention kernels of csrc/cuda as plain values: kernel, blocks and arguments.
 
 A function ending in `_launch` (or `_launches`) turns tensors into a `Launch` (`kernels.cuda_launch`) by plain
 arithmetic, without a GPU.  `plan` decides which blocks do which work of an iteration.
@@ -27,8 +27,8 @@ HOPPER_HEAD_SIZES = (64, 128)
 KIND_FIELDS = frozenset({"scaling"})
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LOG2_E = 1.4426950408889634
-# Shared memory in KiB: of a block of multi_token_attention, by head size (the driver takes 1 more);
-# of a multiprocessor, by compute capability (100 if it is not listed).
+# BLOCK_KIB: shared memory of one block of multi_token_attention, by head size, without the 1 KiB that the
+# driver adds. MULTIPROCESSOR_KIB: shared memory of a multiprocessor, by compute capability; else 100.
 BLOCK_KIB = {64: 52, 96: 60, 128: 80, 256: 96}
 MULTIPROCESSOR_KIB = {
     (8, 0): 164,
@@ -371,7 +371,7 @@ def hopper_defines() -> tuple[str, ...]:
 
 
 def stored(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the definition that keys and values are stored in another type than the rows."""
+    """Return the compiler definition for KV whose stored type differs from the query's; else nothing."""
     return ("STORED=E4m3",) if dtype == FP8.element else ()
 
 

@@ -8,8 +8,9 @@ adds or gathers their parts with torch.distributed (NCCL between GPUs, gloo betw
     rank            0, 1, …, T-1        T, …, 2T-1          …        S stages of T shards
     stage           the last one        the first one       …        shard t sends to shard t
 
-The processes run on one machine or on several (arrivals.py).  They find each other by keys that rank 0 has
-(rank_store.py), and communicate over one interface of each machine, or over the GPUs' own links.
+The processes run on one machine or on several (arrivals.py).  They find each other through a key-value store
+on rank 0 (rank_store.py). They communicate over one network interface of each machine, or over the GPUs' own
+links.
 """
 
 from __future__ import annotations
