@@ -458,7 +458,7 @@ def test_workers_end_with_rank_0(folder_of: FolderOf) -> None:
 def test_what_cannot_be_divided_is_refused_before_anything_starts(
     folder_of: FolderOf, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedModel, match="it has 1 KV heads"):
+    with pytest.raises(UnsupportedModel, match="its 1 KV heads"):
         check_divisible(folder_of("llama-gqa"), 2)
     with pytest.raises(UnsupportedModel, match="no tensor-parallel plan for opt"):
         check_divisible(folder_of("opt"), 2)
