@@ -43,8 +43,8 @@ DATA_FOLDER = (
 )
 GROUPS = {
     "daemon": "--address is also PENSIEVE_DAEMON, and `daemon` in the --config file",
-    "sampling": "defaults come from the model's own files; where they name none, a talk has values of its "
-    "own and -q is greedy (docs/models.md, Sampling)",
+    "sampling": "the defaults come from the model's generation_config.json, else they are Pensieve's "
+    "(docs/models.md, Sampling)",
 }
 
 
@@ -208,8 +208,8 @@ class Settings:
     tbt: float = _setting(
         number(0, 3600),
         "0",
-        "objective for the time between two tokens of a reply, in seconds: long prompts are computed in "
-        "pieces to keep it; 0: none",
+        "objective: maximum seconds between two tokens of a reply. Long prompts are computed in pieces to "
+        "meet the objective; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
@@ -298,7 +298,7 @@ class Settings:
     conversation_keep: float = _setting(
         number(0, 36_500),
         "0",
-        "erase conversations that were idle for so long; 0: keep them for ever",
+        "erase conversations after this many idle days; 0: never",
         "DAYS",
         of=(SERVE,),
         group="history",
@@ -598,7 +598,7 @@ class Settings:
     lease: float = _setting(
         number(0.5, 3600),
         "10",
-        "a daemon that is silent for so long loses its conversations to other daemons",
+        "seconds of silence after which other daemons take over a daemon's conversations",
         of=(INTERNAL,),
     )
     ranks_elsewhere: int = _setting(

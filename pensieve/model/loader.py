@@ -190,7 +190,8 @@ def _quantization(folder: Path, config: Any) -> str | None:
         named = getattr(each, "quantization_config", None)
         if named is not None:
             method = named.get("quant_method") if isinstance(named, dict) else named.quant_method
-            is_bits = method is None or str(method).endswith("bitsandbytes")  # it has two names
+            # bitsandbytes has two method names, which end in the same word.
+            is_bits = method is None or str(method).endswith("bitsandbytes")
             return None if is_bits else str(getattr(method, "value", method))
     # Older ModelOpt checkpoints store the method in a file of its own.
     return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
@@ -331,10 +332,12 @@ def _read_weights(
 
 
 def _would_count(module: Any, key: str) -> bool:
-    """Whether a weight without a place in the model belongs to a part that the model has.
+    """Whether an unexpected checkpoint weight belongs to a module that the model has.
 
-    Examples are a scale or a bias beside a loaded weight, or an additional norm in a layer.  A weight beside
-    the layers, or in a layer after the model's last layer, belongs to another part.
+    Ignoring such a weight would change results.
+
+    Examples are a scale or a bias beside a loaded weight, or an additional norm in a layer.  A weight
+    outside of the layers, or in a layer after the model's last layer, belongs to another module.
     """
     if LEFT_OUT.search(key):
         return False

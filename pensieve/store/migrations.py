@@ -6,10 +6,12 @@ deletions must reach everything. A database of a newer Pensieve is refused. The 
 
     conversations   one row each; `key` is a digest of (tenant, conversation_id)
     turns           one row per request; `request_key` is a digest of its request_id, unique within the
-                    conversation; `idempotency_key` finds a request with an Idempotency-Key in all of them
+                    conversation; `idempotency_key` finds a request by its Idempotency-Key, in any
+                    conversation
     messages        one row per message, shared by every conversation whose history holds it
     history         the messages of a conversation, in order: (position, message)
-    bodies          the private part of all three, logprobs of turns, responses (bodies.py)
+    bodies          the private part of conversations, turns and messages; logprobs of turns; responses
+                    (bodies.py)
     space           one row: the bytes that wiped bodies waste
     tenants         the bytes that each tenant's conversations take (bodies.py)
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
