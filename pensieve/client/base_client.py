@@ -1,4 +1,4 @@
-"""What a `Client` calls a daemon with: a connection, timeouts, and when to try again.
+"""The base of the clients: sends calls over a connection, with timeouts and retries.
 
 Generated from aio_base_client.py by scripts/generate_sync_client; do not edit.
 """

@@ -147,8 +147,8 @@ class Settings:
     kv_dtype: str = _setting(
         choice("auto", "int8", "fp8"),
         "auto",
-        "type of cached KV; auto: that of --dtype; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits "
-        "and change replies",
+        "type of cached KV; auto: the type of --dtype; int8 (CPU) and fp8 (GPU) take half the memory of 16 "
+        "bits and change replies",
         "auto|int8|fp8",
         group="model",
     )
@@ -180,7 +180,8 @@ class Settings:
     stream: str = _setting(
         choice("auto", "on", "off"),
         "auto",
-        "run turns that do not fit on the device with their KV in the host tier; auto: if it is worthwhile",
+        "run turns that do not fit on the device with their KV in the host tier; auto: if this raises the "
+        "throughput",
         "auto|on|off",
         group="cache and scheduling",
     )
@@ -217,7 +218,7 @@ class Settings:
         number(0, 3600),
         "0",
         "objective for the time to the first token, in seconds: a turn that would wait longer is refused at "
-        "once, with a time for a retry; 0: none",
+        "once, with a retry delay; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
@@ -444,7 +445,7 @@ class Settings:
     traces: bool | None = _setting(
         switch,
         "",
-        "export an OpenTelemetry span for each turn, as the OTEL_* variables say; spans have no text",
+        "export an OpenTelemetry span for each turn, configured by the OTEL_* variables; spans have no text",
         of=(SERVE,),
         group="watching",
     )

@@ -4,7 +4,7 @@
 
 * lacks weights (transformers would fill them with random numbers);
 * has weights that the model would ignore, or is an adapter;
-* has a quantization that transformers does not know (it would drop the scales).
+* has a quantization that transformers does not know (transformers would drop the scales).
 
 Then `probe` measures the model and refuses it, with the reason, if it cannot be served exactly.  Each error
 message is one line.
@@ -336,8 +336,8 @@ def _would_count(module: Any, key: str) -> bool:
 
     Ignoring such a weight would change results.
 
-    Examples are a scale or a bias beside a loaded weight, or an additional norm in a layer.  A weight
-    outside of the layers, or in a layer after the model's last layer, belongs to another module.
+    Examples are a scale or a bias of a module whose weight is loaded, or an additional norm in a layer.  A
+    weight outside of the layers, or in a layer after the model's last layer, belongs to another module.
     """
     if LEFT_OUT.search(key):
         return False

@@ -557,10 +557,10 @@ class CreateConversationRequest(google.protobuf.message.Message):
     """System prompt, at most 1 MiB."""
     prefix_id: builtins.str
     """Either the id of a declared prefix (CreatePrefix): the conversation begins with its messages, tools, options and
-    KV. system_prompt, tools or template_options beside it are FAILED_PRECONDITION. Or a name of your own for
-    conversations with the same system prompt and tools: once one of them has finished a turn, new ones reuse its KV
-    for their common first tokens. The first conversation fixes the text; another text under this name is
-    FAILED_PRECONDITION.
+    KV. system_prompt, tools or template_options together with it are FAILED_PRECONDITION. Or a name of your own for
+    conversations with the same system prompt and tools: once one of these conversations has finished a turn, new
+    conversations reuse its KV for their common first tokens. The first conversation fixes the text; another text under
+    this name is FAILED_PRECONDITION.
     """
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
@@ -934,8 +934,8 @@ class Hints(google.protobuf.message.Message):
     EXPECTED_RETURN_SECONDS_FIELD_NUMBER: builtins.int
     LAST_TURN_FIELD_NUMBER: builtins.int
     expected_return_seconds: builtins.float
-    """Expected seconds until the next message. For eviction, the conversation is treated as if
-    it had already been idle for this time.
+    """Expected seconds until the next message. For eviction, the conversation is treated as if it had already
+    been idle for this time.
     """
     last_turn: builtins.bool
     """The client expects to send no further message."""
@@ -1005,7 +1005,7 @@ class TurnStarted(google.protobuf.message.Message):
     revision: builtins.int
     """The conversation's revision before the turn."""
     request_id: builtins.str
-    """The request's id, or the one that the server generated."""
+    """The request's id, or the id that the server generated."""
     replayed: builtins.bool
     """The turn had already finished. The events are read from the history."""
     attempt: builtins.int
@@ -1762,11 +1762,11 @@ class ServerInfo(google.protobuf.message.Message):
     model: builtins.str
     """Id on a model hub, name of a folder, or "built-in"."""
     fingerprint: builtins.str
-    """Fingerprint of model, tokenizer and chat template. Daemons with the same fingerprint make the same tokens of the
-    same messages.
+    """Fingerprint of model, tokenizer and chat template. Daemons with the same fingerprint turn the same messages into
+    the same tokens.
     """
     state: Global___ServerState.ValueType
-    """Whether it takes turns."""
+    """Whether the daemon accepts turns."""
     dtype: builtins.str
     """Data type of computations, such as bfloat16; empty until the model is loaded."""
     weights: builtins.str
@@ -1788,7 +1788,7 @@ class ServerInfo(google.protobuf.message.Message):
     model is loaded.
     """
     kv_dtype: builtins.str
-    """Data type of KV: that of dtype, or int8; empty until the model is loaded."""
+    """Data type of KV: the type in dtype, or int8; empty until the model is loaded."""
     defaults_from_model: builtins.bool
     """Whether the model's generation_config.json has sampling values. If not, default_sampling has Pensieve's defaults."""
     @property

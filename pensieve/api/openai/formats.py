@@ -58,7 +58,7 @@ class FormatFields(NamedTuple):
 
 
 def refuse_form(form: FormatFields) -> None:
-    """Refuse a required form beside prefill: it would apply only to the continuation."""
+    """Refuse a required form together with prefill: the form would apply only to the continuation."""
     if form.constraint is not None:
         where = next(iter(form.params.values()), "response_format")
         problem = "cannot be combined with a reply that the client has begun"

@@ -86,7 +86,7 @@ class CudaLayerKernels:
 
 
 class CudaPackedWeights:
-    """Hold the weights of a product, or of several with the same input, as one matrix."""
+    """Hold the weights of a product, or of several products with the same input, as one matrix."""
 
     def __init__(
         self,

@@ -287,7 +287,7 @@ class _SwapOutJob:
 
 
 class CudaCopier(Copier):
-    """Copy on two streams beside the computing stream: one for swap-ins, one for swap-outs.
+    """Copy on two streams, in parallel with the computing stream: one for swap-ins, one for swap-outs.
 
         compute    ├ wait e0 ┤ layer 0 ├ wait e1 ┤ layer 1 ├ …        the host never waits
         swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            launched some layers ahead
