@@ -11,14 +11,15 @@
     ├── ContextFull               the turn does not fit the context; `tokens_max` is the limit
     ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; retry later
     ├── StorageFull               the tenant's conversations have reached their size limit; delete some
-    ├── DeadlineExceeded          the turn could not begin before its deadline
+    ├── DeadlineExceeded          the timeout has passed; the message says what stays in the history
     ├── Unauthenticated           the token is missing or unknown
     ├── PermissionDenied          the token does not allow this
     ├── Unavailable               the daemon is draining or out of reach, or its disk cannot be written
     │   ├── Loading               the model is being loaded, at the start or again; nothing was done
     │   ├── OwnedElsewhere        another daemon has the conversation; `address` is that daemon's
     │   └── StoreUnavailable      the history could not be written (I/O error, locked)
-    │       └── DiskFull          the disk of the history is full; reading and deleting still work
+        │       ├── DiskFull          the disk of the history is full; reading and deleting still work
+    │       └── ErasurePending    deleted text is gone from the history, but not yet erased from its files
     ├── TurnInterrupted           the turn was stopped: its conversation was deleted, or no client read it
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
     ├── ConfigError               a flag, variable or file has an invalid value
@@ -43,7 +44,10 @@ CLIENT_CHARACTERS_MAX = 400
 
 
 def one_line(error: BaseException) -> str:
-    """Return the beginning of an error's message in one line, to quote the paragraphs of libraries."""
+    """Return the start of an error's message as one line.
+
+    Use it for libraries whose messages have several paragraphs.
+    """
     text = _unbroken(error)
     if len(text) <= ONE_LINE_CHARACTERS_MAX:
         return text

@@ -111,8 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _append(path: Path, entry: str) -> None:
-    """Append an entry in one write, as a daemon may read at any time; refuse an entry that it would
-    refuse."""
+    """Append an entry in one write, because the daemon may read the file at any time.
+
+    Raise ConfigError if the daemon would refuse the resulting file.
+    """
     from pensieve.guard.callers import check_mode, limits_of, tokens_of
 
     try:

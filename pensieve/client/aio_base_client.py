@@ -1,4 +1,4 @@
-"""Base of `AsyncClient`: its connection, timeouts and retries."""
+"""The base of the clients: sends calls over a connection, with timeouts and retries."""
 
 from __future__ import annotations
 
@@ -88,10 +88,11 @@ class AsyncBaseClient:
         *,
         repeat: bool = False,
     ) -> Response:
-        """Call a method of a gRPC stub with this client's token, timeout and errors.
+        """Call a gRPC method with this client's token and timeout. Failures raise a PensieveError.
 
-        `method` takes the stub's method from a link, the channel to one address. The request goes to the
-        home of the conversation or job that it names, or to the next address while the home is unreachable.
+        `method` gets a link (the channel to one address) and returns the stub's method to call. The request
+        goes to the home of the conversation or job that it names, or to the next address while the home is
+        unreachable.
 
         With `repeat`, the request may be sent more than once, as `retry` allows. Pass it only for methods
         that are safe to call twice. A server that is loading its model has not acted on the request, so the

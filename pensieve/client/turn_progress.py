@@ -4,19 +4,19 @@ After a failure, the client sends the same request again; its request_id makes t
 event then shows one of three cases:
 
 * The same attempt, from its first token: the part that the reader has already seen is skipped.
-* The turn has finished meanwhile and is replayed: likewise.
+* The turn has finished meanwhile and is replayed: that part is skipped, too.
 * A later attempt: the part that the reader has seen is void, and a `Restarted` says so.
 
 In the first two cases, the stream must repeat the reader's tokens and text exactly, and must not end
 sooner. Otherwise the reader would hold a reply that is not in the history: a ServerFault.
 
-Retries are counted since the reply was last longer than ever before. A new attempt that only repeats the
-beginning is no progress, because the turn itself may be what crashes the engine.
+The retry count is reset whenever the reply becomes longer than in any earlier attempt. A new attempt that
+only repeats the beginning is no progress, because the turn itself may be what crashes the engine.
 
-A reader that stops early tells the server how much of the reply it has received. That part stays in the
-history, or nothing does. A timeout works the same way. But if the server answers that the reply was
-complete by then, the client still reads it to its end: a caller that sees a timeout would send the message
-again.
+A reader that stops early tells the server how much of the reply it has received. With `keep_partial`, that
+part stays in the history. Without it, nothing of the turn stays. A timeout also stops the turn. But if the
+server answers that the reply was already complete, the client reads the rest and raises no timeout. After a
+timeout, the caller would send the message again.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ReplyAccumulator:
 
 
 class TurnCourse:
-    """Decides what a turn does next; the two clients carry it out.
+    """Decides what a turn does next; the sync and the asyncio client carry out the decision.
 
     A turn is under way until it has a reply, has failed, or was stopped by its reader. A failed turn raises
     the same error each time. A cancel is remembered over connections and attempts: the turn is cancelled as
@@ -168,7 +168,9 @@ class TurnCourse:
         self._failure: PensieveError | None = None
         self._left = False
         self._is_late = False  # timed out, but the reply was complete
-        self._fate = ""  # what stays of a stopped turn, once the server has said so
+        self._fate = (
+            ""  # the part of a stopped turn that stays in the history, once the server has said so
+        )
 
     @property
     def under_way(self) -> bool:
@@ -258,7 +260,7 @@ class TurnCourse:
         return request
 
     def question(self) -> pb.CancelTurnRequest | None:
-        """Return the request that stops the turn again, if the server has not said yet what stays of it.
+        """Return the request that stops the turn again, if the server has not said yet which part stays.
 
         Another thread may be stopping the turn while this one waits for the reply. Both must learn the
         outcome.

@@ -3,8 +3,7 @@
 Ray starts, places, counts, checks and ends replicas. A replica does this:
 
     start      run the daemon under Ray's name for this replica, in a data folder that an earlier replica
-        may
-               have used (slots.py), and wait until it serves
+               may have used (slots.py), and wait until it serves
     calls      forward each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
     health     check that the daemon runs, answers and serves; it has RESTART_SECONDS to restart its engine;
                after any other failure, Ray replaces the replica
@@ -110,9 +109,9 @@ def is_wanted_to_end() -> bool:
     """Return whether Ray wants the replica of this process to end.
 
     Ray sets FLAG at once, waits for the replica's calls, and only then tells the replica (`__del__`). After
-    graceful_shutdown_timeout_s, it kills the replica in any case. So without the flag, a replica with one
-    long call would never drain. With a Ray that lacks the flag, a replica drains after its calls have
-    ended.
+    graceful_shutdown_timeout_s, it kills the replica in any case. A replica that waited for `__del__` would
+    not drain its daemon while a long call runs, and Ray would kill it. So this function reads FLAG. If Ray
+    does not set FLAG, a replica drains after its calls have ended.
     """
     from ray._private import worker
 

@@ -43,8 +43,8 @@ DATA_FOLDER = (
 )
 GROUPS = {
     "daemon": "--address is also PENSIEVE_DAEMON, and `daemon` in the --config file",
-    "sampling": "defaults come from the model's own files; where they name none, a talk has values of its "
-    "own and -q is greedy (docs/models.md, Sampling)",
+    "sampling": "the defaults come from the model's generation_config.json, else they are Pensieve's "
+    "(docs/models.md, Sampling)",
 }
 
 
@@ -147,8 +147,8 @@ class Settings:
     kv_dtype: str = _setting(
         choice("auto", "int8", "fp8"),
         "auto",
-        "type of cached KV; auto: that of --dtype; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits "
-        "and change replies",
+        "type of cached KV; auto: the type of --dtype; int8 (CPU) and fp8 (GPU) take half the memory of 16 "
+        "bits and change replies",
         "auto|int8|fp8",
         group="model",
     )
@@ -180,7 +180,8 @@ class Settings:
     stream: str = _setting(
         choice("auto", "on", "off"),
         "auto",
-        "run turns that do not fit on the device with their KV in the host tier; auto: if it is worthwhile",
+        "run turns that do not fit on the device with their KV in the host tier; auto: if this raises the "
+        "throughput",
         "auto|on|off",
         group="cache and scheduling",
     )
@@ -208,8 +209,8 @@ class Settings:
     tbt: float = _setting(
         number(0, 3600),
         "0",
-        "objective for the time between two tokens of a reply, in seconds: long prompts are computed in "
-        "pieces to keep it; 0: none",
+        "objective: maximum seconds between two tokens of a reply. Long prompts are computed in pieces to "
+        "meet the objective; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
@@ -217,7 +218,7 @@ class Settings:
         number(0, 3600),
         "0",
         "objective for the time to the first token, in seconds: a turn that would wait longer is refused at "
-        "once, with a time for a retry; 0: none",
+        "once, with a retry delay; 0: none",
         "SECONDS",
         group="cache and scheduling",
     )
@@ -298,7 +299,7 @@ class Settings:
     conversation_keep: float = _setting(
         number(0, 36_500),
         "0",
-        "erase conversations that were idle for so long; 0: keep them for ever",
+        "erase conversations after this many idle days; 0: never",
         "DAYS",
         of=(SERVE,),
         group="history",
@@ -444,7 +445,7 @@ class Settings:
     traces: bool | None = _setting(
         switch,
         "",
-        "export an OpenTelemetry span for each turn, as the OTEL_* variables say; spans have no text",
+        "export an OpenTelemetry span for each turn, configured by the OTEL_* variables; spans have no text",
         of=(SERVE,),
         group="watching",
     )
@@ -598,7 +599,7 @@ class Settings:
     lease: float = _setting(
         number(0.5, 3600),
         "10",
-        "a daemon that is silent for so long loses its conversations to other daemons",
+        "seconds of silence after which other daemons take over a daemon's conversations",
         of=(INTERNAL,),
     )
     ranks_elsewhere: int = _setting(

@@ -1,13 +1,14 @@
-"""Group the requests of a batch by common prefixes, one prefix per request, so that most tokens are saved.
+"""Group the requests of a batch by common prefixes so that as many tokens as possible are saved.
 
 All requests are known in advance. If several begin with the same tokens, that prefix is computed once, and
 each request continues from it (as a fork of a conversation). Prefixes may be nested: all requests share
-instructions, and ten of them also share a document after these. A batch attends to one shared run of pages
-for each group of requests (BatchLLM, section 4.2), so each request has one prefix. Where the tree of prefixes
-branches, a choice is needed: here, the instructions are computed once more for each document.
+instructions, and ten of them also share a document after the instructions. A batch attends to one shared run
+of pages for each group of requests (BatchLLM, section 4.2), so each request has one prefix. With nested
+prefixes, a request can use only one of them. In the example, the instructions are computed once more for each
+document.
 
-**The choice.** In the compact prefix tree, a node is a run of tokens that the same requests share, and a leaf
-is a request. Some nodes are *chosen*. A request's prefix ends at the lowest chosen node above it. The tokens
+**The choice.** In the compact prefix tree, a node is a run of tokens that some requests share, and a leaf is
+a request. Some nodes are *chosen*. A request's prefix ends at the lowest chosen node above it. The tokens
 to compute are
 
     the depth of each chosen node  +  each request's tokens after the lowest chosen node above it
@@ -17,13 +18,14 @@ node with its grandchildren one by one, from the leaves up, and comes close; tes
 compares both with all choices in small trees.)
 
 **How.** The cost of the requests under a node depends only on the depth d of the lowest chosen node above
-them. If the node is not chosen, the cost is `F(d)`, the sum of its children's costs. Each request without a
-lower chosen node costs one token less for each token of d, so F falls more steeply as d grows: it is concave
-and piecewise linear. If the node is chosen, the cost does not depend on d: it is the node's own depth plus F
-at that depth. So there is a *threshold*, and the node is chosen if d is below it. The threshold is one more
-corner of a concave function, and replaces the corners below it. From the leaves up, functions are added, the
-smaller list of corners into the larger. From the root down, d decides which nodes are chosen. With sorting,
-this takes O(n log n) steps and memory proportional to the requests.
+them. If the node is not chosen, the cost is `F(d)`, the sum of its children's costs. F falls by one token per
+token of d for each request without a chosen node below this one. As d grows, fewer nodes are worth choosing,
+so more requests count and F falls more steeply. So F is concave and piecewise linear. If the node is chosen,
+the cost does not depend on d: it is the node's own depth plus F at that depth. So there is a *threshold*, and
+the node is chosen if d is below the threshold. The cost is constant up to the threshold, and F after it. So
+the threshold becomes a corner, and the corners of F below it are removed. From the leaves up, functions are
+added, the smaller list of corners into the larger. From the root down, d decides which nodes are chosen.
+With sorting, this takes O(n log n) steps and memory proportional to the requests.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class PrefixGroup(NamedTuple):
 def prefix_groups(requests: Sequence[array[int]]) -> list[PrefixGroup]:
     """Group requests (`array('I')` of token ids); each is in one group.
 
-    Groups with the fewest tokens to compute come first. Replies take a larger part of their time, so later
-    prompts have more replies to run beside (the paper's equation 4).
+    Groups with the fewest tokens to compute come first. Such groups spend most of their time on replies. Run
+    early, their decodes share iterations with the prompts of later groups (the paper's equation 4).
     """
     return sorted(
         _chosen(_tree(requests)),
@@ -73,7 +75,10 @@ def saving(groups: Iterable[PrefixGroup], requests: Sequence[array[int]]) -> flo
 
 
 def saving_of_tree(requests: Sequence[array[int]]) -> float:
-    """Return that share if a request could use nested prefixes: no system can save more."""
+    """Return the share of prompt tokens saved if requests could use nested prefixes.
+
+    This is an upper bound for `saving`.
+    """
     total = sum(map(len, requests))
     keys = sorted(map(_sortable, requests))
     saved = sum(_num_common(one, other) for one, other in pairwise(keys))
@@ -151,7 +156,8 @@ def _num_common(one: bytes, other: bytes) -> int:
 class _Cost:
     """The cost of the requests under a node, by the depth (0 to `top`) of the lowest chosen node above.
 
-    Between two corners it falls by one token for each request whose prefix ends above.
+    Between two corners, the cost falls by one token per token of depth for each request whose prefix ends
+    above this node.
     """
 
     top: float
@@ -182,7 +188,7 @@ class _Cost:
             insort(self.corners, corner)
 
     def cut(self, most: float) -> float:
-        """Limit the cost to `most`; return the depth from which it is less."""
+        """Limit the cost to `most`; return the depth from which the cost is less."""
         if most > self.at_zero - 0.5:  # both are whole numbers, up to rounding
             return 0.0
         where, cost, slope, num_gone = 0.0, self.at_zero, self.slope_at_zero, 0

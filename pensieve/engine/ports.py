@@ -43,7 +43,7 @@ class Preparer(Protocol):
     def is_ready(self, turn_id: int) -> bool: ...
 
     def forget(self, turn_id: int) -> None:
-        """Forget the constraint of a turn that has ended and may never have begun."""
+        """Forget the constraint of a turn that has ended, even if the turn never began."""
 
 
 class KvPages(Protocol):
@@ -54,10 +54,10 @@ class KvPages(Protocol):
         """Bytes of the KV of one token, in all layers."""
 
     def read(self, places: Sequence[KvPlace]) -> bytes | bytearray:
-        """Return the bytes of these places, one after the other, as all launched iterations leave them."""
+        """Return the concatenated bytes of these places, after the writes of all launched iterations."""
 
     def is_intact(self, place: KvPlace, crc: int) -> bool:
-        """Whether a host page, whose bytes have this CRC, still has the bytes that were copied to it."""
+        """Whether a host page is unchanged since it was filled. `crc` is the CRC of its present bytes."""
 
     def write(self, host_page: int, num_slots: int, data: memoryview, crc: int) -> None:
         """Fill an unused host page."""

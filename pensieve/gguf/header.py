@@ -22,7 +22,7 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]  # as in torch, outermost first
     kind: str  # F32, BF16, Q4_K, ...
-    data: Any  # mapped from the file: rows of floats, or of bytes with blocks
+    data: Any  # mapped from the file: rows of floats, or rows of bytes that hold quantized blocks
 
     @property
     def num_elements(self) -> int:

@@ -2,8 +2,8 @@
 
 Linux puts a page on the node of the thread that writes the page first. One thread packs all weights, so most
 of the memory that a step reads would lie on one node, and all cores would wait for that node. Cores claim
-pieces of work from a counter (csrc/cpu/threads.h), so no page has a best place. Spread page by page, all
-nodes are read at once (docs/performance.md, "More cores").
+pieces of work from a counter (csrc/cpu/threads.h), so no page has a best place. If pages are
+interleaved over the nodes, the cores read from all nodes at once (docs/performance.md, "More cores").
 
 The policy is set before anything is loaded, for this thread and all threads that it starts. A policy that the
 operator has set with `numactl` is kept.

@@ -1,8 +1,8 @@
-"""Keep the parts of torch and transformers that serving never uses out of an engine's start.
+"""Speed up an engine's start: do not import the parts of torch and transformers that serving never uses.
 
-transformers imports torch's compiler only to mark functions with its decorators, and everything for
-distributed training if torch supports that. Both cost as much CPU time as torch itself. Call these functions
-before transformers is imported, and only in a process that serves a model.
+transformers imports torch's compiler only for its decorators. If torch supports distributed training,
+transformers also imports everything for that. Both cost as much CPU time as torch itself. Call these
+functions before transformers is imported, and only in a process that serves a model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def defer_compiler() -> None:
         setattr(module, name, _unmarked)
     sys.modules[COMPILER] = module
     torch._dynamo = module
-    # transformers imports this submodule, which needs nothing else of the package. Other submodules do, and
-    # the import system asks for the path before it imports one.
+    # transformers imports this submodule, which needs nothing else of the package. Other submodules need the
+    # whole package. The import system reads the package's `__path__` before it imports them, so deleting
+    # `__path__` makes `_Deferred` load the package then.
     with contextlib.suppress(ImportError):
         importlib.import_module(f"{COMPILER}._trace_wrapped_higher_order_op")
     if isinstance(module, _Deferred):

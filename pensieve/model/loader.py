@@ -4,7 +4,7 @@
 
 * lacks weights (transformers would fill them with random numbers);
 * has weights that the model would ignore, or is an adapter;
-* has a quantization that transformers does not know (it would drop the scales).
+* has a quantization that transformers does not know (transformers would drop the scales).
 
 Then `probe` measures the model and refuses it, with the reason, if it cannot be served exactly.  Each error
 message is one line.
@@ -190,7 +190,8 @@ def _quantization(folder: Path, config: Any) -> str | None:
         named = getattr(each, "quantization_config", None)
         if named is not None:
             method = named.get("quant_method") if isinstance(named, dict) else named.quant_method
-            is_bits = method is None or str(method).endswith("bitsandbytes")  # it has two names
+            # bitsandbytes has two method names, which end in the same word.
+            is_bits = method is None or str(method).endswith("bitsandbytes")
             return None if is_bits else str(getattr(method, "value", method))
     # Older ModelOpt checkpoints store the method in a file of its own.
     return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
@@ -331,10 +332,12 @@ def _read_weights(
 
 
 def _would_count(module: Any, key: str) -> bool:
-    """Whether a weight without a place in the model belongs to a part that the model has.
+    """Whether an unexpected checkpoint weight belongs to a module that the model has.
 
-    Examples are a scale or a bias beside a loaded weight, or an additional norm in a layer.  A weight beside
-    the layers, or in a layer after the model's last layer, belongs to another part.
+    Ignoring such a weight would change results.
+
+    Examples are a scale or a bias of a module whose weight is loaded, or an additional norm in a layer.  A
+    weight outside of the layers, or in a layer after the model's last layer, belongs to another module.
     """
     if LEFT_OUT.search(key):
         return False

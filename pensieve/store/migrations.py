@@ -1,15 +1,17 @@
 """The SQLite schema, as a list of migrations.
 
 Each migration runs in one transaction with the record that it ran, and sets `user_version` to its number. A
-database with conversations is first copied to a file beside it. The next deletion removes the copy, because
-deletions must reach everything. A database of a newer Pensieve is refused. The tables:
+database with conversations is first copied to a file in the same folder. The next deletion removes the copy,
+because deletions must reach everything. A database of a newer Pensieve is refused. The tables:
 
     conversations   one row each; `key` is a digest of (tenant, conversation_id)
     turns           one row per request; `request_key` is a digest of its request_id, unique within the
-                    conversation; `idempotency_key` finds a request with an Idempotency-Key in all of them
+                    conversation; `idempotency_key` finds a request by its Idempotency-Key, in any
+                    conversation
     messages        one row per message, shared by every conversation whose history holds it
     history         the messages of a conversation, in order: (position, message)
-    bodies          the private part of all three, logprobs of turns, responses (bodies.py)
+    bodies          the private part of conversations, turns and messages; logprobs of turns; responses
+                    (bodies.py)
     space           one row: the bytes that wiped bodies waste
     tenants         the bytes that each tenant's conversations take (bodies.py)
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
@@ -23,7 +25,7 @@ deletions must reach everything. A database of a newer Pensieve is refused. The 
 
 A message exists while something holds it: a row of `history`, or the turn that made it, which may be
 replayed. Both are indexed, so a lookup finds whether a message is held, and no reference count can be
-wrong. A fork copies rows of `history` but no text or token; a rewind deletes them.
+wrong. A fork copies rows of `history` but no text or token. A rewind deletes rows of `history`.
 """
 
 from __future__ import annotations

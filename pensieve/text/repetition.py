@@ -11,9 +11,9 @@ STRIDE = 16  # tokens between two looks: a look costs about a microsecond
 class RepetitionDetector:
     """Watch one reply, and tell when its end is a single pattern, repeated.
 
-    The reply repeats itself once its last `num_tokens` tokens, and at least REPEATS patterns, have a
-    period: each of them equals the token one pattern before it. Only exact repetition counts, so numbered
-    lists, tables and code with any variation never match.
+    Let p be the length of the pattern. The reply repeats itself if its last max(`num_tokens`, REPEATS · p)
+    tokens have the period p: each token equals the token p positions earlier. Only exact repetition counts:
+    numbered lists, tables and code with any variation never match.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -33,8 +33,8 @@ class RepetitionDetector:
 def period_of_end(tokens: array[int], num_tokens: int) -> int:
     """Return the period of the last max(num_tokens, REPEATS * period) tokens; 0 without one.
 
-    Periods above `num_tokens` are not looked for. A period shifts the last tokens onto equal ones, so only
-    places where a copy of them is found (by `bytes.rfind`) are compared.
+    Periods above `num_tokens` are not looked for. If there is a period p, the last few tokens also occur p
+    positions earlier. So only distances at which `bytes.rfind` finds a copy of them are checked.
     """
     data, width = tokens.tobytes(), tokens.itemsize
     end = data[-max(num_tokens // REPEATS, 1) * width :]

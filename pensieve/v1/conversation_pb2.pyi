@@ -237,8 +237,8 @@ class Conversation(google.protobuf.message.Message):
 
     @property
     def fields_left_out(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Of metadata, tools and template_options those that are larger than this version takes, and so are not in this
-        message: an earlier version took them.
+        """Names of the fields (metadata, tools, template_options) that exceed this version's limits and are therefore missing
+        here. An earlier version accepted them.
         """
 
     def __init__(
@@ -471,8 +471,8 @@ class Sampling(google.protobuf.message.Message):
     Applied before temperature and the other limits.
     """
     stop_repetition: builtins.int
-    """Ends the reply, with FINISH_REASON_REPETITION, when its last so many tokens only repeat a pattern, at least four
-    times; 0: never.
+    """A number of tokens N; 0: off. The reply ends with FINISH_REASON_REPETITION when its last N tokens only repeat a
+    pattern that occurs at least four times.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -557,10 +557,10 @@ class CreateConversationRequest(google.protobuf.message.Message):
     """System prompt, at most 1 MiB."""
     prefix_id: builtins.str
     """Either the id of a declared prefix (CreatePrefix): the conversation begins with its messages, tools, options and
-    KV. system_prompt, tools or template_options beside it are FAILED_PRECONDITION. Or a name of your own for
-    conversations with the same system prompt and tools: once one of them has finished a turn, new ones reuse its KV
-    for their common first tokens. The first conversation fixes the text; another text under this name is
-    FAILED_PRECONDITION.
+    KV. system_prompt, tools or template_options together with it are FAILED_PRECONDITION. Or a name of your own for
+    conversations with the same system prompt and tools: once one of these conversations has finished a turn, new
+    conversations reuse its KV for their common first tokens. The first conversation fixes the text; another text under
+    this name is FAILED_PRECONDITION.
     """
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
@@ -815,9 +815,10 @@ class SendMessageRequest(google.protobuf.message.Message):
     expected_revision: builtins.int
     """If set, the conversation must be at this revision."""
     priority: builtins.int
-    """In -8..8. The waiting turn of a tenant with the highest priority runs next. If there is no room, a running turn
-    of lower priority is suspended and continues later without losing its work. One turn in 64 has the next lower
-    priority, so no turn starves. A token may limit the priority; higher values are lowered to that limit.
+    """In -8..8. Among the waiting turns of one tenant, the turn with the highest priority runs next. If there is no room,
+    a running turn of lower priority is suspended and continues later without losing its work. One start in 64 goes to
+    a turn of the next lower priority, so no turn starves. A token may limit the priority; higher values are lowered to
+    that limit.
     """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
@@ -933,7 +934,9 @@ class Hints(google.protobuf.message.Message):
     EXPECTED_RETURN_SECONDS_FIELD_NUMBER: builtins.int
     LAST_TURN_FIELD_NUMBER: builtins.int
     expected_return_seconds: builtins.float
-    """Expected seconds until the next message. The conversation counts as already idle for that long."""
+    """Expected seconds until the next message. For eviction, the conversation is treated as if it had already
+    been idle for this time.
+    """
     last_turn: builtins.bool
     """The client expects to send no further message."""
     def __init__(
@@ -1002,7 +1005,7 @@ class TurnStarted(google.protobuf.message.Message):
     revision: builtins.int
     """The conversation's revision before the turn."""
     request_id: builtins.str
-    """The request's id, or the one that the server generated."""
+    """The request's id, or the id that the server generated."""
     replayed: builtins.bool
     """The turn had already finished. The events are read from the history."""
     attempt: builtins.int
@@ -1759,11 +1762,11 @@ class ServerInfo(google.protobuf.message.Message):
     model: builtins.str
     """Id on a model hub, name of a folder, or "built-in"."""
     fingerprint: builtins.str
-    """Fingerprint of model, tokenizer and chat template. Daemons with the same fingerprint make the same tokens of the
-    same messages.
+    """Fingerprint of model, tokenizer and chat template. Daemons with the same fingerprint turn the same messages into
+    the same tokens.
     """
     state: Global___ServerState.ValueType
-    """Whether it takes turns."""
+    """Whether the daemon accepts turns."""
     dtype: builtins.str
     """Data type of computations, such as bfloat16; empty until the model is loaded."""
     weights: builtins.str
@@ -1785,12 +1788,14 @@ class ServerInfo(google.protobuf.message.Message):
     model is loaded.
     """
     kv_dtype: builtins.str
-    """Data type of KV: that of dtype, or int8; empty until the model is loaded."""
+    """Data type of KV: the type in dtype, or int8; empty until the model is loaded."""
     defaults_from_model: builtins.bool
-    """Whether the model's generation_config.json names values of sampling; else default_sampling are Pensieve's own."""
+    """Whether the model's generation_config.json has sampling values. If not, default_sampling has Pensieve's defaults."""
     @property
     def default_sampling(self) -> Global___Sampling:
-        """The sampling values of a request that sets none: numbers only, each set unless the daemon is of an earlier version."""
+        """The defaults for requests that set no sampling values. Every numeric field is set, except by daemons of earlier
+        versions.
+        """
 
     def __init__(
         self,

@@ -53,11 +53,12 @@ INNER_SCHEMAS = frozenset(
 
 class FormatFields(NamedTuple):
     constraint: Constraint | None = None
-    params: Mapping[str, str] = {}  # the body's names of the constraint's fields
+    # maps each field of the constraint to its name in the request body
+    params: Mapping[str, str] = {}
 
 
 def refuse_form(form: FormatFields) -> None:
-    """Refuse a required form beside prefill: it would apply only to the continuation."""
+    """Refuse a required form together with prefill: the form would apply only to the continuation."""
     if form.constraint is not None:
         where = next(iter(form.params.values()), "response_format")
         problem = "cannot be combined with a reply that the client has begun"
@@ -179,11 +180,13 @@ class ToolRules:
     """The tools of a body, and the rules for their calls."""
 
     tools: tuple[Mapping[str, Any], ...] = ()  # in the shape of a chat completion, for the template
-    strict: Mapping[int, str] | None = None  # by index: the body's name of the tool's flag
+    # index of each strict tool -> path of its `strict` flag in the request body
+    strict: Mapping[int, str] | None = None
     callable: frozenset[str] | None = None  # names; None: all
-    where: str = ""  # the body's name of the choice that requires or restricts calls
+    where: str = ""  # path in the request body of the tool choice that requires or restricts calls
     must: bool = False
-    single: str = ""  # the body's name of the flag that allows one call; "": several
+    # path in the request body of the flag that limits the reply to one call; "": no limit
+    single: str = ""
 
     @property
     def param(self) -> str:

@@ -96,7 +96,10 @@ def digests(
 
 
 def after(digest: bytes, message: Message, calls: Mapping[str, int] | None = None) -> bytes:
-    """Extend a digest by a message; `calls` has the positions of the calls that it may answer, by id."""
+    """Extend a digest by a message.
+
+    `calls` maps the ids of tool calls that the message may answer to their positions.
+    """
     return _digest(digest, _written(*_canonical(message, calls or {})))
 
 

@@ -1,10 +1,10 @@
 """Run the dense parts of a decoder layer on a GPU, mostly in torch operations.
 
 `protocol` is the interface.  `transformers` makes about twenty launches per layer; this module makes about
-ten.  Products with one input become one product.  A sum and its norm are one launch if the norm's weights are
-exact in the rows' type, and so are a gate and its product (csrc/cuda/fused_rows.cu).  Queries and keys are
-rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).  The model's own modules
-are not used, so an iteration can be captured as a CUDA graph.
+ten.  Products with one input become one product.  A gate and its product are one launch.  A sum and its norm
+are also one launch, if the rows' type holds the norm's weights exactly (csrc/cuda/fused_rows.cu).  Queries
+and keys are rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).  The model's
+own modules are not used, so an iteration can be captured as a CUDA graph.
 
 Weights keep their type: `int8` is not supported.
 """
@@ -64,7 +64,10 @@ class CudaLayerKernels:
         if not isinstance(weights.mlp, MlpWeights):
             return "the GPU's layers do not support experts"
         if weights.parallel or not weights.rotates or not weights.mlp.into.gated:
-            return "the GPU's layers support only a rotation, and a gated MLP after the attention"
+            return (
+                "the GPU's layers need rotary embeddings, and a gated MLP that runs after the attention, "
+                "not in parallel"
+            )
         if any(norm.centred for norm in weights.norms.values()):
             return "the GPU's layers do not support LayerNorm"
         return ""
@@ -83,7 +86,7 @@ class CudaLayerKernels:
 
 
 class CudaPackedWeights:
-    """Hold the weights of a product, or of several with the same input, as one matrix."""
+    """Hold the weights of a product, or of several products with the same input, as one matrix."""
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ and a host page belongs to one chunk.  So a different sum means failing memory o
 are then recomputed, as if the page had been dropped.
 
 A page that a group of streamed turns stores to (core/iteration.py) changes with each token.  It gets its sum
-when it is full, that is, when all of its slots were stored.  Until then it counts as intact.
+when it is full, that is, when all of its slots were stored. Until then, the page counts as intact.
 
-The computing thread pays one millisecond for one to two MiB of pages, in each direction.
+Checksums cost the computing thread one millisecond for one to two MiB of pages, in each direction.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class PageChecksums:
         return known.crc == crc or self.is_intact(page)
 
     def is_intact(self, page: int) -> bool:
-        """Whether a page still holds what was copied to it, if that is known; log a warning if not."""
+        """Whether a page still has the checksum that it was stored with.
+
+        A page that is still filling counts as intact. A mismatch or a missing checksum logs a warning.
+        """
         if page in self._growing:
             return True
         known = self._sums.get(page)

@@ -5,11 +5,12 @@ A CPU's copier copies in a thread, layer by layer.  A GPU's copier uses streams.
     submit ──> pages of layer 0 │ layer 1 │ layer 2 │ …          begins when earlier iterations have written
     forward ── wait_layer(0) ─ layer 0 computes ─ wait_layer(1) ─ layer 1 computes …
 
-Swap-ins come first, lowest layer first, because a layer's attention may be waiting for them.  Swap-outs free
-pages that nothing needs at once, so they proceed only while no swap-in is outstanding.
+Swap-ins come first, lowest layer first, because a layer's attention may be waiting for them.  Swap-outs are
+not urgent, because nothing waits for the pages that they free.  So they run only while no swap-in is
+outstanding.
 
 A copy is *finished* when all of its layers have arrived.  `poll` and `wait_any` report each finished copy
-once.  Until then the core reuses neither of its pages.  Copies may finish in any order.
+once.  Until a copy is reported, the core reuses neither of its pages.  Copies may finish in any order.
 
 The computing thread calls `submit`, `wait_layer`, `launch_rest` and `arriving`.  Another thread may call
 `poll` and `wait_any`, one call at a time.  An error in a copy ends the worker, and every present and later
@@ -54,7 +55,7 @@ class Copier(ABC):
 
     @abstractmethod
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
-        """Start these copies.  All forwards of earlier iterations must have been launched before."""
+        """Start these copies.  All forwards of earlier iterations must already be launched."""
 
     @abstractmethod
     def launch_rest(self) -> None:
@@ -125,10 +126,10 @@ class CpuCopier(Copier):
 
     * A swap-in writes device pages that nothing reads before `wait_layer` of that layer: the core gives
       them to no slice of an earlier iteration, and every layer of a later forward waits first.
-    * A swap-out reads slots that earlier iterations wrote.  Their forwards have returned when `submit` is
-      called: on a CPU `launch` computes, even if the iteration before is not yet collected.  Those slots are
-      not written again: full chunks never change, and of a partly filled chunk only `num_slots` are copied,
-      while new tokens go behind them.
+    * A swap-out reads slots that earlier iterations wrote.  On a CPU, `launch` returns only after the
+      forward has been computed.  So these forwards are over when `submit` is called, even if an earlier
+      iteration was not collected yet.  Those slots are not written again: full chunks never change, and of a
+      partly filled chunk only the first `num_slots` slots are copied, while new tokens go to later slots.
     * The core reuses neither page of a copy before that copy is reported, so no target is written twice
       and no source is overwritten.  The copy is reported under the lock, after the last layer.
     """
@@ -239,7 +240,7 @@ class Streams(Protocol):
         """Make this stream the current stream inside the block."""
 
     def record(self, stream: Any) -> Event:
-        """Record an event behind everything launched on the stream."""
+        """Record an event after everything launched on the stream."""
 
     def adopt_thread(self) -> None:
         """Make this device the calling thread's current one."""
@@ -274,28 +275,28 @@ class TorchStreams:
 class _SwapInJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
-    events: list[Event]  # one behind each launched layer
+    events: list[Event]  # one after each launched layer
 
 
 @dataclass(slots=True, eq=False)
 class _SwapOutJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
-    after: Event  # behind the forwards that wrote these pages
+    after: Event  # after the forwards that wrote these pages
     next_layer: int = 0
 
 
 class CudaCopier(Copier):
-    """Copy on two streams beside the computing stream: one for swap-ins, one for swap-outs.
+    """Copy on two streams, in parallel with the computing stream: one for swap-ins, one for swap-outs.
 
         compute    ├ wait e0 ┤ layer 0 ├ wait e1 ┤ layer 1 ├ …        the host never waits
         swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            launched some layers ahead
         swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
     Each layer of a swap-in is followed by an event.  `submit` launches the first `LAYERS_AHEAD` layers.
-    `wait_layer(n)` launches the layers up to `LAYERS_AHEAD` behind n, and makes the computing stream wait for
-    the events of layer n; the host does not wait.  `launch_rest` launches the remaining layers after the
-    forward.  Launching all layers at once would delay the launch of the first layer's compute.
+    `wait_layer(n)` launches the copies of all layers up to n + `LAYERS_AHEAD`.  It makes the computing
+    stream, not the host, wait for the events of layer n.  `launch_rest` launches the remaining layers after
+    the forward.  Launching all layers at once would delay the launch of the first layer's compute.
 
     Swap-outs are not urgent.  A worker thread launches them a unit at a time (some layers, about
     `UNIT_BYTES`), and only while no swap-in is outstanding, so they yield after at most one unit.  A swap-in
@@ -303,17 +304,19 @@ class CudaCopier(Copier):
 
     Why no page is read or written wrongly:
 
-    * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event.
+    * A swap-in reads only host pages whose swap-out was reported.  A swap-out is reported after the host has
+      seen its event.
     * A swap-in writes device pages that a launched iteration may still read or write: an iteration that
       samples nothing is committed before the device has finished it.  So the swap-in waits for an event that
-      `submit` records on the computing stream, behind all launched iterations.  A layer that reads the pages
+      `submit` records on the computing stream, after all launched iterations.  A layer that reads the pages
       later waits for the layer's event.
     * A swap-out reads slots that earlier iterations wrote.  Their forwards may still run, so the first unit
-      waits for an event that `submit` records on the computing stream, behind all of them.  Those slots are
-      not written again: full chunks never change, and of a partly filled chunk only `num_slots` are copied.
+      waits for an event that `submit` records on the computing stream, after all of these forwards.  Those
+      slots are not written again: full chunks never change, and of a partly filled chunk only the first
+      `num_slots` slots are copied.
     * The core reuses neither page of a copy before that copy is reported.  A copy is reported when the host
-      has seen the event behind its last layer.
-    * A job keeps its tensors of page numbers, which may lie on the device, until then.
+      has seen the event after its last layer.
+    * A job keeps its tensors of page numbers, which may be on the device, until its copies are reported.
 
     One lock guards all state that threads share.  The worker holds it while launching a unit, so `submit`
     either sees the unit or prevents it.
@@ -323,7 +326,7 @@ class CudaCopier(Copier):
         self._streams = streams or TorchStreams(memory.device_arena.device)
         self._swap_ins: list[_SwapInJob] = []
         self._swap_outs: list[_SwapOutJob] = []
-        self._unit: Event | None = None  # behind the last unit of swap-outs
+        self._unit: Event | None = None  # after the last unit of swap-outs
         super().__init__(memory)
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:

@@ -16,7 +16,7 @@ of G in layer l is step n = l · G + g, and its arena is n % 2:
     compute            ├ wait a ┤ attend 0 ┤A├ wait b ┤ attend 1 ┤B├ wait c ┤ …     … ├ wait for the last ┤
 
 All copies of all passes are launched on one stream, so they are ordered.  The host does not wait:
-`wait_loaded` makes the computing stream wait for the event behind a load, and `attended` records an event
+`wait_loaded` makes the computing stream wait for the event after a load, and `attended` records an event
 that the staging stream waits for before the store.
 
 Why no page is read or written wrongly:
@@ -27,16 +27,18 @@ Why no page is read or written wrongly:
   nothing: its store is empty, not missing.
 * A slot of an arena that was neither loaded nor written may hold anything.  No slice attends to it: the
   loaded slots and the group's own writes cover the contexts of all its slices (guaranteed by the core), and
-  slots behind a slice's position reach no result.
+  slots after a slice's position reach no result.
 * Store n copies leading slots, including loaded slots.  It overwrites them with their own values: a page that
   a group stores is in no other group, so nothing else writes it in this iteration.
 * A group loads what earlier iterations have left on the host in that layer.  Stores of earlier passes come
-  before, because all copies are ordered.  Swap-outs into such a page were reported before.
+  before the load, because all copies are ordered.  A swap-out into such a page was reported before the group
+  was planned.
 * A later reader or writer of host pages sees all stores, be it a swap-in, a swap-out into a released page, or
-  the checksums.  `end` makes later computations wait for the last store, and these readers and writers begin
-  behind such a computation.
-* A swap beside the pass shares at most pages that the pass only reads (full pages that turns share): the core
-  reuses neither page of a copy before it is reported, and a turn is never resident and streamed at once.
+  the checksums.  `end` makes the computing stream wait for the last store.  These readers and writers wait
+  for an event that is recorded on the computing stream after that.
+* A swap may run during the pass.  The only pages used by both are full pages shared between turns, which the
+  pass only reads.  There are two reasons: the core does not reuse the pages of a copy before the copy is
+  reported, and no turn is resident and streamed at once.
 
 If a pass fails (out of memory), `abandon` gives it up: no further copies of it are launched.  The host pages
 then hold the old contents or some of the pass's stores.  Computing the pass again writes the same values.
@@ -71,17 +73,18 @@ class StagedStreamer:
         self._streams = streams
         self._moves: list[GroupMoves] = []  # of the current pass; empty between passes
         self._num_steps = 0
-        self._loaded: list[copier.Event] = []  # one behind each launched load
+        self._loaded: list[copier.Event] = []  # one after each launched load
         self._attended = 0
         self._abandoned = False
 
     def begin(self, groups: Sequence[PageGroup]) -> None:
         """Begin a pass: load the first groups of the first layer.
 
-        These loads need no event of the computing stream: they are behind all copies of the pass before, and
-        those copies are behind the attention that used the arenas.  An abandoned pass may have left kernels
-        that read arenas without an event behind them.  So the next pass begins behind all work launched until
-        then.  The tensors of page numbers are uploaded and freed on the staging stream only.
+        These loads need not wait for the computing stream.  They follow the stores of the previous pass on
+        the same stream, and those stores waited for the attention that used the arenas.  An abandoned pass
+        may have left kernels that read arenas without an event after them.  So the next pass begins after
+        all work that was launched earlier.  The tensors of page numbers are uploaded and freed on the staging
+        stream only.
         """
         assert not self._moves, "a pass is already running"
         streams = self._streams
@@ -117,7 +120,7 @@ class StagedStreamer:
         """Make later computations wait until everything is stored.
 
         The last layer's MLP is launched by then, so the wait is short.  The copier's swaps wait for an event
-        that `submit` records behind this.
+        that `submit` records after this wait.
         """
         assert self._attended == self._num_steps, "a layer has not attended"
         streams = self._streams
@@ -185,9 +188,9 @@ class InOrder:
 class InPlaceStreamer:
     """Let streamed turns attend to the host tier itself: all work is done in the order of the calls.
 
-    The core's guarantees for groups hold for the host pages themselves.  A group writes slots behind the
-    existing slots, and nothing else reads them in this iteration.  A swap-in beside it copies slots that
-    earlier iterations have written.
+    The core's guarantees for groups hold for the host pages themselves.  A group writes slots after the
+    existing slots, and nothing else reads the new slots in this iteration.  A swap-in during the pass copies
+    slots that earlier iterations have written.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -234,7 +237,10 @@ def arena_of(step: int) -> int:
 
 
 def in_host_pages(slices: Sequence[Slice], groups: Sequence[PageGroup]) -> list[Slice]:
-    """Return the slices, with host pages in the page tables of groups."""
+    """Return the slices.
+
+    In the slices of groups, page tables hold host page numbers instead of indices into the group's pages.
+    """
     found = list(slices[: groups[0].first_slice])
     for group in groups:
         pages = group.host_pages

@@ -3,7 +3,7 @@
     text ─push─> "I'll look. "  CallBegan(0, "get_weather")  CallArguments(0, '{"city"')  …  "Done."
 
 A scanner starts where a call may begin (`styles`). It gets one character after the other, until one of
-these:
+these events:
 
     it returns               the calls are whole, and what closed them is not text
     it raises NoCall         what it read since its last report is text, exactly as sampled; a call that had
@@ -11,8 +11,9 @@ these:
     WITHHELD_MAX             it read that many characters without a report: as with NoCall
     the reply ends           as with NoCall
 
-After a scanner stopped, only a mark at the end of what it read, or the beginning of a mark, is read again.
-So each character is read a few times at most, and at most WITHHELD_MAX characters are withheld.
+After NoCall, the text that the scanner read is not scanned again. The exception is a (partial) mark at its
+end, because a call may begin there. So each character is read a few times at most, and at most WITHHELD_MAX
+characters are withheld.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class CallFinder:
         self._found: list[Found] = []
 
     def push(self, text: str, in_part: bool) -> list[Found]:
-        """Add text of the reply. `in_part`: a control token opened this as a part of calls."""
+        """Add text of the reply.
+
+        `in_part`: this text is in a section that a tool-call control token opened.
+        """
         if in_part != self._in_part:
             self._in_part = in_part
             self._may_open = in_part or (self._is_blank and self._style.opens_reply)
@@ -57,7 +61,7 @@ class CallFinder:
         return self._take()
 
     def interrupt(self) -> list[Found]:
-        """End the text here, or interrupt it for something else."""
+        """End the text, or interrupt it for another part of the reply."""
         if self._scan is not None:
             self._stop()
         return self._take()
@@ -112,7 +116,10 @@ class CallFinder:
         return True
 
     def _stop(self, *, again: bool = False) -> None:
-        """Turn what the scanner read into text. `again`: except a mark at its end, which is read again."""
+        """Stop the scanner, and turn what it withheld into text.
+
+        With `again`, a mark or the beginning of one at its end goes to a new scanner.
+        """
         self._collect()
         self.calls.break_off()
         text = "".join(self._withheld)
@@ -132,7 +139,10 @@ class CallFinder:
         return bool(self._style.mark) and (self._in_part or not self._style.mark_is_token)
 
     def _mark_length(self, text: str) -> int:
-        """Return the length of the mark, or its beginning, at the end of a longer text."""
+        """Return how many characters at the end of `text` are the mark or its beginning.
+
+        0 if none, and never the whole text.
+        """
         mark = self._style.mark if self._mark_counts else ""
         lengths = range(min(len(mark), len(text) - 1), 0, -1)
         return next((each for each in lengths if text.endswith(mark[:each])), 0)

@@ -111,7 +111,10 @@ def _scalar(character: str, emit: Emit) -> Scan[str]:
 
 
 def _number(text: str) -> str:
-    """Return a number as JSON. Python also allows no digits on one side of the point."""
+    """Return a number as JSON.
+
+    Unlike JSON, Python allows numbers without digits before or after the point (`.5`, `1.`).
+    """
     mantissa, exponent_mark, exponent = text.lower().partition("e")
     if mantissa.endswith("."):
         mantissa += "0"
@@ -125,7 +128,11 @@ def _number(text: str) -> str:
 
 
 def _string(quote: str, emit: Emit) -> Scan[str]:
-    """Read a string. If only the next character shows that the string is empty, return that character."""
+    """Read a string.
+
+    After two quotes, the next character shows whether the string is empty or triple-quoted. If it is empty,
+    return that character, else "".
+    """
     emit('"')
     character, num_quotes, end = (yield), 0, 1
     if character == quote:

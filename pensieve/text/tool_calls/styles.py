@@ -1,10 +1,12 @@
 """How families of models write calls, and which family a model belongs to.
 
-A style says where in a reply a call may begin. Its scanner reads on from there. A call may begin:
+A style says where in a reply a call may begin. Its scanner reads from the first character of a call. A call
+may begin:
 
 * At a mark, anywhere. If the mark is a control token of the model, only that token counts
   (`Part.TOOL_CALL`), so text that looks like the mark begins no call.
-* At the beginning of a part that a control token opened, because that token may have no text.
+* At the beginning of a section that a control token opened. The token may decode to no text, so the mark
+  itself may be missing.
 * At the beginning of the reply, for families without a mark.
 
 If calls are JSON, a grammar can enforce them. The chat template shows in which form (call_grammars.py).
