@@ -34,7 +34,7 @@ PATIENCE = 60.0  # seconds, of a step
 QUIET = [
     r"pensieve: (creating|updating|[123] of 3|the environment is ready).*",
     r"pensieve: (creating|updating|installing) [\w ]+, \d+ s.*",  # one line, while pip runs
-    r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*', which is installed once",
+    r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*'; installing it once",
     r"pensieve: installing the extra \w+: .*",
     r"smollm2: (fetching|fetched|llama,) .*",
     r"converting smollm2: \d+ %",
