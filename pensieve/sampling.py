@@ -223,7 +223,7 @@ class Sampling:
 
 
 class DefaultSampling(NamedTuple):
-    """What applies to a request that names no sampling values, through every door."""
+    """The sampling values for a request that gives none. They are the same for every API."""
 
     sampling: Sampling
     from_model: bool  # the model's files name the values

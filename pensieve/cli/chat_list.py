@@ -24,7 +24,7 @@ class ChatList:
     def __init__(
         self, client: Client, cached: Callable[[str], Cached | None] = lambda conversation_id: None
     ) -> None:
-        """`cached` returns what is cached at the daemon of a conversation."""
+        """`cached` takes a conversation's id, and returns what the daemon has cached of that conversation."""
         self._client = client
         self._cached = cached
         self._shown: dict[int, str] = {}  # ids by number

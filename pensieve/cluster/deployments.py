@@ -5,12 +5,13 @@ Ray's consistent hashing, and other calls to any replica. The daemon there forwa
 conversation's owner, if that is another daemon. Ray decides the number, place and resources of replicas:
 `args` gives the usual values, and `deployments` in the YAML file overrides them, including autoscaling.
 
-If its daemon ends, an actor exits. Ray notices at its next health check, after at most HEALTH_PERIOD, and
-routers at their next call. A failing health check would have to fail three times first, and calls would go
-to the dead daemon meanwhile.
+A replica is a Ray actor. It exits when its daemon ends. Ray notices at its next health check, after at most
+HEALTH_PERIOD, and routers at their next call. The actor does not just report a failing health check: Ray
+would wait for three failures, and send calls to the dead daemon meanwhile.
 
-A replica that Ray wants to end drains by itself (`is_wanted_to_end`), because Ray would wait for its calls
-and then kill it while a call is running. Ray's timeout is longer than the drain.
+A replica notices that Ray wants to end it (`is_wanted_to_end`), and drains by itself. If it left this to Ray,
+Ray would wait only until its timeout and could then kill the replica during a call. Ray's timeout is longer
+than the drain.
 """
 
 from __future__ import annotations

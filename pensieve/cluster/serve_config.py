@@ -112,7 +112,10 @@ def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None
 
 
 def with_next_generation(application: dict[str, Any]) -> dict[str, Any]:
-    """Return the application's configuration with a change that only new processes see."""
+    """Return the application's configuration with the next generation number in an environment variable.
+
+    Because of this change, Ray replaces every replica.
+    """
     return _with_generation(application, int(_generation(application) or "0") + 1)
 
 

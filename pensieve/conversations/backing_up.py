@@ -84,7 +84,10 @@ class BackupWriter:
             await asyncio.sleep(max(SECONDS, PAUSE_SHARE * (now() - began)))
 
     async def _write(self) -> None:
-        """Write the changes, after a write in progress. The write goes on if this call is cancelled."""
+        """Write the changes. If another write is in progress, wait for it first.
+
+        The write goes on if this call is cancelled.
+        """
         job = self._threads.loop.create_task(aside(self._moment))
         job.add_done_callback(lambda job: job.cancelled() or job.exception())
         while not (await asyncio.wait({job}, timeout=SLOW_SECONDS))[0]:

@@ -87,7 +87,10 @@ class KvSource:
         self.num_parts = 0
 
     async def parts(self, tenant: str, conversation_id: str, num_tokens: int) -> Parts:
-        """Yield the header, then parts with the KV of these tokens that is here, the last part first."""
+        """Yield the header, then parts with the KV that this daemon has of these tokens.
+
+        The last part comes first.
+        """
         yield KvHeader(identity_of(self._daemon))
         key = cache_key(tenant, conversation_id)
         async with self._exports:
@@ -152,7 +155,8 @@ class KvReceiver:
     def __init__(self, daemon: Daemon, fetch: Fetch, *, always: bool = False) -> None:
         """`always`: fetch KV even if computing it is predicted to be faster."""
         self.times = TransferTimes()
-        self.num_pulls = self.num_tokens = self.num_bytes = 0  # adopted, and received
+        # pulls begun, tokens adopted, bytes received
+        self.num_pulls = self.num_tokens = self.num_bytes = 0
         self._daemon, self._fetch, self._always = daemon, fetch, always
         self._loop = asyncio.get_running_loop()
 

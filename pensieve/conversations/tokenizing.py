@@ -29,7 +29,7 @@ class TextPoolTokenizer:
             raise
 
     async def renew(self, outdated: OutdatedTokens) -> None:
-        """Tokenize a conversation again that was stored under another tokenizer or template."""
+        """Retokenize a conversation that was stored under another tokenizer or template."""
         tenant, lane = outdated.conversation.tenant, outdated.conversation.conversation_id
         tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
         await self._threads.in_store(tenant, self._history.renew, outdated, tokens, lane=lane)

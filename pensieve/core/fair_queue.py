@@ -13,14 +13,14 @@ token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 
   to the counter of the share that was admitted last.
 
 So a share that submits a thousand turns delays another share's next turn by one turn, not by a thousand.
-While two shares wait, they get tokens in proportion to their weights, except for tokens that turns already
-running still sample. A begun prefill gives way to other shares by the same rule.
+While two shares wait, they get tokens in proportion to their weights. Turns that already run go on sampling,
+which can shift this ratio. A begun prefill gives way to other shares by the same rule.
 
 **Within a share**, turns wait in lines, first come, first served. Each priority has two lines: one for
 prompts that fit into an iteration, one for longer prompts. Higher priorities go first, and short prompts
 before long ones. So a document of a hundred thousand tokens does not block other messages, even if it does
-not fit into memory. A line is overdue, and its first turn is next, if so many turns have passed it that came
-later:
+not fit into memory. If too many later turns were admitted before a line, the line is overdue and its first
+turn is next. The limits are:
 
     TURNS_A_PRIORITY      turns of the next higher priority (twice as many of the priority above that, …)
     SHORT_TURNS           turns with short prompts, of the same priority
@@ -33,12 +33,13 @@ tokens lift no interactive share, and interactive tokens lift no background shar
 No turn waits for ever. As long as a share waits, tokens computed for another share raise that share's
 counter, and no lower counter can appear. Within a share each line moves, if slowly.
 
-**Prefills of a share** get the tokens of an iteration by level, and then the **shortest remaining prefill
-first**. So a message of one iteration does not wait for the hundred iterations of a document, which takes one
-iteration longer. This minimizes the mean time to the first token, but would starve long prompts. So a part is
-**held back for the oldest prefill**: younger ones leave it HELD_BACK of the prompt tokens in an iteration,
-and at least TOKENS_MIN (iteration_builder.py). The oldest prefill takes at most 1 / HELD_BACK times as long.
-If there is room for only one tile, the oldest prefill gets it in every TILE_EVERY-th iteration.
+Among the **prefills of a share**, those of a higher level get tokens first (level: priority plus one per
+preemption). Within a level, the **shortest remaining prefill** goes first. So a message that needs one
+iteration does not wait for a document that needs a hundred. The document ends one iteration later. This
+minimizes the mean time to the first token, but would starve long prompts. So a part is **held back for the
+oldest prefill**: younger ones leave it HELD_BACK of the prompt tokens in an iteration, and at least
+TOKENS_MIN (iteration_builder.py). So the oldest prefill takes at most 1 / HELD_BACK times as long as it would
+alone. If there is room for only one tile, the oldest prefill gets it in every TILE_EVERY-th iteration.
 
 A waiting turn is admitted beside prefills of its share only if it goes before all of them. Otherwise it would
 take pages and get no tokens.
@@ -74,7 +75,10 @@ class Share:
     passed: dict[Line, int] = field(default_factory=dict)  # turns that passed a line since it moved
 
     def in_order(self, excluded: Collection[Turn]) -> list[Turn]:
-        """Return the first turn of each line that is not excluded: overdue lines by arrival, then by rank."""
+        """Return, for each line, its first turn that is not excluded.
+
+        Overdue lines come first, by arrival; then the other lines, by priority and with short prompts first.
+        """
         firsts = (self._first_of(line, excluded) for line in self._lines_in_order())
         return [turn for turn in firsts if turn is not None]
 

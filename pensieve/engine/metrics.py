@@ -11,8 +11,8 @@ Times are figures of the latest five minutes (distributions.py), except stalls. 
 when an outcome is committed, so pipe, service and network do not count.
 
 Times are cheap to record: nearly all turns that get a token got their previous token in the same iteration,
-and so have the same gap. So there is a lookup per token and a logarithm per different gap. Suspended turns
-are checked in each iteration; usually there are none.
+and so have the same gap. So each token costs one dictionary lookup. Only each distinct gap is added to a
+histogram, which costs a logarithm. Suspended turns are checked in each iteration; usually there are none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Metrics:
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
         self._started_at = now
-        self.more: Callable[[], dict[str, float]] = dict  # further figures, of the executor say
+        # returns further figures, for example those of the executor
+        self.more: Callable[[], dict[str, float]] = dict
         self._by_finish = dict.fromkeys(FinishReason, 0)
         self._new_tokens = 0
         self._device_tokens = 0
@@ -197,7 +198,10 @@ class TurnTimes:
         self._errors.add(predicted, measured)
 
     def published(self, events: Sequence[EngineEvent]) -> None:
-        """Record tokens. They come right after `committed`, so its time is theirs."""
+        """Record tokens.
+
+        Tokens are published right after `committed`, so the time of that call counts as their time.
+        """
         now, token_at = self._committed_at, self._token_at
         num_since: dict[float, int] = {}  # number of gaps, by the time of the previous token
         for event in events:

@@ -14,7 +14,7 @@ cancel, deletion, shutdown), the lines without a result are still pending. An op
 *holds* the job: its activity is told to end, and no other begins until the operation is done.
 
 A job's turns are background turns: the scheduler gives them the capacity that interactive turns leave free.
-The job plans for `pages_share` of the device tier.
+A job starts only as many turns as it expects to fit into `pages_share` of the device tier's pages.
 """
 
 from __future__ import annotations
@@ -274,7 +274,10 @@ class BatchJobs:
                     await news.wait()
 
     def _next(self, jobs: Sequence[StoredJob], states: Sequence[JobState]) -> StoredJob | None:
-        """Return the next job: of the tenant whose turn it is, a running job, otherwise the oldest."""
+        """Return the next job.
+
+        The tenant served longest ago comes first; of its jobs, a running job, else the oldest waiting job.
+        """
         now = self._loop.time()
 
         def may_go(job: StoredJob) -> bool:
@@ -341,7 +344,10 @@ class BatchJobs:
             await asyncio.sleep(FORGET_SECONDS)
 
     async def _keep_homes(self) -> None:
-        """Publish which jobs are here, also after jobs were forgotten or came from an unshared history."""
+        """Publish regularly which jobs this daemon has.
+
+        This also covers jobs that were forgotten, and jobs from before the history was shared.
+        """
         assert self.homes is not None
         while True:
             seconds = FORGET_SECONDS
@@ -437,8 +443,8 @@ class BatchJobs:
 class IncomingFile:
     """The upload of a job's file: pieces of any length become numbered lines, a few at a time.
 
-    A line that is too long is kept only up to the limit, so it is refused by its number and uses no more
-    memory. Blank lines have a number and are not stored.
+    Of a line that is too long, only the beginning is kept, up to just over the limit. The line is refused
+    later, and the message names its number. Blank lines have a number and are not stored.
     """
 
     def __init__(self, header: JobHeader, bytes_left: int | None = None) -> None:

@@ -17,9 +17,12 @@ VARIABLE = "PENSIEVE_GPU_CHOICES"
 
 
 class Choices(NamedTuple):
-    hopper: int = 1  # run wide work in Hopper's own kernel; 0: in the other GPUs' kernel
+    # 1: on Hopper, compute long prompts (tiles of many rows) with Hopper's kernel;
+    # 0: with the kernel of the other GPUs
+    hopper: int = 1
     radix: int = 1  # draw tokens by a search in each row of logits; 0: by sorting the row
-    watchdog: int = 0  # end a kernel that waits for seconds with an error instead of hanging
+    # 1: if a kernel waits for seconds, stop it and report an error; 0: it may hang
+    watchdog: int = 0
 
 
 def of_text(text: str) -> Choices:

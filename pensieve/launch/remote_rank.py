@@ -4,13 +4,14 @@
        ^            └ refused, or nothing listens                                              │
        └────────── after a pause that doubles until a connection is accepted <─────────────────┘
 
-When any rank dies or hangs, the engine of rank 0 ends and another engine starts. The connections to its ranks
-end with it, and so do their processes. This module holds neither model nor state. It starts a new process for
-the next engine.
+When any rank dies or hangs, the engine of rank 0 ends and another engine starts. When the old engine ends,
+its connections to the ranks close, and the computing process of each rank exits. This module holds neither
+model nor state. It starts a new process for the next engine.
 
-The process owns the connection, and its standard input is a pipe from here. It ends when either of the two
-ends, so no process is left behind when this one is killed. A process that does not end (it was stopped, or
-its device hangs) is killed STOP_SECONDS after the connection has ended.
+The computing process owns the connection, and its standard input is a pipe from here. The computing process
+ends when the connection or the pipe closes. So it does not survive if the `pensieve rank` process is killed.
+A process that does not end (it was stopped, or its device hangs) is killed STOP_SECONDS after the connection
+has ended.
 
 A refusal by the engine does not end the command, because refusals are normal during an upgrade of several
 machines. Each refusal is a log line.

@@ -12,9 +12,9 @@ with absolute positions, a start, and the page table of its turn.
 
 On the host these are arrays of numbers.  One copy takes them all to the device.
 
-The last token of a slice may be a token that the iteration before samples and that only the device knows
-(`SampledIds`).  It is copied into the batch on the device.  If that row failed, token 0 takes its place and
-the slice's result is discarded.
+The last token of a slice may still be unknown to the host: the previous iteration samples it on the device
+(`SampledIds`).  It is copied into the batch on the device.  If sampling that token failed, token 0 is used
+instead and the slice's result is discarded.
 """
 
 from __future__ import annotations

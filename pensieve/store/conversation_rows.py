@@ -221,8 +221,8 @@ def idle_conversations(
 ) -> tuple[list[StoredConversation], int | None]:
     """Return some conversations of all tenants that last changed before that time, without declared prefixes.
 
-    Looks at LOOKED_AT rows with numbers above `after`, and returns the number to look after next; None at the
-    end.
+    Reads up to LOOKED_AT rows with numbers above `after`. Also returns the `after` of the next call, or None
+    at the end.
     """
     rows = conn.execute(
         "SELECT conversation, updated_at FROM conversations WHERE conversation > ?"
@@ -264,7 +264,8 @@ def insert_conversation(
     if pending is not None:
         private["pending"] = dict(pending)
     body = insert_body(conn, conversation.tenant, private)
-    # A conversation of a declared prefix does not define the beginning of others with the same name.
+    # A conversation under a declared prefix gets no prefix_key, so that an undeclared prefix with the same id
+    # does not copy its beginning.
     prefix_id = "" if is_declared else conversation.prefix_id
     return insert_numbered(
         conn,

@@ -160,7 +160,7 @@ class PrefixStore:
         return prefix.num_tokens if num_held == prefix.num_messages else 0
 
     def has_turns(self, conversation: StoredConversation) -> bool:
-        """Return whether the history is longer than its beginning."""
+        """Return whether the conversation has messages beyond those of its prefix."""
         with self._transactions.reading(is_snapshot=True) as conn:
             row = conn.execute(
                 "SELECT h.revision FROM history h JOIN conversations c USING (conversation)"

@@ -7,8 +7,8 @@ the turn is deleted with its messages. There is no third case: a history holds a
 none.
 
 A pass visits the turns in the order of their begin, up to the first that is too young. A step is one
-transaction if there is something to forget, otherwise a read. The next pass begins behind the leading turns
-that are all forgotten; this position is kept only in memory.
+transaction if there is something to forget, otherwise a read. The next pass skips the oldest turns up to the
+first one that is not forgotten. The position is kept only in memory.
 """
 
 from __future__ import annotations

@@ -46,5 +46,5 @@ def _problem(path: Path) -> str | None:
     if len(os.fsencode(path)) > SOCKET_BYTES_MAX:
         return "is too long for a socket"
     if "," in path.as_posix():
-        return "has a comma, which parts addresses in gRPC"
+        return "contains a comma, which gRPC reads as a separator between addresses"
     return None

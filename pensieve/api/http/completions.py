@@ -2,8 +2,8 @@
 
 A chat sends its whole history. The binder finds the stored conversation with these messages, and only the new
 messages are computed (conversations/binding). With `n` choices, the first continues that conversation, and
-the others continue forks. Nothing is stored with `store: false`, for tasks of Open WebUI (a header names
-them), and for text completions.
+the others continue forks. Three kinds of request are not stored: those with `store: false`, Open WebUI's own
+tasks (marked by a header), and text completions.
 """
 
 from __future__ import annotations

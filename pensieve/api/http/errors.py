@@ -1,4 +1,7 @@
-"""Map errors to OpenAI's: a status, and a body that its clients turn into exceptions."""
+"""Map our errors to the error format of OpenAI's API.
+
+An error becomes an HTTP status and a body, which OpenAI's clients turn into exceptions.
+"""
 
 from __future__ import annotations
 

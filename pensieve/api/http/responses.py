@@ -1,9 +1,10 @@
-"""`/v1/responses`: each response is a turn of a conversation with an id of its own.
+"""`/v1/responses`: each response is one turn of a conversation. The response has its own id.
 
     POST                create a response: whole, as a stream of events, or in the background
     GET                 return its current state
     POST …/cancel       cancel a background response; nothing of its turn is kept
-    DELETE              delete it, and its conversation if that was created for responses and this is the last
+    DELETE              delete the response. Also delete its conversation if the conversation was created for
+                        responses and no other response is left
 
 response_places.py chooses the conversation. `store: false` runs the whole prompt as an unstored turn.
 
@@ -198,7 +199,7 @@ class ResponseEndpoints:
         await exchange.end_events()
         return None
 
-    # -- one that leaves nothing --
+    # -- an unstored response --
 
     async def _unstored(self, exchange: Exchange, new: NewResponse) -> Mapping[str, Any] | None:
         request = new.request

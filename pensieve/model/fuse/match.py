@@ -1,8 +1,8 @@
 """Match a decoder layer's recorded calls to the form of fused layers, and collect its weights.
 
 `model.fuse` describes the form.  The calls before and after the attention are walked once each.  The first
-call that does not fit raises NoMatch.  A norm or an activation is recognised by its answers; its attributes
-only give numbers to try.
+call that does not fit raises NoMatch.  A norm or an activation is recognised by its outputs.  A norm's
+attributes only give candidates for eps.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ def _name_middle_norms(
 ) -> None:
     """Name the norms between the attention's product and the MLP's first product.
 
-    A norm of the layer's input, or the norm before the attention, belongs to an MLP that runs beside it.
+    If the MLP's input is a norm of the layer's input, or the norm before the attention, then the MLP runs in
+    parallel with the attention.
     """
     before = parts.attention_in[0].given if parts.attention_in else None
     if product.given is before and "attention_before" in parts.norms:
@@ -303,7 +304,7 @@ def _attention_fits(parts: _Parts, attention: RecordedAttention) -> bool:
 def product_weights(
     calls: Sequence[ModuleCall], activation: Activation | None = None, *, gated: bool = True
 ) -> ProductWeights:
-    """Return the weights of products with one input as those of one product."""
+    """Several products have the same input.  Return their weights combined into one product."""
     return ProductWeights(
         [_weight(call.module) for call in calls],
         [cast(torch.Tensor | None, call.module.bias) for call in calls],
@@ -410,8 +411,9 @@ class Router(NamedTuple):
 def match_router(call: ModuleCall) -> Router | None:
     """Return how this call chose experts, or None if it is not a router.
 
-    A router is a module with one matrix that answers logits, shares and experts of each row.  Its result is
-    computed again here from its logits and compared with its answer.
+    A router is a module with one weight matrix.  It returns logits, shares and chosen experts for each row.
+    This function recomputes shares and experts from the logits, and compares them with what the router
+    returned.
     """
     parameters = list(call.module.parameters())
     if len(parameters) != 1 or parameters[0].dim() != 2 or not isinstance(call.answer, tuple):

@@ -88,7 +88,7 @@ def column(
 
 
 def _draw_by_trying(values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Draw from the fewest likeliest tokens of each row that decide the draw."""
+    """For each row, try its few likeliest tokens first, and more only while they do not decide the draw."""
     vocab_size = values.shape[1]
     token_ids = [-1] * len(rows)
     undecided = list(range(len(rows)))
