@@ -212,7 +212,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     # -- stopping turns --
 
     def end_turn(self, request: pb.CancelTurnRequest, route: Route) -> pb.CancelTurnResponse | None:
-        """Have the server stop a turn. None if it does not answer within END_SECONDS."""
+        """Have the server stop a turn. None if the server does not answer within END_SECONDS."""
         ending = self.begin_ending(request, route)
         ending.over.wait(END_SECONDS)
         return ending.answer
