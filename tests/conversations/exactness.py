@@ -216,7 +216,11 @@ class SdkGuest(Guest):
             self.read.append((name, turn.reply.text))
         elif roll < 0.85:
             copy = f"{self._names[0]}-{len(self._names)}"
-            conversation.fork(conversation_id=copy)
+            try:
+                conversation.fork(conversation_id=copy)
+            except errors.AlreadyExists:  # the answer of this fork was lost before
+                if not self.counts["given up"]:
+                    raise
             self._names.append(copy)
             self.counts["forks"] += 1
         else:

@@ -188,16 +188,17 @@ async function messagesOf(id) {
 }
 
 async function show(id) {
+  const mine = opening = messagesOf(id);
   try {
-    opening = id;
-    const found = await messagesOf(id);
-    if (opening !== id) return;  // another one was selected in the meantime
+    const found = await mine;
+    if (opening !== mine) return;  // another one was selected in the meantime
     messages = found;
     current = id;
     openSidebar(false);
     drawAll();
     $("log").scrollTop = $("log").scrollHeight;
   } catch (error) { problem(error); }
+  if (opening === mine) opening = null;
 }
 
 function drawAll() {
@@ -241,7 +242,7 @@ function welcomeDrawn() {
   for (const [name, text] of EXAMPLES) {
     const button = make("button"), li = make("li");
     button.append(make("b", "", name), make("span", "note", text));
-    button.onclick = () => { if (!running) send(text); };
+    button.onclick = () => { $("text").value = text; sendComposed(); };
     li.append(button);
     list.append(li);
   }
@@ -428,7 +429,8 @@ function fail(request, error) {
 }
 
 // Send what is in the message field. If it failed before, the daemon sees a retry and not a second message.
-function sendComposed() {
+async function sendComposed() {
+  while (opening) try { await opening; } catch { return; }  // what is written now is for the conversation just selected
   const text = $("text").value.trim();
   if (!text || running) return;
   const isRetry = failed && failed.text === text && failed.conversation === current;

@@ -33,6 +33,7 @@ TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cach
 LONG = "The grey cat walks along the river and looks at the boats. " * 3
 EDIT = "Edit message (later messages will be removed)"
 SEND = "**/pensieve.v1.ConversationService/SendMessage"
+MESSAGES = "**/pensieve.v1.ConversationService/ListMessages"
 LIST = "**/pensieve.v1.ConversationService/ListConversations"
 CODE = (
     "One `word` and **more**:\n\n```python\n"
@@ -231,6 +232,34 @@ def test_rename_export_and_delete(browser: Any, tiny: HttpRig, tmp_path: Path) -
         expect(page.locator(f'#list [data-id="{conversation_id}"]')).to_have_count(0)
     stored = tiny.rig.stub.ListConversations(pb.ListConversationsRequest()).conversations
     assert conversation_id not in {each.conversation_id for each in stored}
+
+
+def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow, is_quiet=False) as page:
+        say(page, "To the first.")
+        first = named(page).get_attribute("data-id")
+        page.click("#new")
+        say(page, "To the second.")
+        second = named(page).get_attribute("data-id")
+        held: list[Any] = []
+        page.route(MESSAGES, lambda route: route.continue_() if held else held.append(route))
+        page.click(f'#list .open[data-id="{first}"]')
+        page.fill("#text", "Who are you?")
+        page.press("#text", "Enter")
+        page.wait_for_timeout(200)
+        held[0].continue_()
+        expect(named(page)).to_have_attribute("data-id", first)
+        expect(page.locator("article.reply .cost")).to_have_count(2)
+        assert len(slow.rig.messages(first)) == 4 and len(slow.rig.messages(second)) == 2
+        held.clear()
+        page.click(f'#list .open[data-id="{second}"]')
+        page.fill("#text", "Not for the first.")
+        page.press("#text", "Enter")
+        page.wait_for_timeout(200)
+        held[0].abort()
+        expect(page.locator(".problem")).to_be_visible()
+        expect(page.locator("#text")).to_have_value("Not for the first.")
+        assert len(slow.rig.messages(first)) == 4
 
 
 def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
