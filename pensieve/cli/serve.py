@@ -41,6 +41,7 @@ async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
 
     setup = replace(daemon.setup_to_serve(resolved), take_early=early.take)
     log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ends a wait for a database
     server = daemon.open_server(setup, log.info)
     hurry = asyncio.Event()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,22 @@ def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "PENSIEVE_ENGINE": "echo"},
     )
+
+
+def test_ctrl_c_ends_a_daemon_that_waits_for_its_server(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg")
+    command = (sys.executable, "-m", "pensieve", "serve", "--data", str(tmp_path))
+    away = "postgresql://nobody@127.0.0.1:1/x"
+    with subprocess.Popen(
+        [*command, "--store", away, "--address", "127.0.0.1:0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PENSIEVE_ENGINE": "echo"},
+    ) as daemon:
+        assert daemon.stderr is not None
+        assert any("cannot reach the database" in line for line in daemon.stderr)
+        daemon.send_signal(signal.SIGINT)
+        assert daemon.wait(10) == 130
 
 
 @pytest.mark.executed  # the environment of a forked process is, for /proc, that of the fork server
