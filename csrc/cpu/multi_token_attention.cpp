@@ -15,7 +15,6 @@
 // own item continues there from the pack's partial results. So the steps of each row, and its result, are the same as
 // without sharing. The work of packs is claimed before any work that waits for it, and waits for nothing itself. So no
 // thread waits forever.
-// for it, and waits for nothing itself, so no thread waits for ever.
 #include <algorithm>
 #include <atomic>
 #include <cmath>

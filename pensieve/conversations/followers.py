@@ -75,7 +75,7 @@ class TurnFollowers:
         """
         follower = Follower(live, asyncio.Event(), asyncio.current_task())
         self._followers.setdefault(live.number, []).append(follower)
-        self._end_grace(live.number)
+        self._cancel_grace(live.number)
         try:
             while True:
                 follower.wake.clear()
@@ -103,7 +103,7 @@ class TurnFollowers:
     def start_grace(self, live: LiveTurn) -> None:
         """Start the grace period of a turn, unless it has a follower or has ended."""
         if live.finish is None and live.number not in self._followers:
-            self._end_grace(live.number)
+            self._cancel_grace(live.number)
             self._step_of_grace(live, GRACE_STEPS, self._loop.time())
 
     def has_follower(self, live: LiveTurn) -> bool:
@@ -141,7 +141,7 @@ class TurnFollowers:
         for grace in self._graces.values():
             grace.cancel()
 
-    def _end_grace(self, number: int) -> None:
+    def _cancel_grace(self, number: int) -> None:
         if (grace := self._graces.pop(number, None)) is not None:
             grace.cancel()
 

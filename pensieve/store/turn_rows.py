@@ -1,4 +1,8 @@
-"""SQL of turns, as functions on a connection. See conversation_rows.py."""
+"""SQL of turns, as functions on a connection. See conversation_rows.py.
+
+A turn's body holds what a replay needs (request_id, sampling). forgetting.py overwrites it after 7 days, so a
+value that must last longer needs a column.
+"""
 
 from __future__ import annotations
 

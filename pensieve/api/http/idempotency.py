@@ -14,7 +14,9 @@ A key with a different body is refused. While the first request is about to begi
 after a disconnect, because that is when clients retry. Requests that store nothing ignore their key and run
 again.
 
-Over gRPC, SendMessage has a request_id of its own (conversations/history.py).
+Over gRPC, SendMessage has a request_id of its own. `Daemon.begin` finds the running turn, and `History.draft`
+the stored one. A batch job has one result per line: a line that is run again replaces nothing
+(jobs/job_store.py).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ async def follow(
 ) -> None:
     """Write the reply as events until the turn has ended; without `stream`, only wait.
 
-    `stays`: the turn continues after a disconnect.
+    `stays`: a stored turn continues after a disconnect.
     """
     live, followers, num_sent = reply.live, daemon.conversations.followers, 0
 
@@ -50,7 +50,7 @@ async def follow(
             await reply.follow(followers, write)
     except asyncio.CancelledError:
         is_over = live.finish is not None or followers.has_follower(live)
-        if exchange.has_left and not (stays or is_over):
+        if exchange.has_left and not ((stays and live.is_stored) or is_over):
             daemon.conversations.ends.stop(live, num_sent)
         raise
     if stream is not None:

@@ -90,7 +90,7 @@ IGNORED = (  # fields of other servers' clients that cannot change the answer
 )
 NEUTRAL: Mapping[
     str, tuple[Any, ...]
-] = {  # fields of other servers, and the values that change nothing
+] = {  # fields that Pensieve does not have, and the values that change nothing
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),

@@ -5,7 +5,8 @@
     layer ── queries, pages ─┘
 
 The code between a model's layer and a kernel only passes these values on.  A new kind of attention is a field
-of `AttentionKind` and a kernel that reads the field.
+of `AttentionKind`, a kernel that reads the field, and `CausalPass` in model/fuse/record.py, which computes
+attention for checks at load time.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pensieve.conversations.engine_client import EngineClient
 from pensieve.guard import callers
 from pensieve.guard.limits import Limits
 from tests.api.http.rig_http import MODEL, HttpRig, http_rig
-from tests.conversations.rig_daemon import wait_for
+from tests.conversations.rig_daemon import ECHO, wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -351,6 +352,23 @@ def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig
 
     found = door.rig.call(conversations()).conversations
     assert all(each.num_messages == 0 for each in found)
+
+
+def test_an_unstored_turn_ends_with_its_client_although_it_has_a_key(tmp_path: Path) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "store": False}
+    with http_rig(tmp_path / "data", program=(*ECHO, "--seconds", "0.05")) as slow:
+        followers = slow.rig.daemon.conversations.followers
+        followers._limits = replace(followers._limits, grace_seconds=600.0)
+        connection = slow.connection()
+        connection.request(
+            "POST",
+            CHAT,
+            json.dumps({**body, "max_tokens": 3000, "ignore_eos": True}),
+            {"content-type": "application/json", "idempotency-key": "of nothing stored"},
+        )
+        wait_for(lambda: slow.rig.num_live == 1)
+        connection.close()
+        wait_for(lambda: slow.rig.num_live == 0)
 
 
 def test_a_client_that_takes_nothing_is_cut_off(
