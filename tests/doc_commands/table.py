@@ -150,6 +150,13 @@ ROWS = (
         serves=True,
         alone=True,
     ),
+    Row(
+        "pensieve serve --http 8000 --metrics http",
+        (r"metrics at http://127",),
+        instead={"8000": "0"},
+        serves=True,
+        alone=True,
+    ),
     Row("pensieve serve --tbt 0.1 --ttft 5", serves=True, alone=True, model=True, nightly=True),
     Row("pensieve serve MODEL", serves=True, alone=True, nightly=True),
     # Several daemons.
