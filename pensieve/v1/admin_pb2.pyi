@@ -185,7 +185,7 @@ class Stats(google.protobuf.message.Message):
     conversations_stored: builtins.int
     """All stored conversations."""
     new_tokens: builtins.int
-    """Tokens of new messages. This and the next counters count from the start of the engine."""
+    """Tokens of new messages. This counter and the counters below count from the start of the engine."""
     device_tokens: builtins.int
     """Tokens whose KV was found on the device."""
     host_tokens: builtins.int
@@ -201,7 +201,7 @@ class Stats(google.protobuf.message.Message):
     iterations: builtins.int
     """Iterations."""
     iterations_per_second: builtins.float
-    """Iterations per second since the previous figures, or since the start."""
+    """Iterations per second since the last time that any client requested figures, or since the engine started."""
     tokens_per_iteration: builtins.float
     """Mean number of tokens per iteration."""
     idle_tokens: builtins.int
@@ -215,7 +215,7 @@ class Stats(google.protobuf.message.Message):
     serving: builtins.bool
     """Whether the engine accepts turns."""
     draining: builtins.bool
-    """Whether the daemon drains: it refuses new turns."""
+    """Whether the daemon is draining: it refuses new turns and then exits."""
     replica: builtins.str
     """Name of the daemon (--replica); empty if it has none."""
     history: builtins.str
@@ -291,7 +291,7 @@ Global___Stats: typing_extensions.TypeAlias = Stats
 
 @typing.final
 class Latency(google.protobuf.message.Message):
-    """Latencies of the last five minutes in seconds, accurate to 2 %; zeros if there are none."""
+    """Latencies of the last five minutes in seconds, accurate to 2 %. All values are 0 if nothing was measured."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -310,7 +310,9 @@ class Latency(google.protobuf.message.Message):
     """99th percentile."""
     @property
     def buckets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LatencyBucket]:
-        """Histogram, shortest first, so that figures of several daemons can be merged. Empty buckets are left out."""
+        """Histogram, shortest latencies first. With it, the latencies of several daemons can be merged. Empty buckets are
+        left out.
+        """
 
     def __init__(
         self,
@@ -334,7 +336,7 @@ class LatencyBucket(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     COUNT_FIELD_NUMBER: builtins.int
     seconds: builtins.float
-    """Time that each measurement counts as."""
+    """The latency that stands for all measurements of this bucket."""
     count: builtins.int
     """Number of measurements."""
     def __init__(
@@ -392,9 +394,9 @@ class Service(google.protobuf.message.Message):
     store_jobs: builtins.int
     """Jobs that wait for or run in the store threads."""
     store_oldest_seconds: builtins.float
-    """Age of the oldest of these jobs in seconds."""
+    """Age of the oldest job of store_jobs in seconds."""
     commit_p50_seconds: builtins.float
-    """Time that recent transactions waited for the disk: median."""
+    """Median of the time that recent transactions waited for the disk."""
     commit_p99_seconds: builtins.float
     """99th percentile."""
     commit_max_seconds: builtins.float
@@ -417,7 +419,9 @@ class Service(google.protobuf.message.Message):
     """Lines that the audit log lost since the last successful write."""
     @property
     def refusals(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Calls that ended with an error since the daemon started, by reason. QUEUE_FULL.turns_max names a tenant's limit."""
+        """Calls that ended with an error since the daemon started, by reason. The reason may include the tenant's limit,
+        such as QUEUE_FULL.turns_max.
+        """
 
     def __init__(
         self,
@@ -464,7 +468,7 @@ class Tier(google.protobuf.message.Message):
     pages_used: builtins.int
     """Pages that hold KV."""
     pages_clean: builtins.int
-    """Used pages that have a copy in the other tier, so that they can be reused at once."""
+    """Used pages that can be reused at once, because the other tier has a copy."""
     pages_free: builtins.int
     """Empty pages."""
     chunk_tokens: builtins.int
@@ -536,7 +540,7 @@ class ListCachedConversationsResponse(google.protobuf.message.Message):
     CONVERSATIONS_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
     history: builtins.str
-    """Where their history is; as in Stats."""
+    """Where the history of these conversations is, as in Stats.history."""
     @property
     def conversations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CachedConversation]:
         """In the requested order."""
@@ -568,7 +572,7 @@ class CachedConversation(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Id of the conversation."""
     tenant: builtins.str
-    """Tenant that it belongs to."""
+    """Tenant that the conversation belongs to."""
     device_tokens: builtins.int
     """Tokens with KV on the device."""
     host_tokens: builtins.int
@@ -578,7 +582,7 @@ class CachedConversation(google.protobuf.message.Message):
     idle_seconds: builtins.float
     """Seconds since the last turn ended; 0 while a turn runs."""
     retention_value: builtins.float
-    """Value of its least valuable chunk: seconds of recompute per second idle."""
+    """Value of the conversation's least valuable chunk: seconds of recompute per second idle."""
     running: builtins.bool
     """Whether a turn runs."""
     def __init__(
@@ -608,7 +612,9 @@ class ExplainConversationRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Id of the conversation."""
     tenant: builtins.str
-    """Its tenant. Empty: no tenant; or, if there is no such conversation, the only tenant that has one."""
+    """Tenant of the conversation. If empty, the conversation without a tenant is meant. If that does not exist, the
+    conversation of the only tenant that uses this id is meant.
+    """
     def __init__(
         self,
         *,
@@ -640,18 +646,18 @@ class ExplainConversationResponse(google.protobuf.message.Message):
     idle_seconds: builtins.float
     """Seconds since the last turn ended; not set while a turn runs, or if the conversation has no KV."""
     history: builtins.str
-    """Where its history is; as in Stats."""
+    """Where the conversation's history is, as in Stats.history."""
     owner: builtins.str
     """Name of the daemon that owns the conversation; empty if the history is not shared, or the owner is gone."""
     owned: builtins.bool
     """Whether this daemon owns the conversation."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkRun]:
-        """Its chunks, in order."""
+        """The chunks of the conversation, in order."""
 
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkEvent]:
-        """What happened to its chunks, oldest first. The engine remembers a limited number of events."""
+        """What happened to the chunks, oldest first. The engine remembers a limited number of events."""
 
     def __init__(
         self,
@@ -723,9 +729,9 @@ class Replica(google.protobuf.message.Message):
     metrics_address: builtins.str
     """HOST:PORT of its metrics; empty if it serves none."""
     alive: builtins.bool
-    """Whether it has renewed its lease in time."""
+    """Whether the daemon has renewed its lease in time."""
     draining: builtins.bool
-    """Whether it refuses new turns."""
+    """Whether the daemon refuses new turns."""
     def __init__(
         self,
         *,
@@ -741,7 +747,7 @@ Global___Replica: typing_extensions.TypeAlias = Replica
 
 @typing.final
 class ChunkRun(google.protobuf.message.Message):
-    """Consecutive chunks in one place."""
+    """Consecutive chunks whose KV is in the same tiers."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -756,7 +762,7 @@ class ChunkRun(google.protobuf.message.Message):
     place: builtins.str
     """device, device+host, host, or dropped."""
     num_holders: builtins.int
-    """Number of conversations that share them."""
+    """Number of conversations that share these chunks."""
     def __init__(
         self,
         *,
@@ -826,9 +832,9 @@ class EvictConversationRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Id of the conversation."""
     tenant: builtins.str
-    """Its tenant; as in ExplainConversationRequest."""
+    """Tenant of the conversation, as in ExplainConversationRequest."""
     destination: Global___EvictConversationRequest.Destination.ValueType
-    """Where its KV goes; unspecified drops it."""
+    """Where the KV goes. If unspecified, the KV is dropped."""
     def __init__(
         self,
         *,
@@ -915,10 +921,10 @@ class ListTenantsResponse(google.protobuf.message.Message):
     TENANTS_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
     history: builtins.str
-    """Where the history of stored_bytes and prefixes is; as in Stats."""
+    """Where the history is to which stored_bytes and prefixes refer, as in Stats.history."""
     @property
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tenant]:
-        """By name: tenants of the token file, tenants that have called, and tenants with conversations."""
+        """Sorted by name: tenants of the token file, tenants that have called, and tenants with conversations."""
 
     def __init__(
         self,
@@ -952,18 +958,20 @@ class Tenant(google.protobuf.message.Message):
     calls: builtins.int
     """Running calls."""
     stored_bytes: builtins.int
-    """Bytes that its conversations take."""
+    """Bytes that the tenant's conversations take."""
     unread_bytes: builtins.int
-    """Bytes of responses that its clients have not received yet."""
+    """Bytes of responses that the tenant's clients have not received yet."""
     tokens_saved: builtins.float
-    """Tokens saved up under tokens_per_second; negative: tokens owed. Not set if there is no limit."""
+    """Tokens that the tenant may use at once under tokens_per_second. Negative if the tenant has used more than its rate
+    allows. Not set if there is no limit.
+    """
     requests_saved: builtins.float
-    """Requests saved up under requests_per_second; as above."""
+    """Requests that the tenant may send at once under requests_per_second. Negative and not set as above."""
     prefixes: builtins.int
     """Number of declared prefixes."""
     @property
     def limits(self) -> Global___TenantLimits:
-        """Its limits."""
+        """The tenant's limits."""
 
     def __init__(
         self,
@@ -1055,7 +1063,7 @@ class DeleteTenantPrefixRequest(google.protobuf.message.Message):
     prefix_id: builtins.str
     """Id of the prefix."""
     tenant: builtins.str
-    """Tenant that it belongs to."""
+    """Tenant that the prefix belongs to."""
     def __init__(
         self,
         *,
@@ -1101,11 +1109,11 @@ class TenantLimits(google.protobuf.message.Message):
     calls_max: builtins.int
     """Maximum number of simultaneous calls."""
     storage_bytes: builtins.int
-    """Maximum bytes of its conversations."""
+    """Maximum bytes of the tenant's conversations."""
     unread_bytes: builtins.int
-    """Maximum bytes of responses that its clients have not received yet."""
+    """Maximum bytes of responses that the tenant's clients have not received yet."""
     weight: builtins.float
-    """Its share of the engine when turns wait."""
+    """The tenant's share of the engine when turns wait, in proportion to other tenants' weights."""
     prefixes_max: builtins.int
     """Maximum number of declared prefixes."""
     def __init__(

@@ -122,7 +122,7 @@ class _RecomputeReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     RECOMPUTE_REASON_UNSPECIFIED: _RecomputeReason.ValueType  # 0
     """Nothing was recomputed."""
     RECOMPUTE_REASON_DROPPED: _RecomputeReason.ValueType  # 1
-    """It was evicted: both tiers were full of more valuable KV."""
+    """The KV was evicted: both tiers were full of more valuable KV."""
     RECOMPUTE_REASON_ENGINE_RESTARTED: _RecomputeReason.ValueType  # 2
     """The engine has restarted since the conversation's last turn."""
     RECOMPUTE_REASON_FINGERPRINT_CHANGED: _RecomputeReason.ValueType  # 3
@@ -134,7 +134,7 @@ class RecomputeReason(_RecomputeReason, metaclass=_RecomputeReasonEnumTypeWrappe
 RECOMPUTE_REASON_UNSPECIFIED: RecomputeReason.ValueType  # 0
 """Nothing was recomputed."""
 RECOMPUTE_REASON_DROPPED: RecomputeReason.ValueType  # 1
-"""It was evicted: both tiers were full of more valuable KV."""
+"""The KV was evicted: both tiers were full of more valuable KV."""
 RECOMPUTE_REASON_ENGINE_RESTARTED: RecomputeReason.ValueType  # 2
 """The engine has restarted since the conversation's last turn."""
 RECOMPUTE_REASON_FINGERPRINT_CHANGED: RecomputeReason.ValueType  # 3
@@ -213,7 +213,7 @@ class Conversation(google.protobuf.message.Message):
     """The running turn; empty if no turn runs."""
     title: builtins.str
     """For lists, at most 81 characters: the string `title` of metadata, else the first words of the first user message.
-    GetConversation and ListConversations set it.  It is empty before the first message.
+    GetConversation and ListConversations set this field. It is empty before the first message.
     """
     @property
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
@@ -281,14 +281,16 @@ class NewMessage(google.protobuf.message.Message):
     content: builtins.str
     """The text. It never becomes a control token."""
     tool_call_id: builtins.str
-    """For ROLE_TOOL: id of the call that this answers. At most 512 bytes."""
+    """For ROLE_TOOL: id of the call whose result this message is. At most 512 bytes."""
     thinking: builtins.str
-    """For ROLE_ASSISTANT: its thinking. The chat template decides whether the model sees it."""
+    """For ROLE_ASSISTANT: the thinking before the text. The chat template decides whether the model sees it."""
     name: builtins.str
     """Name of the tool or person, for chat templates that use it. At most 512 bytes."""
     @property
     def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """For ROLE_ASSISTANT: its tool calls. At most 64. All calls of a request have at most 256 KiB of arguments."""
+        """For ROLE_ASSISTANT: the tool calls of the message. At most 64. All calls of a request have at most 256 KiB of
+        arguments.
+        """
 
     def __init__(
         self,
@@ -356,13 +358,13 @@ class Message(google.protobuf.message.Message):
     content: builtins.str
     """The text."""
     tool_call_id: builtins.str
-    """For ROLE_TOOL: id of the call that it answered."""
+    """For ROLE_TOOL: id of the call whose result this message is."""
     revision: builtins.int
-    """The revision that added it."""
+    """The revision that added this message."""
     first_token: builtins.int
-    """Position of its first token in the log."""
+    """Position of the message's first token in the log."""
     num_tokens: builtins.int
-    """Number of its tokens in the log. Every token of the log belongs to exactly one message."""
+    """Number of the message's tokens in the log. Every token of the log belongs to exactly one message."""
     finish_reason: Global___FinishReason.ValueType
     """Why the reply ended; unspecified for other messages."""
     thinking: builtins.str
@@ -371,7 +373,7 @@ class Message(google.protobuf.message.Message):
     """See NewMessage. Set for messages from clients."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Its token ids, if requested."""
+        """The message's token ids, if requested."""
 
     @property
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
@@ -451,11 +453,11 @@ class Sampling(google.protobuf.message.Message):
     min_p: builtins.float
     """In 0..1."""
     repetition_penalty: builtins.float
-    """In 0.01..100. Counts tokens of the whole context."""
+    """In 0.01..100. Applies to tokens of the whole context."""
     presence_penalty: builtins.float
-    """In -2..2. Counts tokens of this reply."""
+    """In -2..2. Applies to tokens of this reply."""
     frequency_penalty: builtins.float
-    """In -2..2. Counts tokens of this reply."""
+    """In -2..2. Applies to tokens of this reply."""
     seed: builtins.int
     """The same seed repeats the reply, whatever else runs. 0: the server draws a seed."""
     max_tokens: builtins.int
@@ -556,11 +558,12 @@ class CreateConversationRequest(google.protobuf.message.Message):
     system_prompt: builtins.str
     """System prompt, at most 1 MiB."""
     prefix_id: builtins.str
-    """Either the id of a declared prefix (CreatePrefix): the conversation begins with its messages, tools, options and
-    KV. system_prompt, tools or template_options together with it are FAILED_PRECONDITION. Or a name of your own for
-    conversations with the same system prompt and tools: once one of these conversations has finished a turn, new
-    conversations reuse its KV for their common first tokens. The first conversation fixes the text; another text under
-    this name is FAILED_PRECONDITION.
+    """Either the id of a declared prefix (CreatePrefix), or a name that you choose for conversations with the same
+    system prompt and tools. With a declared prefix, the conversation begins with the messages, tools, options and KV
+    of the prefix. system_prompt, tools and template_options must then be empty (FAILED_PRECONDITION). With a name,
+    once a conversation with this name has finished a turn, new conversations reuse its KV for the first tokens that
+    they have in common. The first conversation with a name fixes the system prompt and tools; others are
+    FAILED_PRECONDITION.
     """
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
@@ -579,9 +582,9 @@ class CreateConversationRequest(google.protobuf.message.Message):
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
         """A history to begin with, after the system prompt: user, assistant, tool and later system messages, ending so that
-        a user message may follow. They have revision 0, so a rewind never removes them. All are tokenized by the chat
-        template, including replies that a model once sampled. At most 127 messages and 3 MiB in all; not allowed with a
-        prefix_id. ImportConversation takes more.
+        a user message may follow. These messages have revision 0, so a rewind never removes them. The chat template
+        tokenizes all messages, including replies that a model once sampled. At most 127 messages and 3 MiB in all; not
+        allowed with a prefix_id. ImportConversation accepts more messages.
         """
 
     def __init__(
@@ -807,18 +810,18 @@ class SendMessageRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """The conversation that the messages go to."""
     request_id: builtins.str
-    """Makes a retry safe. Chosen by the client, unique within the conversation; the server generates one if empty.
-    Known for 7 days after the turn has ended. After that, a retry may run as a new turn.
+    """Makes a retry safe. Chosen by the client, unique within the conversation; the server generates one if empty. The
+    server remembers the id for 7 days after the turn has ended. After that, a retry may run as a new turn.
     """
     create_if_missing: builtins.bool
     """Create the conversation with defaults if it does not exist."""
     expected_revision: builtins.int
     """If set, the conversation must be at this revision."""
     priority: builtins.int
-    """In -8..8. Among the waiting turns of one tenant, the turn with the highest priority runs next. If there is no room,
-    a running turn of lower priority is suspended and continues later without losing its work. One start in 64 goes to
-    a turn of the next lower priority, so no turn starves. A token may limit the priority; higher values are lowered to
-    that limit.
+    """In -8..8. Among the waiting turns of one tenant, the turn with the highest priority runs next. If there is no
+    room, a running turn of lower priority is suspended and continues later without losing its work. One start in 64
+    goes to a turn of the next lower priority, so no turn starves. The caller's token may limit the priority; a higher
+    value is then lowered to that limit.
     """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
@@ -864,9 +867,9 @@ Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest
 
 @typing.final
 class Constraint(google.protobuf.message.Message):
-    """The required form of a reply. Only tokens that it allows are sampled, and the reply ends when it is complete.
-    Thinking before the reply is free. max_tokens, the end of the context and stop strings still cut the reply. Not
-    allowed with ignore_eos.
+    """The required form of a reply. Only tokens that the constraint allows are sampled, and the reply ends when it is
+    complete. Thinking before the reply is not constrained. max_tokens, the end of the context and stop strings still
+    cut the reply. Not allowed with ignore_eos.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1007,7 +1010,7 @@ class TurnStarted(google.protobuf.message.Message):
     request_id: builtins.str
     """The request's id, or the id that the server generated."""
     replayed: builtins.bool
-    """The turn had already finished. The events are read from the history."""
+    """Whether the turn had already finished. The events then come from the history."""
     attempt: builtins.int
     """Number of times that the turn has begun; above 1 after an interruption."""
     def __init__(
@@ -1164,8 +1167,8 @@ class Usage(google.protobuf.message.Message):
     recompute_reason: Global___RecomputeReason.ValueType
     """Why KV was recomputed."""
     output_tokens: builtins.int
-    """Tokens of the reply in the history. A turn that was ended early may have computed more. Those count towards the
-    tenant's limits, but not here.
+    """Tokens of the reply in the history. A turn that was ended early may have computed more tokens. Such tokens count
+    towards the tenant's limits, but not here.
     """
     queue_seconds: builtins.float
     """Seconds from submission to the first iteration."""
@@ -1176,8 +1179,8 @@ class Usage(google.protobuf.message.Message):
     suspensions: builtins.int
     """Number of times that the turn was suspended to make room."""
     shared_tokens: builtins.int
-    """The part of device_tokens and host_tokens that was computed for another conversation with the same beginning.
-    Later turns count these tokens as their own.
+    """The part of device_tokens and host_tokens that was computed for another conversation with the same first tokens.
+    Later turns of this conversation do not count these tokens as shared.
     """
     shared_from: builtins.str
     """Source of shared_tokens: "prefix:" and the id of a declared prefix, or the id of a conversation with the same
@@ -1218,13 +1221,13 @@ class CancelTurnRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Id of the conversation."""
     turn_id: builtins.str
-    """Id of the turn. Empty: the running turn, or the turn of request_id."""
+    """Id of the turn. If turn_id and request_id are both empty, the running turn ends."""
     request_id: builtins.str
-    """Instead of turn_id: the request_id of the turn, which may be about to begin."""
+    """Instead of turn_id: the request_id of the turn. The turn need not have begun yet."""
     keep_tokens: builtins.int
     """Maximum number of reply tokens to keep in the history: those that the client has received. Not set: all tokens
-    sent so far. 0: discard the turn with its messages; a request with the same request_id would run it again. A turn
-    that had already ended by itself stays whole.
+    sent so far. 0: discard the turn with its messages; a request with the same request_id would run the turn again. A
+    turn that had already ended by itself is kept completely.
     """
     attempt: builtins.int
     """The attempt (see TurnStarted) whose tokens keep_tokens counts. Any other attempt is discarded. 0: the running
@@ -1546,13 +1549,13 @@ class Prefix(google.protobuf.message.Message):
     prefix_id: builtins.str
     """Chosen by the client."""
     num_messages: builtins.int
-    """Number of its messages."""
+    """Number of messages of the prefix."""
     num_tokens: builtins.int
-    """Number of its tokens. 0 if the chat template writes nothing fixed before the first message."""
+    """Number of tokens that conversations share. 0 if the chat template writes nothing fixed before the first message."""
     num_conversations: builtins.int
-    """Number of conversations that have its messages: conversations created with it, and their forks."""
+    """Number of conversations that begin with the prefix: conversations created with this prefix, and their forks."""
     keep_warm: builtins.bool
-    """Whether the daemon keeps its KV loaded."""
+    """Whether the daemon keeps the prefix's KV loaded."""
     @property
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """Time of the declaration."""

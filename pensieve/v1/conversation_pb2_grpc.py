@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ConversationServiceStub(object):
-    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
-    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors have google.rpc details (see status.proto): always ErrorInfo, with a reason
+    and the domain "pensieve"; BadRequest if a field is wrong; RetryInfo if a retry can succeed.
     """
 
     def __init__(self, channel):
@@ -119,12 +119,12 @@ class ConversationServiceStub(object):
 
 
 class ConversationServiceServicer(object):
-    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
-    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors have google.rpc details (see status.proto): always ErrorInfo, with a reason
+    and the domain "pensieve"; BadRequest if a field is wrong; RetryInfo if a retry can succeed.
     """
 
     def CreateConversation(self, request, context):
-        """Creates a conversation. ALREADY_EXISTS if the id is taken.
+        """Creates a conversation. Error: ALREADY_EXISTS if the id is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +146,8 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListConversations(self, request, context):
-        """Lists conversations, newest first. Conversations created meanwhile do not change later pages.
+        """Lists conversations, newest first. A conversation that is created while a client reads the pages does not change
+        later pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,18 +163,18 @@ class ConversationServiceServicer(object):
 
     def SendMessage(self, request, context):
         """Sends messages and streams the reply: started, deltas, completed. A request with the same request_id attaches to
-        the running turn, or replays the finished turn without computing it. ABORTED if another turn runs; the error
-        names that turn. FAILED_PRECONDITION if expected_revision is stale. OUT_OF_RANGE if the context is too long; the
-        conversation is then unchanged.
+        the running turn, or replays the finished turn without computing it. Errors: ABORTED if another turn of the
+        conversation runs (the error names that turn); FAILED_PRECONDITION if expected_revision is stale; OUT_OF_RANGE if
+        the context would become too long. These errors leave the conversation unchanged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelTurn(self, request, context):
-        """Ends a turn, and answers once it has ended and another turn may begin. The turn's stream completes with
-        FINISH_REASON_CANCELLED. The delivered text stays in the history. Call this to leave a stream on purpose. A turn
-        whose stream breaks runs on for a grace period, in which the same request_id can attach again.
+        """Ends a turn. Returns when the turn has ended and another turn may begin. The turn's stream completes with
+        FINISH_REASON_CANCELLED. The delivered text stays in the history. Without this call, a turn whose stream breaks
+        continues for a grace period. During this period, a request with the same request_id attaches to the turn.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,8 +211,8 @@ class ConversationServiceServicer(object):
 
     def CreatePrefix(self, request, context):
         """Declares a prefix that many conversations begin with: a system prompt, tools, few-shot turns. It is tokenized
-        once, and its KV is computed once. ALREADY_EXISTS if the id is taken. RESOURCE_EXHAUSTED if the tenant has too
-        many prefixes.
+        once, and its KV is computed once. Errors: ALREADY_EXISTS if the id is taken, RESOURCE_EXHAUSTED if the tenant has
+        too many prefixes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,8 +338,8 @@ def add_ConversationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ConversationService(object):
-    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
-    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors have google.rpc details (see status.proto): always ErrorInfo, with a reason
+    and the domain "pensieve"; BadRequest if a field is wrong; RetryInfo if a retry can succeed.
     """
 
     @staticmethod

@@ -282,8 +282,8 @@ _ConversationServiceGetServerInfoType = typing_extensions.TypeVar(
 )
 
 class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversationType, _ConversationServiceImportConversationType, _ConversationServiceGetConversationType, _ConversationServiceListConversationsType, _ConversationServiceDeleteConversationType, _ConversationServiceSendMessageType, _ConversationServiceCancelTurnType, _ConversationServiceListMessagesType, _ConversationServiceForkConversationType, _ConversationServiceRewindConversationType, _ConversationServiceWarmConversationType, _ConversationServiceCreatePrefixType, _ConversationServiceGetPrefixType, _ConversationServiceListPrefixesType, _ConversationServiceDeletePrefixType, _ConversationServiceGetServerInfoType]):
-    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
-    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors have google.rpc details (see status.proto): always ErrorInfo, with a reason
+    and the domain "pensieve"; BadRequest if a field is wrong; RetryInfo if a retry can succeed.
     """
 
     @typing.overload
@@ -423,7 +423,7 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateConversation: _ConversationServiceCreateConversationType
-    """Creates a conversation. ALREADY_EXISTS if the id is taken."""
+    """Creates a conversation. Error: ALREADY_EXISTS if the id is taken."""
 
     ImportConversation: _ConversationServiceImportConversationType
     """Creates a conversation with a history of any length, which is sent in pieces. The conversation is created with
@@ -434,7 +434,9 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
     """Returns a conversation without its messages."""
 
     ListConversations: _ConversationServiceListConversationsType
-    """Lists conversations, newest first. Conversations created meanwhile do not change later pages."""
+    """Lists conversations, newest first. A conversation that is created while a client reads the pages does not change
+    later pages.
+    """
 
     DeleteConversation: _ConversationServiceDeleteConversationType
     """Deletes a conversation: frees its KV pages at once and erases it from the disk. A running turn is cancelled
@@ -443,15 +445,15 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
 
     SendMessage: _ConversationServiceSendMessageType
     """Sends messages and streams the reply: started, deltas, completed. A request with the same request_id attaches to
-    the running turn, or replays the finished turn without computing it. ABORTED if another turn runs; the error
-    names that turn. FAILED_PRECONDITION if expected_revision is stale. OUT_OF_RANGE if the context is too long; the
-    conversation is then unchanged.
+    the running turn, or replays the finished turn without computing it. Errors: ABORTED if another turn of the
+    conversation runs (the error names that turn); FAILED_PRECONDITION if expected_revision is stale; OUT_OF_RANGE if
+    the context would become too long. These errors leave the conversation unchanged.
     """
 
     CancelTurn: _ConversationServiceCancelTurnType
-    """Ends a turn, and answers once it has ended and another turn may begin. The turn's stream completes with
-    FINISH_REASON_CANCELLED. The delivered text stays in the history. Call this to leave a stream on purpose. A turn
-    whose stream breaks runs on for a grace period, in which the same request_id can attach again.
+    """Ends a turn. Returns when the turn has ended and another turn may begin. The turn's stream completes with
+    FINISH_REASON_CANCELLED. The delivered text stays in the history. Without this call, a turn whose stream breaks
+    continues for a grace period. During this period, a request with the same request_id attaches to the turn.
     """
 
     ListMessages: _ConversationServiceListMessagesType
@@ -470,8 +472,8 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
 
     CreatePrefix: _ConversationServiceCreatePrefixType
     """Declares a prefix that many conversations begin with: a system prompt, tools, few-shot turns. It is tokenized
-    once, and its KV is computed once. ALREADY_EXISTS if the id is taken. RESOURCE_EXHAUSTED if the tenant has too
-    many prefixes.
+    once, and its KV is computed once. Errors: ALREADY_EXISTS if the id is taken, RESOURCE_EXHAUSTED if the tenant has
+    too many prefixes.
     """
 
     GetPrefix: _ConversationServiceGetPrefixType
@@ -554,8 +556,8 @@ ConversationServiceAsyncStub: typing_extensions.TypeAlias = ConversationServiceS
 ]
 
 class ConversationServiceServicer(metaclass=abc.ABCMeta):
-    """Ids match [A-Za-z0-9._~-]{1,128}. Errors carry google.rpc details (see status.proto): always ErrorInfo, with a
-    reason and the domain "pensieve"; BadRequest for a wrong field; RetryInfo if a retry can succeed.
+    """Ids match [A-Za-z0-9._~-]{1,128}. Errors have google.rpc details (see status.proto): always ErrorInfo, with a reason
+    and the domain "pensieve"; BadRequest if a field is wrong; RetryInfo if a retry can succeed.
     """
 
     @abc.abstractmethod
@@ -564,7 +566,7 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.conversation_pb2.CreateConversationRequest,
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.conversation_pb2.CreateConversationResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.CreateConversationResponse]]:
-        """Creates a conversation. ALREADY_EXISTS if the id is taken."""
+        """Creates a conversation. Error: ALREADY_EXISTS if the id is taken."""
 
     @abc.abstractmethod
     def ImportConversation(
@@ -590,7 +592,9 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.conversation_pb2.ListConversationsRequest,
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.conversation_pb2.ListConversationsResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.ListConversationsResponse]]:
-        """Lists conversations, newest first. Conversations created meanwhile do not change later pages."""
+        """Lists conversations, newest first. A conversation that is created while a client reads the pages does not change
+        later pages.
+        """
 
     @abc.abstractmethod
     def DeleteConversation(
@@ -609,9 +613,9 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pensieve.v1.conversation_pb2.SendMessageResponse], collections.abc.AsyncIterator[pensieve.v1.conversation_pb2.SendMessageResponse]]:
         """Sends messages and streams the reply: started, deltas, completed. A request with the same request_id attaches to
-        the running turn, or replays the finished turn without computing it. ABORTED if another turn runs; the error
-        names that turn. FAILED_PRECONDITION if expected_revision is stale. OUT_OF_RANGE if the context is too long; the
-        conversation is then unchanged.
+        the running turn, or replays the finished turn without computing it. Errors: ABORTED if another turn of the
+        conversation runs (the error names that turn); FAILED_PRECONDITION if expected_revision is stale; OUT_OF_RANGE if
+        the context would become too long. These errors leave the conversation unchanged.
         """
 
     @abc.abstractmethod
@@ -620,9 +624,9 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.conversation_pb2.CancelTurnRequest,
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.conversation_pb2.CancelTurnResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.CancelTurnResponse]]:
-        """Ends a turn, and answers once it has ended and another turn may begin. The turn's stream completes with
-        FINISH_REASON_CANCELLED. The delivered text stays in the history. Call this to leave a stream on purpose. A turn
-        whose stream breaks runs on for a grace period, in which the same request_id can attach again.
+        """Ends a turn. Returns when the turn has ended and another turn may begin. The turn's stream completes with
+        FINISH_REASON_CANCELLED. The delivered text stays in the history. Without this call, a turn whose stream breaks
+        continues for a grace period. During this period, a request with the same request_id attaches to the turn.
         """
 
     @abc.abstractmethod
@@ -666,8 +670,8 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.conversation_pb2.CreatePrefixResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.CreatePrefixResponse]]:
         """Declares a prefix that many conversations begin with: a system prompt, tools, few-shot turns. It is tokenized
-        once, and its KV is computed once. ALREADY_EXISTS if the id is taken. RESOURCE_EXHAUSTED if the tenant has too
-        many prefixes.
+        once, and its KV is computed once. Errors: ALREADY_EXISTS if the id is taken, RESOURCE_EXHAUSTED if the tenant has
+        too many prefixes.
         """
 
     @abc.abstractmethod

@@ -35,7 +35,7 @@ class _JobStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     JOB_STATE_WAITING: _JobState.ValueType  # 3
     """The job is queued behind other jobs."""
     JOB_STATE_RUNNING: _JobState.ValueType  # 4
-    """Its requests run."""
+    """The job's requests are running."""
     JOB_STATE_PAUSED: _JobState.ValueType  # 5
     """Paused until ResumeJob."""
     JOB_STATE_ENDED: _JobState.ValueType  # 6
@@ -53,7 +53,7 @@ JOB_STATE_CHECKING: JobState.ValueType  # 2
 JOB_STATE_WAITING: JobState.ValueType  # 3
 """The job is queued behind other jobs."""
 JOB_STATE_RUNNING: JobState.ValueType  # 4
-"""Its requests run."""
+"""The job's requests are running."""
 JOB_STATE_PAUSED: JobState.ValueType  # 5
 """Paused until ResumeJob."""
 JOB_STATE_ENDED: JobState.ValueType  # 6
@@ -137,9 +137,9 @@ class JobHeader(google.protobuf.message.Message):
     num_bytes: builtins.int
     """Length of the file, to check the upload. 0: no check."""
     endpoint: builtins.str
-    """The url that every line must have, such as /v1/chat/completions. Empty: each line has its own."""
+    """The url that every line must have, such as /v1/chat/completions. Empty: lines may have different urls."""
     check_only: builtins.bool
-    """Only check the lines. The results are the problems; nothing is computed."""
+    """Only check the lines, and compute nothing. The results are the problems that were found."""
     def __init__(
         self,
         *,
@@ -186,19 +186,19 @@ class Job(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant that it belongs to; empty: no tenant."""
+    """Tenant that the job belongs to; empty: no tenant."""
     number: builtins.int
-    """Number of the job. Jobs run in this order."""
+    """Number of the job. Jobs run in the order of their numbers."""
     name: builtins.str
-    """As in the header."""
+    """See JobHeader."""
     sha256: builtins.str
     """SHA-256 of the file, as 64 hexadecimal digits."""
     num_bytes: builtins.int
     """Length of the file."""
     endpoint: builtins.str
-    """As in the header."""
+    """See JobHeader."""
     check_only: builtins.bool
-    """As in the header."""
+    """See JobHeader."""
     state: Global___JobState.ValueType
     """State of the job."""
     outcome: Global___JobOutcome.ValueType
@@ -216,7 +216,7 @@ class Job(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     """Prompt tokens of answered lines."""
     saved_tokens: builtins.int
-    """The part of these prompt tokens that was not computed, because another request of the job has the same beginning."""
+    """The part of prompt_tokens that was not computed, because another request of the job begins with the same tokens."""
     output_tokens: builtins.int
     """Tokens of the answers."""
     tokens_per_second: builtins.float
@@ -330,7 +330,7 @@ class GetJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant of the job, for operators; empty: the caller's own."""
+    """Tenant of the job. Only operators may name another tenant. Empty: the caller's tenant."""
     def __init__(
         self,
         *,
@@ -423,7 +423,7 @@ class PauseJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant of the job, for operators; empty: the caller's own."""
+    """Tenant of the job. Only operators may name another tenant. Empty: the caller's tenant."""
     def __init__(
         self,
         *,
@@ -466,7 +466,7 @@ class ResumeJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant of the job, for operators; empty: the caller's own."""
+    """Tenant of the job. Only operators may name another tenant. Empty: the caller's tenant."""
     def __init__(
         self,
         *,
@@ -509,7 +509,7 @@ class CancelJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant of the job, for operators; empty: the caller's own."""
+    """Tenant of the job. Only operators may name another tenant. Empty: the caller's tenant."""
     def __init__(
         self,
         *,
@@ -552,7 +552,7 @@ class DeleteJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant of the job, for operators; empty: the caller's own."""
+    """Tenant of the job. Only operators may name another tenant. Empty: the caller's tenant."""
     def __init__(
         self,
         *,
@@ -588,11 +588,11 @@ class GetResultsRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant of the job, for operators; empty: the caller's own."""
+    """Tenant of the job. Only operators may name another tenant. Empty: the caller's tenant."""
     kind: Global___ResultKind.ValueType
     """Which results."""
     after_line: builtins.int
-    """Return only results of lines after this one, to continue a broken stream."""
+    """Return only the results of lines after this line, to continue a broken stream."""
     def __init__(
         self,
         *,
@@ -638,7 +638,7 @@ class WatchJobRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """Id of the job."""
     tenant: builtins.str
-    """Tenant of the job, for operators; empty: the caller's own."""
+    """Tenant of the job. Only operators may name another tenant. Empty: the caller's tenant."""
     def __init__(
         self,
         *,

@@ -91,8 +91,9 @@ class JobServiceServicer(object):
     """
 
     def CreateJob(self, request_iterator, context):
-        """Sends a file: the header, then pieces of the file, then `complete`. The job is stored when this call returns, and
-        then runs by itself. If the stream breaks before that, there is no job. ALREADY_EXISTS if the id is taken.
+        """Sends a file: the header, then pieces of the file, then `complete`. When this call returns, the job is stored. It
+        then runs without the client. If the stream breaks before `complete`, no job is created. Error: ALREADY_EXISTS if
+        the id is taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,14 +107,14 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """Lists jobs, newest first. Jobs created meanwhile do not change later pages.
+        """Lists jobs, newest first. A job that is created while a client reads the pages does not change later pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseJob(self, request, context):
-        """Discards the job's running requests, and starts no more until ResumeJob. Finished answers stay.
+        """Pauses a job: discards its running requests, and starts no more requests until ResumeJob. Finished answers stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,7 +128,7 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Ends a job for good. Finished answers stay.
+        """Ends a job; it cannot be resumed. Finished answers stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,7 +149,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """Streams the job whenever it changes, about once a second while it runs. Ends with the job.
+        """Streams the job's state whenever it changes, about once a second while the job runs. The stream ends when the job
+        ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

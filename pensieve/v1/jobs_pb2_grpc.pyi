@@ -256,24 +256,25 @@ class JobServiceStub(typing.Generic[_JobServiceCreateJobType, _JobServiceGetJobT
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateJob: _JobServiceCreateJobType
-    """Sends a file: the header, then pieces of the file, then `complete`. The job is stored when this call returns, and
-    then runs by itself. If the stream breaks before that, there is no job. ALREADY_EXISTS if the id is taken.
+    """Sends a file: the header, then pieces of the file, then `complete`. When this call returns, the job is stored. It
+    then runs without the client. If the stream breaks before `complete`, no job is created. Error: ALREADY_EXISTS if
+    the id is taken.
     """
 
     GetJob: _JobServiceGetJobType
     """Returns a job."""
 
     ListJobs: _JobServiceListJobsType
-    """Lists jobs, newest first. Jobs created meanwhile do not change later pages."""
+    """Lists jobs, newest first. A job that is created while a client reads the pages does not change later pages."""
 
     PauseJob: _JobServicePauseJobType
-    """Discards the job's running requests, and starts no more until ResumeJob. Finished answers stay."""
+    """Pauses a job: discards its running requests, and starts no more requests until ResumeJob. Finished answers stay."""
 
     ResumeJob: _JobServiceResumeJobType
     """Puts a paused job back into the queue."""
 
     CancelJob: _JobServiceCancelJobType
-    """Ends a job for good. Finished answers stay."""
+    """Ends a job; it cannot be resumed. Finished answers stay."""
 
     DeleteJob: _JobServiceDeleteJobType
     """Erases a job with its lines and results from the disk. A running job is cancelled first."""
@@ -282,7 +283,9 @@ class JobServiceStub(typing.Generic[_JobServiceCreateJobType, _JobServiceGetJobT
     """Streams the available results in the order of the lines, as pieces of a file of JSON lines."""
 
     WatchJob: _JobServiceWatchJobType
-    """Streams the job whenever it changes, about once a second while it runs. Ends with the job."""
+    """Streams the job's state whenever it changes, about once a second while the job runs. The stream ends when the job
+    ends.
+    """
 
 JobServiceAsyncStub: typing_extensions.TypeAlias = JobServiceStub[
     grpc.aio.StreamUnaryMultiCallable[
@@ -335,8 +338,9 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[pensieve.v1.jobs_pb2.CreateJobRequest],
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.jobs_pb2.CreateJobResponse, collections.abc.Awaitable[pensieve.v1.jobs_pb2.CreateJobResponse]]:
-        """Sends a file: the header, then pieces of the file, then `complete`. The job is stored when this call returns, and
-        then runs by itself. If the stream breaks before that, there is no job. ALREADY_EXISTS if the id is taken.
+        """Sends a file: the header, then pieces of the file, then `complete`. When this call returns, the job is stored. It
+        then runs without the client. If the stream breaks before `complete`, no job is created. Error: ALREADY_EXISTS if
+        the id is taken.
         """
 
     @abc.abstractmethod
@@ -353,7 +357,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.jobs_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.jobs_pb2.ListJobsResponse, collections.abc.Awaitable[pensieve.v1.jobs_pb2.ListJobsResponse]]:
-        """Lists jobs, newest first. Jobs created meanwhile do not change later pages."""
+        """Lists jobs, newest first. A job that is created while a client reads the pages does not change later pages."""
 
     @abc.abstractmethod
     def PauseJob(
@@ -361,7 +365,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.jobs_pb2.PauseJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.jobs_pb2.PauseJobResponse, collections.abc.Awaitable[pensieve.v1.jobs_pb2.PauseJobResponse]]:
-        """Discards the job's running requests, and starts no more until ResumeJob. Finished answers stay."""
+        """Pauses a job: discards its running requests, and starts no more requests until ResumeJob. Finished answers stay."""
 
     @abc.abstractmethod
     def ResumeJob(
@@ -377,7 +381,7 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.jobs_pb2.CancelJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.jobs_pb2.CancelJobResponse, collections.abc.Awaitable[pensieve.v1.jobs_pb2.CancelJobResponse]]:
-        """Ends a job for good. Finished answers stay."""
+        """Ends a job; it cannot be resumed. Finished answers stay."""
 
     @abc.abstractmethod
     def DeleteJob(
@@ -401,6 +405,8 @@ class JobServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.jobs_pb2.WatchJobRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pensieve.v1.jobs_pb2.WatchJobResponse], collections.abc.AsyncIterator[pensieve.v1.jobs_pb2.WatchJobResponse]]:
-        """Streams the job whenever it changes, about once a second while it runs. Ends with the job."""
+        """Streams the job's state whenever it changes, about once a second while the job runs. The stream ends when the job
+        ends.
+        """
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

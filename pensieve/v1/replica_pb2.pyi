@@ -68,12 +68,12 @@ class HttpRequest(google.protobuf.message.Message):
     client_port: builtins.int
     """Port of the client."""
     retry_key: builtins.str
-    """Random key that makes a retry safe: if this daemon is lost, the daemon that received the request may run it as
-    the same turn.
+    """Random key that makes a retry safe. If this daemon is lost, the daemon that received the request may run the
+    request again, as the same turn.
     """
     @property
     def headers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HttpHeader]:
-        """Headers, without those of the connection and of the caller; at most 256."""
+        """Headers, at most 256. Headers about the connection and about the caller are left out."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class FetchKvResponse(google.protobuf.message.Message):
 
     @property
     def part(self) -> Global___KvPart:
-        """Consecutive chunks. The next part has the chunks before these."""
+        """Consecutive chunks. The next part has the chunks before these chunks."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class KvHeader(google.protobuf.message.Message):
     IDENTITY_FIELD_NUMBER: builtins.int
     @property
     def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Must equal the receiver's: weights, shape, precision, format, versions."""
+        """Weights, shape, precision, format and versions. The receiver accepts the KV only if its own values are equal."""
 
     def __init__(
         self,

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class ReplicaServiceStub(object):
-    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
-    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
-    secret, the caller is the client itself.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. A daemon
+    that calls ForwardHttp proves that it knows the cluster's secret, and names the client that sent the HTTP request.
+    Without a secret, ForwardHttp needs the token of that client.
     """
 
     def __init__(self, channel):
@@ -50,15 +50,15 @@ class ReplicaServiceStub(object):
 
 
 class ReplicaServiceServicer(object):
-    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
-    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
-    secret, the caller is the client itself.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. A daemon
+    that calls ForwardHttp proves that it knows the cluster's secret, and names the client that sent the HTTP request.
+    Without a secret, ForwardHttp needs the token of that client.
     """
 
     def FetchKv(self, request, context):
-        """Sends the KV of a conversation that this daemon's engine still has to the daemon that owns the conversation now:
-        a header, then parts, each followed by its bytes. Parts begin at the end of the conversation. Only the header is
-        sent if the engine has no KV of it.
+        """Returns the KV of a conversation to the daemon that now owns the conversation. The stream has a header, then
+        parts. Each part is followed by its bytes. The last part of the conversation comes first. If this daemon's engine
+        has no KV of the conversation, the stream has only the header.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,8 +66,8 @@ class ReplicaServiceServicer(object):
 
     def ForwardHttp(self, request_iterator, context):
         """Answers an HTTP request that another daemon received, about a conversation that this daemon owns. Request and
-        response are sent as a head, then pieces of the body. UNAVAILABLE with the reason OWNED_ELSEWHERE if this daemon
-        does not own the conversation; nothing was changed then.
+        response are sent as a head, then pieces of the body. If this daemon does not own the conversation, the error is
+        UNAVAILABLE with the reason OWNED_ELSEWHERE, and nothing was changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,9 +95,9 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReplicaService(object):
-    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
-    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
-    secret, the caller is the client itself.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. A daemon
+    that calls ForwardHttp proves that it knows the cluster's secret, and names the client that sent the HTTP request.
+    Without a secret, ForwardHttp needs the token of that client.
     """
 
     @staticmethod

@@ -58,9 +58,9 @@ _ReplicaServiceForwardHttpType = typing_extensions.TypeVar(
 )
 
 class ReplicaServiceStub(typing.Generic[_ReplicaServiceFetchKvType, _ReplicaServiceForwardHttpType]):
-    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
-    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
-    secret, the caller is the client itself.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. A daemon
+    that calls ForwardHttp proves that it knows the cluster's secret, and names the client that sent the HTTP request.
+    Without a secret, ForwardHttp needs the token of that client.
     """
 
     @typing.overload
@@ -88,15 +88,15 @@ class ReplicaServiceStub(typing.Generic[_ReplicaServiceFetchKvType, _ReplicaServ
     ], channel: grpc.aio.Channel) -> None: ...
 
     FetchKv: _ReplicaServiceFetchKvType
-    """Sends the KV of a conversation that this daemon's engine still has to the daemon that owns the conversation now:
-    a header, then parts, each followed by its bytes. Parts begin at the end of the conversation. Only the header is
-    sent if the engine has no KV of it.
+    """Returns the KV of a conversation to the daemon that now owns the conversation. The stream has a header, then
+    parts. Each part is followed by its bytes. The last part of the conversation comes first. If this daemon's engine
+    has no KV of the conversation, the stream has only the header.
     """
 
     ForwardHttp: _ReplicaServiceForwardHttpType
     """Answers an HTTP request that another daemon received, about a conversation that this daemon owns. Request and
-    response are sent as a head, then pieces of the body. UNAVAILABLE with the reason OWNED_ELSEWHERE if this daemon
-    does not own the conversation; nothing was changed then.
+    response are sent as a head, then pieces of the body. If this daemon does not own the conversation, the error is
+    UNAVAILABLE with the reason OWNED_ELSEWHERE, and nothing was changed.
     """
 
 ReplicaServiceAsyncStub: typing_extensions.TypeAlias = ReplicaServiceStub[
@@ -111,9 +111,9 @@ ReplicaServiceAsyncStub: typing_extensions.TypeAlias = ReplicaServiceStub[
 ]
 
 class ReplicaServiceServicer(metaclass=abc.ABCMeta):
-    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. The
-    caller of ForwardHttp is a daemon that knows the cluster's secret and names the caller of the request. Without a
-    secret, the caller is the client itself.
+    """Served only by daemons that share a history. If the daemon uses tokens, FetchKv needs a token with `admin`. A daemon
+    that calls ForwardHttp proves that it knows the cluster's secret, and names the client that sent the HTTP request.
+    Without a secret, ForwardHttp needs the token of that client.
     """
 
     @abc.abstractmethod
@@ -122,9 +122,9 @@ class ReplicaServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.replica_pb2.FetchKvRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pensieve.v1.replica_pb2.FetchKvResponse], collections.abc.AsyncIterator[pensieve.v1.replica_pb2.FetchKvResponse]]:
-        """Sends the KV of a conversation that this daemon's engine still has to the daemon that owns the conversation now:
-        a header, then parts, each followed by its bytes. Parts begin at the end of the conversation. Only the header is
-        sent if the engine has no KV of it.
+        """Returns the KV of a conversation to the daemon that now owns the conversation. The stream has a header, then
+        parts. Each part is followed by its bytes. The last part of the conversation comes first. If this daemon's engine
+        has no KV of the conversation, the stream has only the header.
         """
 
     @abc.abstractmethod
@@ -134,8 +134,8 @@ class ReplicaServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pensieve.v1.replica_pb2.ForwardHttpResponse], collections.abc.AsyncIterator[pensieve.v1.replica_pb2.ForwardHttpResponse]]:
         """Answers an HTTP request that another daemon received, about a conversation that this daemon owns. Request and
-        response are sent as a head, then pieces of the body. UNAVAILABLE with the reason OWNED_ELSEWHERE if this daemon
-        does not own the conversation; nothing was changed then.
+        response are sent as a head, then pieces of the body. If this daemon does not own the conversation, the error is
+        UNAVAILABLE with the reason OWNED_ELSEWHERE, and nothing was changed.
         """
 
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
