@@ -1,6 +1,6 @@
 """Print what `pensieve admin` shows: the model, the load, and the cached conversations.
 
-The argument is the socket in the daemon's data folder: unix:DATA/admin.sock.
+The argument is the address of the socket in the daemon's data folder: unix:DATA/admin.sock.
 """
 
 import sys

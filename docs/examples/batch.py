@@ -1,4 +1,4 @@
-"""Send a file of requests as a batch job and print the answers. Their shared beginning is computed once."""
+"""Run requests as a batch job and print the answers. The prefix that the requests share is computed once."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Ask one question three times in forks of a conversation, then undo a turn. No history is computed twice."""
+"""Ask a question in three forks of a conversation, then undo a turn. The shared history is computed once."""
 
 import sys
 
@@ -8,7 +8,7 @@ with Client(*sys.argv[1:2]) as client:
     tale = client.conversation()
     start = tale.ask("Write the beginning of a tale about a lighthouse.", max_tokens=60)
 
-    # Three answers, each in a fork of the tale.
+    # Get three answers, each in a fork of the tale.
     endings = []
     for seed in (1, 2, 3):
         branch = tale.fork()

@@ -1,7 +1,7 @@
-"""Ask a question once, even if this program is killed and started again.
+"""Ask a question exactly once, even if this program is killed and started again.
 
-The program stores the request_id before it sends the message.  A retry with the same request_id attaches to
-the running turn, or returns the stored reply.  If only the daemon crashes, the SDK retries by itself.
+The program stores the request_id before it sends the message. A retry with the same request_id attaches to
+the running turn, or returns the stored reply. If only the daemon crashes, the SDK retries by itself.
 """
 
 import json

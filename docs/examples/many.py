@@ -1,4 +1,4 @@
-"""Hold eight conversations at the same time with asyncio. The server computes them in one batch."""
+"""Run eight conversations at the same time with asyncio. The server computes their turns in one batch."""
 
 import asyncio
 import sys

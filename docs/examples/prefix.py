@@ -1,4 +1,4 @@
-"""Declare a beginning that many conversations share, so that it is computed once."""
+"""Declare a prefix that many conversations share. The daemon computes the KV of the prefix once."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from pensieve.errors import NotFound
 
 with Client(*sys.argv[1:2]) as client:
     guide = client.prefix("guide")
-    with contextlib.suppress(NotFound):  # left by an earlier run
+    with contextlib.suppress(NotFound):  # the prefix exists if this program ran before
         guide.delete()
     declared = guide.create(
         system_prompt="You are a guide in a harbour town. Answer in one sentence.",
@@ -16,7 +16,7 @@ with Client(*sys.argv[1:2]) as client:
             {"role": "user", "content": "Where is the lighthouse?"},
             {"role": "assistant", "content": "At the end of the long pier."},
         ],
-        keep_warm=True,  # compute its KV now, and again if it is lost
+        keep_warm=True,  # compute the KV now, and recompute lost KV
     )
     print(f"{declared.num_messages} messages, {declared.num_tokens} tokens")
 
@@ -29,5 +29,5 @@ with Client(*sys.argv[1:2]) as client:
             f"{reply.text}  ({usage.shared_tokens} tokens from {usage.shared_from}, {usage.new_tokens} new)"
         )
 
-    guide.delete()  # its conversations stay whole
+    guide.delete()  # conversations under the prefix keep its messages
     print(f"the last conversation has {talk.get().num_messages} messages")

@@ -1,4 +1,4 @@
-"""Print a reply while it is generated, and how much of its context was cached."""
+"""Print a reply while it is generated, then print how much of the context was cached."""
 
 import sys
 
@@ -10,7 +10,7 @@ with Client(*sys.argv[1:2]) as client:
         print(f"> {question}")
         turn = trip.send(question, max_tokens=60)
         for piece in turn:
-            if isinstance(piece, Restarted):  # the server lost the reply
+            if isinstance(piece, Restarted):  # the server generates the reply again
                 print("\n(the reply begins again)")
             print(piece, end="", flush=True)
         reply, usage = turn.reply, turn.reply.usage

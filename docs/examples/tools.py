@@ -1,4 +1,4 @@
-"""Offer a tool to the model, and send its result. The model's chat template must support tools."""
+"""Offer a tool to the model, and send the tool's result. The model's chat template must support tools."""
 
 import json
 import sys
