@@ -28,7 +28,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "device_cache": ("192t", "960t"),
     "host_cache": ("0t", "160t", "960t"),
     "check_kv": ("false", "true"),
-    "policy": ("value", "lru", "return"),
+    "policy": tuple(POLICIES),
     "chunk_tokens": ("8", "16", "32"),
     "context_max": ("256", "128"),
     "token_budget": ("7", "48", "512"),

@@ -213,7 +213,7 @@ def drawn_shape(seed: int) -> Shape:
         chunk_tokens=choose((1, 2, 4, 4)),
         batch_tokens_max=choose((5, 16, 24)),
         turns_max=choose((1, 1, 2, 3, 5)),
-        policy=choose(("lru", "value", "return")),
+        policy=choose(tuple(POLICIES)),
         late=choose((0.0, 0.5, 0.9)),
         failing=choose((0.0, 0.0, 0.03)),
         damaging=choose((0.0, 0.0, 0.2)),

@@ -86,7 +86,7 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
     places, streams = random.Random(seed), random.Random(~seed)
     threads = random.Random(f"threads of {seed}")
     engine = EngineShape(
-        policy=choose.choice(("lru", "value", "return")),
+        policy=choose.choice(tuple(POLICIES)),
         device_pages=choose.randint(7, 14) * scale,
         host_pages=choose.choice(
             (0, choose.randint(1, 8), choose.randint(8, 30), choose.randint(8, 30))
