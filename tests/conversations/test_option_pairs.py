@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from pensieve.core.policies.registry import POLICIES
 from pensieve.engine.messages import CheckIntegrity, EvictConversation
 from pensieve.sampling import Sampling
 from tests.conversations.rig import Reference, finish, query, started, step, write_model

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 from pensieve.core.iteration_builder import IterationBuilder
+from pensieve.core.policies.registry import POLICIES
 from pensieve.core.turn import Turn
 from tests.core.world import SPOILED, TWINS, Shape, World, run
 from tests.scale import SCALE

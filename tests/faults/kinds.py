@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from pensieve.core.policies.registry import POLICIES
 from tests.faults.disk import STORE_FAULTS
 from tests.faults.kept import KEPT
 from tests.faults.machine import EngineShape
