@@ -9,8 +9,8 @@ A turn is refused for one of these reasons, in this order:
 * the queue is too long for the request's deadline or for the first-token objective (`--ttft`).
 
 The daemon runs at most `turns_max` turns. With several tenants, each tenant may have at most ROOM_SHARE times
-as many turns as the daemon can still take. So a tenant that floods the daemon leaves a ninth of `turns_max` to
-the others.
+as many turns as the daemon can still take. So a tenant that floods the daemon leaves a ninth of `turns_max`
+to the others.
 
 **The wait** until the engine starts on a turn's prompt is the longest of
 
@@ -74,7 +74,7 @@ class DaemonLoad:
     num_turns: int  # in flight or about to begin, warms included
     num_turns_of_tenant: int  # warms included
     ahead: Callable[[], WorkAhead] = lambda: NOTHING  # the work ahead of this turn
-    waiting_since: float | None = None  # start of the turn that has waited longest for room in the engine
+    waiting_since: float | None = None  # when the turn that waits longest for the engine began
     num_characters_of_tenant: int = 0  # in the tenant's turns that are about to begin
 
 

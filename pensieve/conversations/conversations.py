@@ -5,16 +5,16 @@ anything else. So the event loop acts in the order of the store's jobs (threads.
 
 * **A turn begins** in the store. Then it is registered as live (turns.py), and its SubmitTurn goes to the
   engine. If the engine does not take the message, the turn is given up. A retry with the same request_id
-  finds the turn `running` in the store and joins the live turn. If the turn is no longer live, it has ended in
-  the meantime, and the request is drafted again.
+  finds the turn `running` in the store and joins the live turn. If the turn is no longer live, it has ended
+  in the meantime, and the request is drafted again.
 * **A turn ends** in the store. Then its `finish` is set and its followers wake (turn_ends.py).
 * **A deletion** interrupts the running turn and deletes the conversation, in one job. Then the live turn is
-  given up, and DeleteConversation goes to the engine. It arrives there before the SubmitTurn of any later turn
-  with the same conversation id. If a job that writes the turn's end is already queued, that job finds no turn.
-  The engine's client never refuses a DeleteConversation.
-* **A fork or a rewind** is first a job in the store, then a message to the engine. The message goes before the
-  SubmitTurn of any later turn. A lost message does no harm: a turn says how long its log is, and the engine
-  asks for missing tokens.
+  given up, and DeleteConversation goes to the engine. It arrives there before the SubmitTurn of any later
+  turn with the same conversation id. If a job that writes the turn's end is already queued, that job finds no
+  turn. The engine's client never refuses a DeleteConversation.
+* **A fork or a rewind** is first a job in the store, then a message to the engine. The message goes before
+  the SubmitTurn of any later turn. A lost message does no harm: a turn says how long its log is, and the
+  engine asks for missing tokens.
 * **Engine events** without a live turn are ignored. They belong to warms (see `Warmer`) or to attempts that
   were given up.
 """

@@ -8,7 +8,8 @@
     close    stop the engine, finish sequences (threads.py), then close the backup and the history
 
 A turn is admitted or refused before it is tokenized or stored (admission.py). Other parts of the process
-subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs in other threads.
+subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs in other
+threads.
 """
 
 from __future__ import annotations

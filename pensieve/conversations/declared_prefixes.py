@@ -2,9 +2,9 @@
 
 To warm a conversation is to bring its KV to the device before its next message. A prefix is tokenized in the
 text pool and stored. Then conversations may begin with the prefix. The first of these conversations computes
-the prefix's KV, unless the prefix was warmed before. If a prefix has `keep_warm`, the daemon warms it when the
-prefix is declared, when an engine has started, and at intervals. Such a warm queues behind turns. The prefix's
-tenant pays for the computed tokens. A tenant in debt is skipped.
+the prefix's KV, unless the prefix was warmed before. If a prefix has `keep_warm`, the daemon warms it when
+the prefix is declared, when an engine has started, and at intervals. Such a warm queues behind turns. The
+prefix's tenant pays for the computed tokens. A tenant in debt is skipped.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NOBODY = "/prefixes"  # no tenant has this name
 class Warmer:
     """Bring conversations' KV to the device before their next message.
 
-    A warm is a turn without a reader. A client's warm counts as a turn of its tenant until the warm has ended.
-    The daemon's own warms do not count.
+    A warm is a turn without a reader. A client's warm counts as a turn of its tenant until the warm has
+    ended. The daemon's own warms do not count.
     """
 
     def __init__(

@@ -42,8 +42,8 @@ CHARACTERS_OF_MESSAGE = 32  # rendering an empty message takes as long as this m
 class TurnRequest:
     """A turn as its client asks for it.
 
-    A request without a conversation_id brings its full history. The binder (binding/binder.py) finds or creates
-    the conversation, and keeps only the messages that this conversation does not have yet.
+    A request without a conversation_id brings its full history. The binder (binding/binder.py) finds or
+    creates the conversation, and keeps only the messages that this conversation does not have yet.
     """
 
     conversation_id: str  # empty: the request brings its full history
@@ -54,7 +54,7 @@ class TurnRequest:
     expected_revision: int | None = None
     create_if_missing: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with the messages
-    given_sampling: Mapping[str, Any] | None = None  # parameters that the client set; None: all of `options`
+    given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
     traceparent: str = ""  # the caller's span, in W3C format
     # The settings of a conversation that the turn creates. The id and the tenant come from the request.
     settings: ConversationSettings = NO_SETTINGS
@@ -106,7 +106,7 @@ class Draft:
     request: TurnRequest
     conversation: records.StoredConversation
     log_end: array[int]  # the last tokens of the log at the conversation's revision
-    head: Sequence[records.StoredMessage]  # the messages before the first turn; empty for later turns
+    head: Sequence[records.StoredMessage]  # messages before the first turn; later turns: empty
     template: ChatTemplate
     heads: PromptHeads
     constraints: ConstraintChecker
@@ -288,10 +288,10 @@ def planned_conversation(
 ) -> tuple[records.NewConversation, records.StoredConversation, Sequence[records.StoredMessage]]:
     """Plan a conversation that is created with its first turn.
 
-    Returns the record to write, the same record as the store will return it, and the head (heads.py). The turn
-    is drafted on the second record. The job that begins the turn stores the conversation. So a request that is
-    refused for its template, tokens or length leaves nothing behind. If another request creates a conversation
-    of this name in the meantime, the two creation times differ, and the draft is stale.
+    Returns the record to write, the same record as the store will return it, and the head (heads.py). The
+    turn is drafted on the second record. The job that begins the turn stores the conversation. So a request
+    that is refused for its template, tokens or length leaves nothing behind. If another request creates a
+    conversation of this name in the meantime, the two creation times differ, and the draft is stale.
     """
     new = new_conversation(settings, fingerprint, now)
     head = [

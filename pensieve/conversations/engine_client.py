@@ -109,7 +109,7 @@ class EngineProgram:
     settings: Mapping[str, str]
     model_folder: Path
     model_name: str = ""  # for people
-    take_early: Callable[[], EngineChild | None] = lambda: None  # gives a process that was started early
+    take_early: Callable[[], EngineChild | None] = lambda: None  # gives an early process
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Heartbeat:
         SILENT   no frame for `silent_seconds_max`: the process was stopped, or none of its threads runs
         STUCK    frames arrive, but the main thread has been in one round for `round_seconds_max`
 
-    A round is an iteration or an idle wait (`Engine.num_rounds`). Time passes only in `tick`. So if the service
-    itself was stopped for an hour, only one tick counts.
+    A round is an iteration or an idle wait (`Engine.num_rounds`). Time passes only in `tick`. So if the
+    service itself was stopped for an hour, only one tick counts.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -215,7 +215,7 @@ class EngineClient:
         if num_unsent > UNSENT_BYTES_MAX and not isinstance(message, Freeing):
             raise Unavailable("the engine is not reading its messages; retry in a few seconds")
         packed = channel.pack_message(message)
-        if not self._writer.is_closing():  # if it is closing, `_listen` will soon notice the process's end
+        if not self._writer.is_closing():  # otherwise `_listen` soon notices the end
             self._writer.write(packed)
 
     def tell(self, message: EngineMessage | None) -> bool:

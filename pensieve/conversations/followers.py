@@ -3,8 +3,8 @@
 Any number of followers read a turn, each from the first token on. When the last follower leaves before the
 end, the turn lives for another `grace_seconds`. In this time a client may attach again with the same
 request_id. Then the turn is abandoned: the engine stops it, its row becomes `interrupted`, and the history is
-unchanged. A retry with the same request_id then runs the turn again. The grace period passes in steps, so that
-a stalled event loop does not use it up.
+unchanged. A retry with the same request_id then runs the turn again. The grace period passes in steps, so
+that a stalled event loop does not use it up.
 
 A client that leaves on purpose stops the turn instead (cancelling.py). If a stop keeps fewer tokens than
 another follower was sent, this follower gets an error.

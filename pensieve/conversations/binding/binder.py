@@ -15,12 +15,12 @@ If a request asks for several choices, only the first choice may append. If the 
 choice gets its own conversation. The other choices begin when the first choice has computed the prompt.
 
 **Races.** If the conversation changes between the lookup and the start of the turn, the store refuses the
-turn. The binder then looks again, at most ATTEMPTS_MAX times. The last attempts fork. A fork is reserved until
-its first turn begins.
+turn. The binder then looks again, at most ATTEMPTS_MAX times. The last attempts fork. A fork is reserved
+until its first turn begins.
 
 **Retries** find their turn by its request_id. Over HTTP, the request_id comes from the Idempotency-Key. A
-retry with other content is refused. A retry that arrives before the first request has begun its turn waits for
-that turn.
+retry with other content is refused. A retry that arrives before the first request has begun its turn waits
+for that turn.
 
 **Cleanup.** A conversation that was created for one turn is deleted if the turn did not begin, failed or was
 given up. A conversation that another request has used in the meantime is kept.
