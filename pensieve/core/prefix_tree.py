@@ -206,9 +206,12 @@ class Branch:
     def weight(self, now: float) -> float:
         """Return the factor that a branch's holders contribute to the retention value of its chunks.
 
-        With several holders, the factor is the sum over the holders of  ratio · T_min / T_holder.  T_holder is
-        the idle time of a holder, and T_min the idle time of the most recent holder; both are at least one
-        second.
+        With several holders, the factor is the sum over the holders of
+
+            ratio · T_min / T_holder
+
+        T_holder is the idle time of a holder. T_min is the idle time of the most recent holder, but at least
+        one second.
 
         As long as no holder becomes active, the weight only grows (towards the sum of the ratios), so an
         older weight is a lower bound. Only the HOLDERS_SUMMED_MAX most recent holders count with their own
