@@ -113,7 +113,7 @@ class ExportKv:
 
     query_id: int
     conversation_id: str
-    num_tokens: int  # of the log; KV after them is not wanted
+    num_tokens: int  # of the log; KV after these tokens is not wanted
     before_chunk: int  # the part ends before this chunk; 0: where KV ends
     num_bytes_max: int  # of the part; one chunk may be longer
 
@@ -160,12 +160,12 @@ EngineMessage = (
     | OpenImport
     | ImportKv
 )
-Freeing = CancelTurn | DeleteConversation  # they only free memory, and are never refused
+Freeing = CancelTurn | DeleteConversation  # messages that only free memory are never refused
 
 
 @dataclass(frozen=True, slots=True)
 class LogNeeded:
-    """A turn needs a conversation's log, which the engine does not know: it waits for `ProvideLog`."""
+    """A turn needs a conversation's log, which the engine does not have. The turn waits for `ProvideLog`."""
 
     turn_id: int
     conversation_id: str
