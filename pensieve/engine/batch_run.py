@@ -91,7 +91,7 @@ class _Active:
     samples: list[SampledToken] = field(default_factory=list)
 
     def has_computed_of_prefix(self, num_tokens: int) -> bool:
-        """Whether it had to compute a part of its prefix, which has `num_tokens` tokens."""
+        """Whether it has computed a part of its prefix. `num_tokens`: the length of its prompt."""
         return (
             self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens + 1
         )

@@ -141,7 +141,7 @@ class Engine:
         self.held = HeldTurns(ports.preparer, ports.mailbox.wake)
         self.hand_over = HandOver(self.scheduler.cache, ports.pages)
         self._launched: deque[Iteration] = deque()  # not collected yet, oldest first
-        # Called in idle rounds. Raises if the executor has failed while no turn runs.
+        # Called in idle rounds. Raises an error that would otherwise go unnoticed while no turn runs.
         self.check_idle: Callable[[], None] = lambda: None
         # Turns whose log the service was asked for, by turn_id.
         self._lacking_log: dict[int, SubmitTurn] = {}

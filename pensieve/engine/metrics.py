@@ -5,7 +5,7 @@
     stall         a gap longer than STALL_RATIO times the median gap of the latest five minutes, and longer
                   than the objective if there is one
     suspension    from the suspension of a turn until the turn runs again or ends; counted at that time
-    error         (predicted time - real time) / real time of an iteration; the latest ERRORS_KEPT are kept
+    error         |predicted time - real time| / real time of an iteration; the latest ERRORS_KEPT are kept
 
 All of these but stalls and errors cover the latest five minutes (distributions.py). Times are taken in the
 engine when an outcome is committed, so the times of pipe, service and network do not count.

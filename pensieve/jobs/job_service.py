@@ -189,7 +189,7 @@ def _header(given: pb.JobHeader) -> JobHeader:
 
 
 async def _chunks(requests: AsyncIterator[pb.CreateJobRequest]) -> AsyncIterator[bytes]:
-    """Yield the chunks of a file. If it is incomplete, the client may be gone, and nobody sees the error."""
+    """Yield the chunks of a file. Raises if the file is incomplete, usually because the client is gone."""
     async for each in requests:
         part = each.WhichOneof("part")
         if part == "complete":
