@@ -8,9 +8,9 @@ A turn is refused for one of these reasons, in this order:
 * the tenant has used up its limits;
 * the queue is too long for the request's deadline or for the first-token objective (`--ttft`).
 
-The daemon runs at most `turns_max` turns. With several tenants, each tenant may have at most ROOM_SHARE times
-as many turns as the daemon can still take. So a tenant that floods the daemon leaves a ninth of `turns_max`
-to the others.
+The daemon takes at most `turns_max` turns at a time, queued turns included. With several tenants, each tenant
+may have at most ROOM_SHARE times as many turns as the daemon can still take. So a tenant that floods the
+daemon leaves a ninth of `turns_max` to the others.
 
 **The wait** until the engine starts on a turn's prompt is the longest of
 
@@ -254,7 +254,7 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._busy = self._predicted = 0.0
-        # The latest completion of a prompt, or the start of the first prompt. None: no prompt has begun.
+        # When the latest prompt was completed, or, after a pause, the next prompt begun. None: neither yet.
         self._since: float | None = None
 
     @property

@@ -9,7 +9,7 @@ anything else. So the event loop acts in the order of the store's jobs (threads.
   in the meantime, and the request is drafted again.
 * **A turn ends** in the store. Then its `finish` is set and its followers wake (turn_ends.py).
 * **A deletion** interrupts the running turn and deletes the conversation, in one job. Then the live turn is
-  given up, and DeleteConversation goes to the engine. It arrives there before the SubmitTurn of any later
+  given up, and DeleteConversation goes to the engine. This message arrives before the SubmitTurn of any later
   turn with the same conversation id. If a job that writes the turn's end is already queued, that job finds no
   turn. The engine's client never refuses a DeleteConversation.
 * **A fork or a rewind** is first a job in the store, then a message to the engine. The message goes before

@@ -42,7 +42,7 @@ class DaemonConfig:
     heartbeat_seconds: float = 30.0  # an engine that is silent for longer is killed
     iteration_seconds_max: float = 300.0  # 0: no limit
     text_threads: int = 2
-    short_characters: int = 4_096  # at most as long: tokenized in the store thread, which is faster
+    short_characters: int = 4_096  # text up to this length is tokenized in the store thread
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
     backup: BackupConfig | None = None
     scrub_seconds: float = 0.0  # time to read the whole history once; 0: never

@@ -100,7 +100,7 @@ class TurnRequest:
 class Draft:
     """Everything that is needed to tokenize a turn's messages. No other thread uses these values.
 
-    `prompt` may be called in any thread. It takes longer for longer new text.
+    `prompt` may be called in any thread. The call takes longer for a longer new text.
     """
 
     request: TurnRequest
@@ -177,7 +177,7 @@ def opening(
 class OutdatedTokens:
     """A conversation that was stored under another tokenizer or template and must be tokenized again.
 
-    `tokens` may be called in any thread. It takes longer for a longer history.
+    `tokens` may be called in any thread. The call takes longer for a longer history.
     """
 
     conversation: records.StoredConversation

@@ -200,8 +200,8 @@ class History:
     ) -> Deleted:
         """Interrupt the running turn of a conversation and delete the conversation, in one job.
 
-        StaleRevision if `unused_since` or `unchanged` is given, and the conversation has another revision or
-        has changed, or a turn runs. If the deletion fails, the turn is interrupted anyway. So an error is
+        If `unused_since` (a revision) or `unchanged` is given, StaleRevision is raised if a turn runs or the
+        conversation has changed since. If the deletion fails, the turn is interrupted anyway. So the error is
         returned together with the turn. A conversation that does not exist may still have to be erased from
         the files.
         """

@@ -185,10 +185,10 @@ class LiveTurn:
 
 
 def stream_of(live: LiveTurn) -> dict[str, Any]:
-    """Return the runs of tokens of one part in a reply. They are stored so that a retry gets the same deltas.
+    """Split a reply into runs of tokens of the same part, so that its deltas can be sent again.
 
-    `parts` has (part, tokens, characters) of each run. A reply that is only text has no runs. If the client
-    gave the start of the reply, this text is a first run without tokens.
+    `parts` has (part, tokens, characters) of each run, unless the reply is only text. If the client gave the
+    start of the reply, this text is a first run without tokens.
     """
     stream: dict[str, Any] = {}
     begins = live.request.reply_begins if live.request is not None else ""

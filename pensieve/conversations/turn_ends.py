@@ -182,7 +182,7 @@ class TurnEnds:
         self._engine.tell(CancelTurn(live.number, num_tokens))
 
     def _dies_of(self, live: LiveTurn) -> bool:
-        """Count a death of the engine for a turn that it had; return whether these are too many."""
+        """Count a death of the engine for a turn that it had; return True if it has died too often."""
         if live.phase is not TurnPhase.RUNNING or not self._turns.suspects.engine_died(live):
             return False
         log.error("the engine dies whenever it has this turn", extra=ids_of(live))

@@ -55,7 +55,7 @@ class Suspects:
         self._records: dict[int, tuple[int, int]] = {}  # by turn id: deaths, most tokens reached
 
     def engine_died(self, live: LiveTurn) -> bool:
-        """Count a death of the engine for a turn that it had; return whether these are too many."""
+        """Count a death of the engine for a turn that it had; return True if it has died too often."""
         num_deaths, num_tokens = self._records.pop(live.turn_id, (0, -1))
         num_deaths += not num_deaths or live.num_tokens <= num_tokens
         if num_deaths >= DEATHS_MAX:
@@ -132,7 +132,7 @@ class Turns:
 
     @property
     def waiting_since(self) -> float | None:
-        """The begin of the turn that has waited longest for admission."""
+        """The time when the turn that has waited longest for admission began."""
         return next((live.begun_at for live in self._unadmitted.values()), None)
 
     @property

@@ -61,8 +61,8 @@ class Adoption:
         """Adopt chunks from `first_chunk` on.
 
         `slots`: how many leading slots of each chunk have KV; 0: the chunk has none.
-        The last chunks are tried first, until there is no room. If the conversation is unknown, it gets the
-        log `log`, and its chunks end where these chunks end.
+        The last chunks are tried first, until there is no room. If the conversation is unknown, it is added
+        with the log `log`, up to the end of the last chunk.
         """
         conversation = self._tree.conversations.get(conversation_id)
         if conversation is None:

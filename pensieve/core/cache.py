@@ -262,7 +262,7 @@ class KVCache:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until `required_pages`, or as many as the mark, will be available.
+        """Plan copies to the host until enough pages will be available: `required_pages` and the mark.
 
         Also plan copies of chunks that streamed turns will share with running turns. Chunks that this
         iteration writes (`written`) are not copied.

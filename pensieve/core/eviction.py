@@ -31,8 +31,8 @@ While a swap-in is in flight, no swap-out starts.
 
 **On request**, operators move conversations. `evict` drops their pages. `move_to_host` copies their chunks to
 the host, as far as the host has empty pages or less valuable chunks. `copy_out` does the same for the chunks
-of a turn that will be streamed (streamed_pages.py). If another running turn holds a chunk, `copy_out` also
-keeps the chunk on the device.
+of a turn that will be streamed (streamed_pages.py). If another running turn holds a chunk, the chunk also
+stays on the device.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class Eviction:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until `required_pages`, or as many as the mark, will be available.
+        """Plan copies to the host until enough pages will be available: `required_pages` and the mark.
 
         `written`: the chunks that this iteration writes.
         """

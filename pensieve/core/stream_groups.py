@@ -253,7 +253,7 @@ class _GroupBuilder:
 
 
 def _with_table(piece: Slice, page_table: array[int]) -> Slice:
-    """Replace the page table. Faster than `_replace`, because every generating turn needs this."""
+    """Replace the page table. Every generating turn needs this, so it is faster than `_replace`."""
     return Slice(*piece[:4], page_table, *piece[5:])
 
 
@@ -518,7 +518,7 @@ def cheapest_order(
     This is the algorithm of Gilmore and Gomory (1964). First, attentions and copies are matched in sorted
     order, which gives the least sum. This matching may consist of several cycles. The cheapest exchanges of
     neighbours join them into one cycle, which is the order. Exchanges whose copy is at least as long as the
-    attention (`lifting`) are made from the longest down. The others are made from the shortest up. Member 0
+    attention (`lifting`) are made in descending order, then the others in ascending order. Member 0
     stands for the start and the end: its attention is the gap, and it copies nothing.
     """
     a = [gap, *[attentions[i] for i in members]]

@@ -19,7 +19,7 @@ If a turn will fit on the device after idle pages are copied out, it waits for t
 
 After TRIED_FOR iterations of streaming, the resident turns alone may be predicted to deliver clearly more
 tokens per second (by the factor GAIN) than all turns together. Then streaming pauses. Each pause is twice as
-long as the previous one.
+long as the previous pause, up to PAUSE_MAX iterations.
 
 **Back to the device.** When no turn waits and pages are available, the largest streamed turn that fits is
 suspended and admitted again with device pages (`turn_to_return`), one turn per iteration. If no streamed turn

@@ -6,8 +6,9 @@ within both limits:
 
     tbt_seconds           the longest time of an iteration: the objective for the time between two tokens of
                           a reply
-    prompt_seconds_max    the longest time that prompts may add to an iteration; it grows in proportion, at
-                          most to twice its value, while more than BACKLOG_SECONDS of prompts wait
+    prompt_seconds_max    the longest time that prompts may add to an iteration. While more than
+                          BACKLOG_SECONDS of prompts wait, the limit grows in proportion to the waiting
+                          prompts, at most to twice its value.
 
 A limit of 0 means no limit. There is also no limit while no turn generates. TOKENS_MIN tokens of the first
 prompt are always allowed, so every prompt is computed even on a slow machine. These tokens cost little if

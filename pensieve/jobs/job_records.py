@@ -61,7 +61,7 @@ class JobUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to create. `sha256` is the hash of the whole file, in hex. The store does not read `options`."""
+    """A job to create. `sha256` is the hash of the whole file, in hex. The store only keeps `options`."""
 
     key: JobKey
     name: str = ""

@@ -13,7 +13,7 @@ class is ordered by idle time, and this order never changes. The least valuable 
 heads of the classes.
 
 An entry is a *lower bound* of its branch's value. The value rises when a holder becomes active, with time
-(`Branch.weight`), and when the first chunk no longer qualifies. A rise changes no entry: the entry is
+(`Branch.weight`), and when the chunk of the entry no longer qualifies. A rise changes no entry: the entry is
 corrected when it becomes the least valuable one. The value falls when the branch loses a holder, or when an
 earlier chunk qualifies again. Then the branch is offered again at once, and its old entry becomes stale.
 Entries of branches that a running turn holds are removed when they become the head of a class. `offer` queues
