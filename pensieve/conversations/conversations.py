@@ -237,7 +237,10 @@ class Conversations:
         *,
         tenant: str = "",
     ) -> records.StoredConversation:
-        """Cut a conversation back; StaleRevision unless it is at the expected revision (None: any)."""
+        """Cut a conversation back to a revision.
+
+        StaleRevision if it is not at the expected revision (None: any).
+        """
 
         async def sequence() -> records.StoredConversation:
             rewound = await self._threads.in_store(

@@ -1,4 +1,4 @@
-"""Settings of the service process: its limits and timeouts. The engine has settings of its own."""
+"""Settings of the service process: its limits and timeouts. The engine has separate settings."""
 
 from __future__ import annotations
 

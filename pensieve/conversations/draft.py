@@ -164,7 +164,7 @@ def opening(
 ) -> list[list[int]]:
     """Return the tokens of each message of a log's first turn.
 
-    A leading system prompt has no tokens of its own: they belong to the message after it.
+    The tokens of a leading system prompt belong to the message after it.
     """
     delta = template.opening(messages, setting)
     tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]

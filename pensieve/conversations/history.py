@@ -173,7 +173,10 @@ class History:
         *,
         tenant: str = "",
     ) -> records.StoredConversation:
-        """Cut a conversation back and return it; StaleRevision unless it is at the expected revision."""
+        """Cut a conversation back to a revision and return the conversation.
+
+        StaleRevision if it is not at the expected revision.
+        """
         self._log_is_cut(tenant, conversation_id)
         self._store.rewind_conversation(
             conversation_id, to_revision, expected_revision, tenant=tenant

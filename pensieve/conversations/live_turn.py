@@ -165,7 +165,7 @@ class LiveTurn:
 
     @property
     def num_charged_tokens(self) -> int:
-        """Tokens for which the tenant pays: those of the prompt once admitted, and those of the reply."""
+        """Tokens for which the tenant pays: the prompt's after admission, and the reply's."""
         if self.figures and self.usage is not None:  # every sampled token, even if a stop cut it
             return self.usage.new_tokens + self.usage.output_tokens
         return self.num_tokens + (self.prompt_tokens if self.admitted else 0)

@@ -66,7 +66,7 @@ class Suspects:
         return False
 
     def must_wait(self, live: LiveTurn, all_live: Callable[[], Iterable[LiveTurn]]) -> bool:
-        """Whether this turn must be tried alone and the engine has another such turn."""
+        """Whether this turn and another turn in the engine both must be tried alone."""
         return self._must_be_alone(live) and any(
             self._must_be_alone(other) for other in all_live() if other is not live
         )
@@ -260,7 +260,7 @@ class Turns:
         return live, submit
 
     def check_suspect(self, live: LiveTurn) -> None:
-        """Raise Unavailable if the turn must be tried alone and the engine has another such turn."""
+        """Raise Unavailable if this turn and another turn in the engine both must be tried alone."""
         if self.suspects.must_wait(live, self.all_live):
             raise Unavailable(
                 "the engine died twice with this turn, so it must run alone; retry later"

@@ -56,7 +56,7 @@ class Preemption:
         """`has_room_for`: whether a turn may run beside others. `time_share` 0: time is not shared."""
         self._cache, self._queued, self._used = cache, queued, queued.used
         self._has_room_for, self._time_share = has_room_for, time_share
-        self.claimant: Turn | None = None  # the turn for which others gave way
+        self.claimant: Turn | None = None  # the turn for which others were preempted
         self._places: dict[int, Place] = {}  # of the running turns, by id
         self._num_running: Counter[Place] = Counter()  # by place
 

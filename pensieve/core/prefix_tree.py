@@ -326,8 +326,8 @@ class PrefixTree:
         target = CachedConversation(target_id, now)
         target.ratio = source.ratio
         target.log = source.log[:num_tokens]
-        # While the source runs a turn, `num_tokens` may lag behind, so all its chunks count. That is safe,
-        # because callers fork only committed positions.
+        # While the source runs a turn, its `num_tokens` may be outdated, so all its chunks count. This is
+        # safe, because callers fork only committed positions.
         held = source.num_tokens
         if source.turn_id is not None:
             held = sum(len(branch.chunks) for branch in source.path()) * self.chunk_tokens
@@ -370,7 +370,7 @@ class PrefixTree:
         return chunk
 
     def add_holes(self, conversation: CachedConversation, num_chunks: int) -> None:
-        """Add a new conversation with `num_chunks` chunks of its own, which have no pages yet."""
+        """Add a new conversation with `num_chunks` unshared chunks, which have no pages yet."""
         assert conversation.conversation_id not in self.conversations
         leaf = Branch(None, 0, conversation.idle_since, self._num_roles)
         leaf.holders[conversation] = None

@@ -448,7 +448,7 @@ class Scheduler:
     def _plan_swap_outs(
         self, builder: IterationBuilder, extra_pages: int, now: float
     ) -> list[SwapOut]:
-        """Copy idle pages to the host, but not beside swap-ins or copies, which may use the same pages."""
+        """Copy idle pages to the host, if no swap-in or copy of this iteration may use these pages."""
         if builder.swap_ins or builder.copies:
             return []
         required_pages = builder.required_pages + extra_pages

@@ -17,8 +17,8 @@ TOKEN_BYTES = 4  # of a packed token id
 class SubmitTurn:
     """Run a turn. Its context is the conversation's log followed by the tokens of the new messages.
 
-    `tokens` are those of the positions from `first_position` on. The engine knows the tokens before them as
-    long as it has KV of the conversation; otherwise it asks for them with `LogNeeded`.
+    `tokens` are the tokens from position `first_position` on. If the engine has KV of the conversation, it
+    also has the earlier tokens. Otherwise it asks for them with `LogNeeded`.
     """
 
     # Unique for the life of the engine, in all messages, in core and in journals. It is the `LiveTurn.number`

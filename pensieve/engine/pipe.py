@@ -87,7 +87,7 @@ def message_of(frame: Frame) -> EngineMessage:
 
 
 def pack_events(events: Sequence[EngineEvent]) -> bytes:
-    """Pack events into as few frames as possible. An event with bytes has a frame of its own."""
+    """Pack events into as few frames as possible. An event with bytes has a separate frame."""
     packed, items = list[bytes](), list[list[Any]]()
     for each, body in map(codec.encode, events):
         if body:

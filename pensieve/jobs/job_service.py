@@ -1,6 +1,6 @@
 """The gRPC JobService: each method converts the request, calls the daemon's jobs, and converts the result.
 
-A caller sees the jobs of its own tenant. An operator may name another tenant; the audit log records such
+A caller sees only the jobs of its tenant. An operator may name another tenant; the audit log records such
 calls. The number of watchers is limited, and a reader that reads nothing for `stall_seconds` is dropped.
 """
 

@@ -57,7 +57,7 @@ class ChainEnd:
     def state(self, text: str, stream: Mapping[str, Any]) -> ChainState | None:
         """Return the state after this reply; None if `reply_reader` cannot read the reply.
 
-        Such a reply is stored all the same, but later requests do not find its conversation.
+        A reply without a state is stored, but later requests do not find its conversation.
         """
         try:
             message = self.reply_reader(pieces_of(text, stream))
