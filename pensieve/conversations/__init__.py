@@ -1,1 +1,1 @@
-"""Conversations and their turns: the service side, between the doors (gRPC, HTTP) and the engine."""
+"""Conversations and their turns in the service process, between the APIs (gRPC, HTTP) and the engine."""

@@ -8,29 +8,35 @@ A turn is refused for one of these reasons, in this order:
 * the tenant has used up its limits;
 * the queue is too long for the request's deadline or for the first-token objective (`--ttft`).
 
-With several tenants, each may have ROOM_SHARE times as many turns as there are places left, so a tenant that
-floods leaves a ninth of the places to others.
+The daemon takes at most `turns_max` turns at a time, queued turns included. With several tenants, each tenant
+may have at most ROOM_SHARE times as many turns as the daemon can still take. So a tenant that floods the
+daemon leaves a ninth of `turns_max` to the others.
 
 **The wait** until the engine starts on a turn's prompt is the longest of
 
-* the predicted seconds of the prompts ahead, times the pace;
-* the average time between two admissions of the engine while turns waited, times the turns ahead that wait
-  for room;
-* if any turn ahead waits for room, the time since the engine admitted the last turn.
+* the predicted seconds of the prompts ahead, times the pace (both are defined below);
+* the number of turns ahead that wait for room, times the average time between two admissions by the engine
+  while turns waited;
+* if any turn ahead waits for room, the time since the engine's latest admission.
 
-With nothing ahead there is no wait, so an idle engine refuses nobody. The turn's own prompt does not count,
-because it would take as long later. A refusal says when the wait will be within the objective if no more
-turns come.
+With nothing ahead there is no wait, so an idle engine refuses no turn. The turn's own prompt does not count,
+because a later turn would need the same time for it. A refusal tells the client when to retry. By then, the
+wait is within the objective if no more turns arrive.
 
-**Ahead** of a turn are the turns without a token that the engine would serve first. Of the same tenant, these
-are the turns that the engine has begun, and the waiting turns of the same or a higher priority. While those
-are served, fair queueing (core/fair_queue.py) also serves turns of other tenants, in proportion to the
-weights. These count too. Turns that are about to begin also count, or a burst would find nothing ahead. Their
-tokens are estimated from their characters. The part of a prompt that is already computed is subtracted.
+**Ahead** of a new turn are the turns that have no token yet and that the engine would serve first:
 
-**The pace** is the time in which any prompt was being computed, divided by the predicted seconds of the
-prompts that were completed. It is a moving average in which the latest prompt counts an eighth. While the
-pace is unknown, nothing is predicted and no turn is refused for its wait.
+* turns of the same tenant that the engine has admitted;
+* waiting turns of the same tenant, if their priority is the same or higher;
+* turns of other tenants that fair queueing (core/fair_queue.py) serves in the meantime, in proportion to the
+  tenants' weights;
+* turns that are about to begin, because otherwise a burst of requests would find nothing ahead. Their tokens
+  are estimated from their characters.
+
+The part of a prompt that is already computed is subtracted.
+
+**The pace** is the measured time of prompts, divided by their predicted time. The measured time counts only
+while a prompt is being computed. The pace is a moving average in which the latest prompt counts an eighth.
+While the pace is unknown, nothing is predicted, and no turn is refused for its wait.
 """
 
 from __future__ import annotations
@@ -48,7 +54,7 @@ from pensieve.guard.limits import Allowances, Limits
 RETRY_SECONDS_MIN = 0.1
 ROOM_SHARE = 8
 CHARACTERS_MAX = 32 << 20  # of a tenant's turns that are about to begin
-LATEST_SHARE = 1 / 8  # of the latest value in a moving average
+LATEST_SHARE = 1 / 8  # weight of the latest value in a moving average
 
 
 class WorkAhead(NamedTuple):
@@ -68,7 +74,7 @@ class DaemonLoad:
     num_turns: int  # in flight or about to begin, warms included
     num_turns_of_tenant: int  # warms included
     ahead: Callable[[], WorkAhead] = lambda: NOTHING  # the work ahead of this turn
-    waiting_since: float | None = None  # when the first turn without room in the engine began
+    waiting_since: float | None = None  # when the turn that waits longest for the engine began
     num_characters_of_tenant: int = 0  # in the tenant's turns that are about to begin
 
 
@@ -184,7 +190,7 @@ class Admission:
 
 
 class WaitingTurn(NamedTuple):
-    """The values of a turn without a token that `ahead_of` needs."""
+    """The values that `ahead_of` needs of a turn that has no token yet."""
 
     tenant: str
     weight: float
@@ -248,7 +254,7 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._busy = self._predicted = 0.0
-        # since when prompts are being computed without one being completed; None: no prompt has begun
+        # When the latest prompt was completed, or, after a pause, the next prompt begun. None: neither yet.
         self._since: float | None = None
 
     @property
@@ -269,7 +275,7 @@ class PromptPace:
             self._predicted += (predicted - self._predicted) * LATEST_SHARE
 
     def served_since(self, now: float) -> float:
-        """Return the predicted seconds computed since the latest prompt ended or the first began."""
+        """Return how many predicted seconds of prompts were computed since `_since`."""
         ratio = self.ratio
         return (now - self._since) / ratio if self._since is not None and ratio else 0.0
 
@@ -306,7 +312,7 @@ class PromptTimes:
         self.pace.ended(live.prompt_seconds, now)
 
     def wait_seconds(self, ahead: WorkAhead) -> float:
-        """Return the seconds that these prompts take at the measured pace; 0 while it is unknown."""
+        """Return the seconds that these prompts take at the measured pace; 0 while the pace is unknown."""
         return ahead.seconds * (self.pace.ratio or 0.0)
 
     def engine_lost(self) -> None:

@@ -1,12 +1,12 @@
 """Write the backup of `--backup` every minute while the daemon serves.
 
 If several daemons share a history file, the daemon that does the housekeeping writes the backup
-(store/housekeeper.py). All daemons use one folder, and no daemon keeps it locked between two writes. So
-another daemon takes over within a minute if the first is gone or hangs.
+(store/housekeeper.py). All daemons use one folder, and no daemon keeps the folder locked between two writes.
+If that daemon exits or hangs, another daemon takes over within a minute.
 
-The folder may be slow or hang, so a separate thread writes to it. No turn and no deletion waits for that
-thread, and the daemon's shutdown waits only STOP_SECONDS. A problem is logged when it begins and when it
-ends, and the figures show it as long as it lasts.
+Access to the folder may be slow or hang, so a separate thread writes to it. No turn and no deletion waits for
+that thread. The daemon's shutdown waits at most STOP_SECONDS for it. A problem is logged when it begins and
+when it ends, and the daemon's figures show the problem as long as it lasts.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class BackupWriter:
             await asyncio.sleep(max(SECONDS, PAUSE_SHARE * (now() - began)))
 
     async def _write(self) -> None:
-        """Write the changes. If another write is in progress, wait for it first.
+        """Write the changes. If another write is in progress, wait for that write first.
 
-        The write goes on if this call is cancelled.
+        Cancelling this call does not stop the write.
         """
         job = self._threads.loop.create_task(aside(self._moment))
         job.add_done_callback(lambda job: job.cancelled() or job.exception())

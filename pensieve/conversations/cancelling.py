@@ -1,14 +1,14 @@
 """End a turn for its client, and tell the client how the turn ended.
 
     keep_tokens      part of the reply that is kept
-    not given        everything that the readers were sent until now
+    not given        everything that was sent to the readers until now
     n > 0            the first n tokens, which the client has received
-    0                nothing; the same request_id would begin the turn again
+    0                nothing; a retry with the same request_id begins the turn again
 
-The answer comes when the store has the end of the turn. If the turn was already ending by itself, it ends
-that way, and the answer says how. A client may name the request instead of the turn. If that request is about
-to begin its turn, the cancel waits for it. Repeating a cancel is harmless, because the store knows how a turn
-ended.
+The call returns when the end of the turn is stored. If the turn was already ending by itself, the cancel has
+no effect, and the result says how the turn ended. A client may name the request instead of the turn. If that
+request is about to begin its turn, the cancel waits until the turn has begun. Repeating a cancel is harmless,
+because the store knows how each turn ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CancelRequest:
     turn_id: str = ""
     request_id: str = ""
     keep_tokens: int | None = None
-    attempt: int = 0  # to which keep_tokens refers; 0: any
+    attempt: int = 0  # the attempt whose tokens keep_tokens counts; 0: any attempt
     tenant: str = ""
 
 

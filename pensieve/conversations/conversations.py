@@ -1,20 +1,22 @@
-"""Run the operations on conversations, step by step between the event loop and the store threads.
+"""Run the operations on conversations, with jobs in the store threads and messages to the engine.
 
-A coroutine here sends a job to a store thread (history.py) and acts on the result before it waits for
-anything else. So the loop acts in the order of the store's jobs (threads.py). This order matters:
+A coroutine here sends a job to a store thread (history.py). It acts on the result before it waits for
+anything else. So the event loop acts in the order of the store's jobs (threads.py). This order matters:
 
-* **A turn begins** in the store. Then it is live, and its SubmitTurn goes to the engine. If the engine does
-  not take the message, the turn is given up. A retry with the same request_id finds the turn `running` and
-  live. If the turn is no longer live, it ended in the meantime, and the request is drafted again.
-* **A turn ends** in the store. Then `finish` is set and its followers wake (turn_ends.py).
-* **A deletion** interrupts the running turn and deletes, in one job. Then the live turn is given up, and
-  DeleteConversation goes to the engine before the SubmitTurn of any later turn with the same conversation id.
-  If the end of the turn is on its way to the store, the job that writes it finds the turn gone. The engine's
-  client never refuses a DeleteConversation.
-* **A fork or a rewind** goes to the engine after its job, and before the SubmitTurn of any turn that begins
-  after it. A lost message does no harm: a turn says how long its log is, and the engine asks for missing
-  tokens.
-* **Engine events** without a live turn are ignored. They belong to warms or to attempts that were given up.
+* **A turn begins** in the store. Then it is registered as live (turns.py), and its SubmitTurn goes to the
+  engine. If the engine does not take the message, the turn is given up. A retry with the same request_id
+  finds the turn `running` in the store and joins the live turn. If the turn is no longer live, it has ended
+  in the meantime, and the request is drafted again.
+* **A turn ends** in the store. Then its `finish` is set and its followers wake (turn_ends.py).
+* **A deletion** interrupts the running turn and deletes the conversation, in one job. Then the live turn is
+  given up, and DeleteConversation goes to the engine. This message arrives before the SubmitTurn of any later
+  turn with the same conversation id. If a job that writes the turn's end is already queued, that job finds no
+  turn. The engine's client never refuses a DeleteConversation.
+* **A fork or a rewind** is first a job in the store, then a message to the engine. The message goes before
+  the SubmitTurn of any later turn. A lost message does no harm: a turn says how long its log is, and the
+  engine asks for missing tokens.
+* **Engine events** without a live turn are ignored. They belong to warms (see `Warmer`) or to attempts that
+  were given up.
 """
 
 from __future__ import annotations
@@ -85,8 +87,8 @@ class _FirstToken(Exception):
 class ArrivingTurns:
     """Turns that are about to begin: being drafted or tokenized, or waiting for the store thread.
 
-    They and their characters count towards the limits of the daemon and of their tenant. Requests with the
-    same request_id begin one after the other.
+    These turns and their characters count towards the limits of the daemon and of the tenant. Requests with
+    the same request_id begin one after the other.
     """
 
     def __init__(self) -> None:
@@ -118,7 +120,7 @@ class ArrivingTurns:
 
     @contextlib.asynccontextmanager
     async def one_at_a_time(self, tenant: str, request_id: str) -> AsyncIterator[None]:
-        """Hold off other calls with this request_id, in whichever conversation."""
+        """Make other calls with this request_id wait, whatever their conversation."""
         await self.until_begun(tenant, "", request_id)
         self._enter(tenant, "", request_id)
         try:
@@ -219,7 +221,7 @@ class Conversations:
                 at_revision,
                 metadata=metadata,
                 tenant=tenant,
-                lane=source_id,  # so the engine gets the fork in the order of the source's changes
+                lane=source_id,  # keeps the fork in order with the changes of its source
             )
             source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
             self._engine.tell(ForkConversation(source, fork.num_tokens, target))
@@ -235,7 +237,10 @@ class Conversations:
         *,
         tenant: str = "",
     ) -> records.StoredConversation:
-        """Cut a conversation back; StaleRevision unless it is at the expected revision (None: any)."""
+        """Cut a conversation back to a revision.
+
+        StaleRevision if it is not at the expected revision (None: any).
+        """
 
         async def sequence() -> records.StoredConversation:
             rewound = await self._threads.in_store(
@@ -450,7 +455,7 @@ class Conversations:
             self.followers.wake(number)
 
     async def _provide_log(self, needed: LogNeeded) -> None:
-        """Send the engine the log that a turn needs. Give the turn up on failure: it would wait for ever."""
+        """Send the engine the log that a turn needs. On failure, give up the turn: it would wait for ever."""
         try:
             tenant, conversation_id = names_of(needed.conversation_id)
             self._engine.put(

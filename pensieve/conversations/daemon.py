@@ -2,13 +2,14 @@
 
     start    the engine process loads the model; then turns may begin
     serve    clients' calls go to `Conversations`, operators' queries to the engine
-    down     the engine died: its turns fail, and another process starts. A turn that kills one engine after
-             another is not retried for ever (`turns.Suspects`)
+    down     the engine died: its turns fail, and another engine process starts. A turn that kills several
+             engine processes in succession is not retried for ever (`turns.Suspects`)
     drain    no new turns; running turns end or are interrupted
-    close    end the engine, then sequences that calls began, then the backup, then the history
+    close    stop the engine, finish sequences (threads.py), then close the backup and the history
 
-Admission is decided before a turn is stored or tokenized (admission.py). Other parts of the process subscribe
-to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs elsewhere.
+A turn is admitted or refused before it is tokenized or stored (admission.py). Other parts of the process
+subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs in other
+threads.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class Daemon:
     def writable_by(self, tenant: str) -> Conversations:
         """Return the conversations for a change that this tenant pays for, and charge for the call.
 
-        Raises as `writable`, and if the disk is full or the tenant has used up its tokens.
+        Raises the errors of `writable`. Also raises if the disk is full or the tenant has used up its tokens.
         """
         conversations = self.writable
         if self.full_disk.is_full and (full := self.full_disk.refusal) is not None:
@@ -208,14 +209,14 @@ class Daemon:
 
     @property
     def defaults(self) -> Sampling:
-        """Return the sampling parameters for what a request does not set."""
+        """Return the defaults of the sampling parameters."""
         if self._conversations is None:
             raise Loading(LOADING)
         return self.texts.defaults
 
     @property
     def loading(self) -> bool:
-        """Whether no engine was ready yet since the daemon's start."""
+        """Whether the first engine process since the daemon's start is not ready yet."""
         return self._conversations is None
 
     @property
@@ -291,7 +292,7 @@ class Daemon:
 
     @property
     def wait_seconds(self) -> float:
-        """How long a turn that came now would wait until the engine starts on its prompt."""
+        """The seconds that a new turn would wait until the engine starts on its prompt."""
         return self.admission.wait_seconds(self._load(), self._loop.time())
 
     def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> DaemonLoad:

@@ -1,4 +1,4 @@
-"""Settings of the service process: its limits and timeouts. The engine has settings of its own."""
+"""Settings of the service process: its limits and timeouts. The engine has separate settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DaemonConfig:
     heartbeat_seconds: float = 30.0  # an engine that is silent for longer is killed
     iteration_seconds_max: float = 300.0  # 0: no limit
     text_threads: int = 2
-    short_characters: int = 4_096  # tokenized in the store thread: changing threads takes longer
+    short_characters: int = 4_096  # text up to this length is tokenized in the store thread
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
     backup: BackupConfig | None = None
     scrub_seconds: float = 0.0  # time to read the whole history once; 0: never
@@ -50,6 +50,6 @@ class DaemonConfig:
     request_keep_seconds: float = 0.0  # how long a request_id is kept after its turn; 0: for ever
     chain_keep_seconds: float = 0.0  # how long digests of histories are kept; 0: for ever
     conversation_keep_seconds: float = 0.0  # a conversation idle for longer is erased; 0: never
-    store_default: bool = True  # whether HTTP requests that do not say are stored
+    store_default: bool = True  # whether an HTTP request without `store` is stored
     replica: str = ""  # the daemon's name among several; "": it has none
-    history: str = ""  # where the history is, without secrets; "": in the data folder
+    history: str = ""  # the history's address without secrets; "": in the data folder

@@ -1,9 +1,10 @@
-"""Create declared prefixes, keep some of them warm, and warm any conversation. Belongs to the event loop.
+"""Create declared prefixes, and warm prefixes and conversations. Belongs to the event loop.
 
-A prefix is tokenized in the text pool and stored. Conversations may then begin under it. The first of them
-computes the prefix's KV, which stays as long as the engine keeps it. The daemon warms a prefix with
-`keep_warm` when the prefix is declared, when an engine has started, and at intervals. Such a warm queues
-behind turns. The prefix's tenant pays for the tokens computed, and a tenant in debt is skipped.
+To warm a conversation is to bring its KV to the device before its next message. A prefix is tokenized in the
+text pool and stored. Then conversations may begin with the prefix. The first of these conversations computes
+the prefix's KV, unless the prefix was warmed before. If a prefix has `keep_warm`, the daemon warms it when
+the prefix is declared, when an engine has started, and at intervals. Such a warm queues behind turns. The
+prefix's tenant pays for the computed tokens. A tenant in debt is skipped.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from pensieve.store.declared_prefixes import stored_id
 
 log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.01  # between two warms
-WARMS_MAX = 8  # in the engine at once: its queue is for turns with a waiting client
+WARMS_MAX = 8  # in the engine at once; the engine's queue is for turns with a waiting client
 WAIT_SECONDS = 0.05
 NOBODY = "/prefixes"  # no tenant has this name
 
 
 class Warmer:
-    """Bring conversations' KV to the device before their next message, by turns without a reader.
+    """Bring conversations' KV to the device before their next message.
 
-    A warm counts as a turn of its tenant until it has ended, unless the daemon itself asked for it.
+    A warm is a turn without a reader. A client's warm counts as a turn of its tenant until the warm has
+    ended. The daemon's own warms do not count.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class DeclaredPrefixes:
     async def begin_with_history(
         self, settings: ConversationSettings
     ) -> records.StoredConversation:
-        """Create a conversation with the messages that its client gives. They are tokenized like a prefix."""
+        """Create a conversation with the client's messages, which are tokenized like a prefix."""
         if settings.prefix_id:
             raise InvalidArgument("prefix_id", "cannot be combined with messages")
         tenant, template_time = settings.tenant, self._now()
@@ -137,14 +139,14 @@ class DeclaredPrefixes:
     # -- kept warm --
 
     def keep_warm(self, seconds: float, is_paused: Callable[[], bool]) -> None:
-        """Warm the kept prefixes now and every `seconds`.
+        """Warm the prefixes with `keep_warm` now and every `seconds`.
 
-        Not while `is_paused`, because a warm may write to the history.
+        While `is_paused` returns True, no prefix is warmed, because a warm may write to the history.
         """
         self._threads.spawn(self._keep_warm(seconds, is_paused))
 
     def warm_soon(self) -> None:
-        """Warm all kept prefixes: an engine has started, and its cache is empty."""
+        """Warm all prefixes with `keep_warm`. Call this when an engine has started: its cache is empty."""
         self._due.set()
 
     async def _keep_warm(self, seconds: float, is_paused: Callable[[], bool]) -> None:

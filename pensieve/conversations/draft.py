@@ -2,8 +2,8 @@
 
 gRPC, the APIs over HTTP and the lines of batch jobs are all parsed into a `TurnRequest`.
 
-Only new messages are rendered and tokenized: the *delta* after the end of the log. So the tokens in the log
-never change, and the cost of a turn does not grow with its conversation.
+Only the new messages are rendered and tokenized. Their tokens, the *delta*, are appended to the log. So the
+tokens in the log never change, and the cost of a turn does not grow with the length of the conversation.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CHARACTERS_OF_MESSAGE = 32  # rendering an empty message takes as long as this m
 class TurnRequest:
     """A turn as its client asks for it.
 
-    A request without a conversation_id brings its full history. The binder finds or creates the conversation
-    and reduces the request to the messages that are new there (binding/binder.py).
+    A request without a conversation_id brings its full history. The binder (binding/binder.py) finds or
+    creates the conversation, and keeps only the messages that this conversation does not have yet.
     """
 
     conversation_id: str  # empty: the request brings its full history
@@ -54,23 +54,23 @@ class TurnRequest:
     expected_revision: int | None = None
     create_if_missing: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with the messages
-    given_sampling: Mapping[str, Any] | None = None  # set by the client; None: all of `options`
+    given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
     traceparent: str = ""  # the caller's span, in W3C format
-    # Of the conversation, if the turn creates it. Its id and tenant are the request's.
+    # The settings of a conversation that the turn creates. The id and the tenant come from the request.
     settings: ConversationSettings = NO_SETTINGS
     pending: tuple[records.NewMessage, ...] | None = (
         None  # pending messages that this turn takes up
     )
     # Makes the stored response from the ended LiveTurn, its finish reason and the withheld text.
     response: Callable[[Any, FinishReason, str], StoredResponse] | None = None
-    chain: ChainEnd | None = None  # with which the client's next request finds the conversation
+    chain: ChainEnd | None = None  # lets the client's next request find the conversation
     history_digest: bytes = b""  # digest of all messages that the client sent; keyed requests only
     shared_prompt: SharedPrompt | None = None  # shared with the other choices of the request
-    reply_begins: str = ""  # beginning of the reply, written by the client (prefill)
+    reply_begins: str = ""  # the start of the reply, given by the client (prefill)
 
     @property
     def sampling_given(self) -> dict[str, Any]:
-        """The client's own parameters: they identify a retry even if the defaults have changed."""
+        """The parameters that the client set. They identify a retry even if the defaults have changed."""
         if self.given_sampling is not None:
             values = dict(self.given_sampling)
         else:
@@ -98,15 +98,15 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Everything that tokenizing a turn's messages needs, and nothing shared.
+    """Everything that is needed to tokenize a turn's messages. No other thread uses these values.
 
-    `prompt` may be called in any thread. Its time grows with the length of the new text.
+    `prompt` may be called in any thread. The call takes longer for a longer new text.
     """
 
     request: TurnRequest
     conversation: records.StoredConversation
-    log_end: array[int]  # the last tokens of the log, valid for the conversation's revision
-    head: Sequence[records.StoredMessage]  # the first messages, before the first turn; else empty
+    log_end: array[int]  # the last tokens of the log at the conversation's revision
+    head: Sequence[records.StoredMessage]  # messages before the first turn; later turns: empty
     template: ChatTemplate
     heads: PromptHeads
     constraints: ConstraintChecker
@@ -144,7 +144,7 @@ class Draft:
 
 
 def check_settings(template: ChatTemplate, context_max: int, settings: ConversationSettings) -> int:
-    """Raise if no conversation can begin with these settings; return the tokens that the check took.
+    """Raise if no conversation can begin with these settings; return how many tokens the check has used.
 
     May be called in any thread.
     """
@@ -164,7 +164,7 @@ def opening(
 ) -> list[list[int]]:
     """Return the tokens of each message of a log's first turn.
 
-    A leading system prompt has no tokens of its own: they belong to the message after it.
+    The tokens of a leading system prompt belong to the message after it.
     """
     delta = template.opening(messages, setting)
     tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
@@ -175,9 +175,9 @@ def opening(
 
 @dataclass(frozen=True, slots=True)
 class OutdatedTokens:
-    """A conversation stored under another tokenizer or template, with the means to tokenize it again.
+    """A conversation that was stored under another tokenizer or template and must be tokenized again.
 
-    `tokens` may be called in any thread. Its time grows with the length of the history.
+    `tokens` may be called in any thread. The call takes longer for a longer history.
     """
 
     conversation: records.StoredConversation
@@ -286,12 +286,12 @@ def new_conversation(
 def planned_conversation(
     settings: ConversationSettings, fingerprint: str, now: float
 ) -> tuple[records.NewConversation, records.StoredConversation, Sequence[records.StoredMessage]]:
-    """Plan a conversation that is created with its first turn: its record to write, to read, and its head.
+    """Plan a conversation that is created with its first turn.
 
-    The turn is drafted on the record that the conversation will have, and the job that begins the turn stores
-    the conversation. So a request that is refused for its template, tokens or length leaves nothing behind.
-    If another request takes the name in the meantime, the draft is stale, because that conversation has
-    another creation time.
+    Returns the record to write, the same record as the store will return it, and the head (heads.py). The
+    turn is drafted on the second record. The job that begins the turn stores the conversation. So a request
+    that is refused for its template, tokens or length leaves nothing behind. If another request creates a
+    conversation of this name in the meantime, the two creation times differ, and the draft is stale.
     """
     new = new_conversation(settings, fingerprint, now)
     head = [

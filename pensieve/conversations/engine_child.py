@@ -1,7 +1,7 @@
-"""Start the engine's process, perhaps before the service that will talk to it is ready.
+"""Start the engine process, if possible before the service is ready.
 
-Importing torch takes most of a start. `EarlyEngine` lets the process do this while the service imports its
-own modules and opens the history.
+Most of the start-up time is the import of torch. With `EarlyEngine`, the engine process imports torch while
+the service imports its own modules and opens the history.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class EngineChild(NamedTuple):
 
 
 def start_child(command: Sequence[str]) -> EngineChild:
-    """Run the command with the number of its end of a new pipe; OSError if that fails.
+    """Run the command and pass it the descriptor of its end of a new pipe; OSError if that fails.
 
-    The process begins with SIGINT blocked: Ctrl-C is for the service to handle, however early it comes.
+    The process starts with SIGINT blocked, because only the service handles Ctrl-C.
     """
     ours, theirs = socket.socketpair()
     with theirs:

@@ -6,14 +6,14 @@
 A SERVING process that hangs is killed (`Heartbeat`). A STARTING process may take as long as its model needs.
 The pause doubles while processes die without having published an event.
 
-A message belongs to the process that serves when `put` is called, and never reaches its successor. When a
-process dies, `put` refuses first, then `engine_down` is published, and then queries fail. Messages that the
-process has not read wait here, up to UNSENT_BYTES_MAX. Beyond that, `put` takes only messages that free
-memory.
+A message goes only to the process that serves when `put` is called, never to a later process. When a process
+dies, `put` first begins to refuse messages. Then `engine_down` is published, and then queries fail. Messages
+that the process has not read wait here, up to UNSENT_BYTES_MAX. Beyond that, `put` takes only messages that
+free memory.
 
-A failed restart is retried, whatever the reason. An unexpected exception anywhere else in the supervision,
-or in a subscriber, is published as `failed`. The service must end then, because turns would wait for ever.
-A start needs a few file descriptors, which are held in reserve.
+A failed restart is retried, whatever the reason. Any other unexpected exception, here or in a subscriber, is
+published as `failed`. Then the service must exit, because turns would wait for ever. Starting a process needs
+a few file descriptors, which are held in reserve.
 
 The child is a separate program with one inherited socket: no fork, no pickle.
 """
@@ -58,7 +58,7 @@ log = logging.getLogger("pensieve")
 R = TypeVar("R", Answer, KvExported)
 GONE = "the engine has stopped and is restarting; retry in a few seconds"
 ENDED = "the engine process ended"
-ENDED_SECONDS = 1.0  # between the end of its pipe and its own
+ENDED_SECONDS = 1.0  # between the end of the pipe and the end of the process
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
@@ -109,7 +109,7 @@ class EngineProgram:
     settings: Mapping[str, str]
     model_folder: Path
     model_name: str = ""  # for people
-    take_early: Callable[[], EngineChild | None] = lambda: None  # a process that was started before
+    take_early: Callable[[], EngineChild | None] = lambda: None  # gives an early process
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ class Heartbeat:
     """Detect a hanging engine process by its frames.
 
         SILENT   no frame for `silent_seconds_max`: the process was stopped, or none of its threads runs
-        STUCK    frames come, but the main thread has been in one round for `round_seconds_max`
+        STUCK    frames arrive, but the main thread has been in one round for `round_seconds_max`
 
-    A round is an iteration or an idle wait (`Engine.num_rounds`). Only `tick` counts seconds, so a service
-    that was itself stopped for an hour counts one tick.
+    A round is an iteration or an idle wait (`Engine.num_rounds`). Time passes only in `tick`. So if the
+    service itself was stopped for an hour, only one tick counts.
     """
 
     def __init__(self, patience: Patience) -> None:
@@ -139,7 +139,7 @@ class Heartbeat:
         self._num_rounds = -1
 
     def published(self) -> None:
-        """Record that events came: the main thread is alive, because only it publishes."""
+        """Record that events arrived. The main thread is alive, because only this thread publishes events."""
         self.silent_seconds = self.round_seconds = 0.0
 
     def alive(self, num_rounds: int) -> None:
@@ -215,7 +215,7 @@ class EngineClient:
         if num_unsent > UNSENT_BYTES_MAX and not isinstance(message, Freeing):
             raise Unavailable("the engine is not reading its messages; retry in a few seconds")
         packed = channel.pack_message(message)
-        if not self._writer.is_closing():  # else the process's death is about to be noticed
+        if not self._writer.is_closing():  # otherwise `_listen` soon notices the end
             self._writer.write(packed)
 
     def tell(self, message: EngineMessage | None) -> bool:
@@ -233,7 +233,7 @@ class EngineClient:
         return await self._reply(message_for, Answer)
 
     async def export(self, message_for: Callable[[int], EngineMessage]) -> KvExported:
-        """Send such a message and wait for the exported KV."""
+        """Send the message that `message_for` makes for a query id, and wait for the exported KV."""
         return await self._reply(message_for, KvExported)
 
     async def _reply(self, message_for: Callable[[int], EngineMessage], kind: type[R]) -> R:
@@ -292,7 +292,10 @@ class EngineClient:
             raise
 
     def _begin_process(self) -> socket.socket:
-        """Start a process and return our end of its pipe. No await: a cancellation would leak descriptors."""
+        """Start a process and return our end of its pipe.
+
+        Not a coroutine, because a cancellation in between would leak descriptors.
+        """
         self._spare.release()
         try:
             child = self._take_early() or start_child(self._command)
@@ -303,7 +306,7 @@ class EngineClient:
         return child.pipe
 
     async def _read_patiently(self, reader: asyncio.StreamReader) -> channel.Frame | None:
-        """Read the next frame of a starting process; log while none comes."""
+        """Read the next frame of a starting process; log at intervals until the frame arrives."""
         reading, seconds = self._loop.create_task(_read(reader)), 0.0
         try:
             while not (await asyncio.wait({reading}, timeout=REPORT_SECONDS))[0]:
@@ -396,7 +399,7 @@ class EngineClient:
         return f"the engine process was killed by signal {-code}"
 
     def _without_replies(self, events: list[EngineEvent]) -> list[EngineTurnEvent]:
-        """Give the replies to their queries; return the other events."""
+        """Pass each reply to its query; return the other events."""
         others: list[EngineTurnEvent] = []
         for event in events:
             if not isinstance(event, QueryReply):
@@ -484,7 +487,7 @@ def _death(text: Any, code: Any) -> PensieveError:
 class SpareDescriptors:
     """Hold file descriptors in reserve, to be released right before others are opened.
 
-    Another thread may be quicker, so an open may still fail and must be retried.
+    Another thread may take the released descriptors first, so an open may still fail and must be retried.
     """
 
     def __init__(self, count: int) -> None:

@@ -1,14 +1,16 @@
 """Follow live turns, and keep a turn without followers alive for a grace period. Belongs to the event loop.
 
-Any number of followers read a turn from its first token on. When the last follower leaves before the end, the
-turn lives for another `grace_seconds`, in which a client may attach again with the same request_id. Then the
-turn is abandoned: the engine stops it, its row becomes `interrupted`, and the history gets nothing of it. A
-retry with the same request_id runs it again. The grace period passes in steps, so that a stalled event loop
-does not use it up. A client that leaves on purpose stops the turn instead (cancelling.py). If a stop keeps
-less of the reply than other followers were sent, these followers get an error.
+Any number of followers read a turn, each from the first token on. When the last follower leaves before the
+end, the turn lives for another `grace_seconds`. In this time a client may attach again with the same
+request_id. Then the turn is abandoned: the engine stops it, its row becomes `interrupted`, and the history is
+unchanged. A retry with the same request_id then runs the turn again. The grace period passes in steps, so
+that a stalled event loop does not use it up.
+
+A client that leaves on purpose stops the turn instead (cancelling.py). If a stop keeps fewer tokens than
+another follower was sent, this follower gets an error.
 
 A follower is sent all new tokens whenever its stream can be written to. A follower is cancelled if its stream
-cannot be written to for `stall_seconds`, or if it is `undelivered_tokens_max` behind.
+cannot be written to for `stall_seconds`, or if more than `undelivered_tokens_max` tokens wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pensieve.conversations.live_turn import LiveTurn
 from pensieve.errors import PensieveError, TurnInterrupted
 
 log = logging.getLogger("pensieve")
-GRACE_STEPS = 10  # of the grace period; up to twice as many if the event loop stalls
+GRACE_STEPS = 10  # steps of the grace period; up to twice as many if the event loop stalls
 Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
 CUT = "another client ended the turn, and the history has less of the reply than was sent here"
 
@@ -64,7 +66,7 @@ class TurnFollowers:
         self._graces: dict[int, asyncio.TimerHandle] = {}
 
     async def until_ended(self, live: LiveTurn) -> None:
-        """Wait for the end of a turn, whatever it is."""
+        """Wait until a turn has ended in any state."""
         with contextlib.suppress(PensieveError):
             await self.follow(live)
 
@@ -111,7 +113,7 @@ class TurnFollowers:
 
     @property
     def num_undelivered_tokens(self) -> int:
-        """Tokens of all turns that their followers have not taken yet."""
+        """The number of tokens, over all turns, that followers have not taken yet."""
         followers = [each for followers in self._followers.values() for each in followers]
         return sum(max(each.live.num_tokens - each.num_sent, 0) for each in followers)
 

@@ -6,19 +6,19 @@
                                      ─ parts ─>        the same tokens? ─> engine: ImportKv ─> Answer
 
 `pull` fetches the KV that the old owner still has, if a transfer is faster than computing
-(transfer_times.py). It is best effort: it raises nothing, and the turn computes missing KV.
+(transfer_times.py). A pull is best effort: it raises nothing, and the turn computes the missing KV.
 
 **Wrong KV is never adopted.** Each side has an identity: which model and code computed its KV, and how the KV
-is stored (launch/kv_identity.py, and the fingerprint of model, tokenizer and template). Any difference is
-refused. Each part has a digest of its tokens, which is compared with our own log, and a CRC for each chunk,
-which the engine checks. The log is read after the engine was told of the import. So a later change of the
-conversation ends the import in the engine (engine/hand_over.py).
+is stored (launch/kv_identity.py, and the fingerprint of model, tokenizer and template). The receiver refuses
+KV of any other identity. Each part has a digest of its tokens, which the receiver compares with its own log.
+Each chunk has a CRC, which the engine checks. The receiver tells the engine of the import before it reads the
+log. So if the conversation changes after that, the engine ends the import (engine/hand_over.py).
 
-**No turn waits longer than computing would take.** The predicted time to compute is the deadline of the whole
-pull. A part that is already on its way to the engine is still adopted.
+**No turn waits longer than computing would take.** The deadline of the whole pull is the predicted time to
+compute the KV. A part that is already on its way to the engine at the deadline is still adopted.
 
-**Bounds.** A part has PART_BYTES, or one chunk. The source exports for EXPORTS_MAX daemons at once and holds
-two parts for each. The receiver holds two parts between network and engine.
+**Bounds.** A part has at most PART_BYTES, or one chunk. The source exports for at most EXPORTS_MAX daemons at
+once and holds two parts for each. The receiver holds two parts between network and engine.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class KvSource:
             exported = await self._first(key, num_tokens)
             while exported.slots or exported.next_before:
                 following = None
-                if exported.next_before:  # read while this one is sent
+                if exported.next_before:  # read the next part while this part is sent
                     following = asyncio.ensure_future(
                         self._export(key, num_tokens, exported.next_before)
                     )

@@ -5,12 +5,12 @@
     declared prefix         system prompt, few-shot turns     the template's head; see text/template.py
     given history           system prompt, messages           the template's head, which nobody shares
 
-A first turn is rendered together with all of these messages. Only what follows the head is tokenized, because
-the head's tokens are already in the log. So the log equals, token for token, the log of a conversation whose
-first turn brought all messages. If a template writes no fixed text in front, the head is empty.
+A first turn is rendered together with all messages of the head. The head's tokens are already in the log, so
+only the text after the head is tokenized. The log then has the same tokens as if the first turn had brought
+all messages. If a template writes no fixed text in front, the head is empty.
 
-A declared prefix without messages (only tools, say) has an empty system message to hold its tokens
-(`STAND_IN`). The template does not see this message.
+A declared prefix without messages (with only tools, for example) is stored with an empty system message,
+`STAND_IN`, which holds its tokens. The template does not see this message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ConversationSettings:
     pending: Sequence[records.NewMessage] = ()  # pending messages, for the first turn
 
 
-# Settings with messages. Those of a given history have no prefix_id.
+# Settings that may have messages. The settings of a given history have no prefix_id.
 BeginningSettings = PrefixSettings | ConversationSettings
 
 
@@ -73,7 +73,7 @@ def all_messages(settings: BeginningSettings) -> list[Message]:
 
 
 class GivenHistory:
-    """Collect a history that comes in pieces. It is refused as soon as it cannot fit the context."""
+    """Collect a history that arrives in pieces. Refuse the history as soon as it cannot fit the context."""
 
     def __init__(self, context_max: int) -> None:
         self.messages: list[Message] = []
@@ -99,9 +99,9 @@ class PromptHeads:
         self._num_characters = 0
 
     def of(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
-        """Return the head of a log with these messages in front.
+        """Return the head of a log that begins with these messages.
 
-        The setting must have the form in which the store returns it (keys sorted, see `as_stored`).
+        The setting must have sorted keys, as the store returns it (see `as_stored`).
         """
         key = _key(messages, setting)
         with self._lock:
@@ -204,9 +204,9 @@ def first_turn(
 def check_fits(
     head: CommonOpening, conversation: records.StoredConversation, log_end: Sequence[int]
 ) -> None:
-    """Raise InvalidArgument unless the log is this head.
+    """Raise InvalidArgument unless the log has exactly the tokens of this head.
 
-    They differ if the template has changed in a way that its fingerprint does not cover.
+    The tokens differ if the template has changed in a way that its fingerprint does not cover.
     """
     num_tokens = len(head.token_ids)
     if num_tokens != conversation.num_tokens or head.token_ids[-len(log_end) :] != list(log_end):
@@ -220,7 +220,7 @@ def head_of(
     stored: Sequence[records.StoredMessage],
     conversation: records.StoredConversation,
 ) -> CommonOpening:
-    """Return the head of a conversation; empty if its first tokens come with its first turn."""
+    """Return the head of a conversation; empty if the log has no tokens before the first turn."""
     if conversation.began_at is None:
         return NO_HEAD
     return heads.of(first_messages(stored), setting_of(conversation))

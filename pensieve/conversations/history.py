@@ -1,20 +1,21 @@
 """Draft, begin and end turns in transactions on the history: the store threads' part of every request.
 
-Several store threads may be in here at once, each for other conversations (threads.py). `History` knows
-neither live turns nor the pipe to the engine. Its results contain the messages for the engine, and the event
-loop sends them. A turn, in order:
+Several store threads may call this module at once, each for different conversations (threads.py). `History`
+knows neither live turns nor the pipe to the engine. Its results contain messages for the engine, which the
+event loop sends. A turn has these steps:
 
-1. `draft` reads the end of the log, and `Draft.prompt` tokenizes the new messages, in any thread. `begin`
-   checks that they fit and commits the turn as `running`. Everything that can fail comes before that commit.
-   `begin_if_short` does all of this in one job if there is little to tokenize.
-2. `finish` appends the tokens of user and reply to the log in ONE transaction. `fail` and `interrupt` leave
-   the history unchanged.
-3. If an earlier request had the same request_id, the result is a `RetriedTurn`: that turn runs, or the store
-   has its reply.
+1. `draft` reads the end of the log. `Draft.prompt` tokenizes the new messages, in any thread. `begin` checks
+   that they fit and commits the turn as `running`. Everything that can fail happens before this commit.
+   If there is little to tokenize, `begin_if_short` does all of this in one job.
+2. `finish` appends the tokens of the new messages and of the reply to the log in ONE transaction. `fail` and
+   `interrupt` leave the history unchanged.
 
-The engine may hold KV for tokens that never reached the log. That is harmless: a turn says how long its log
+If an earlier request had the same request_id, `draft` or `begin` returns a `RetriedTurn` instead: the earlier
+turn still runs, or the store has its reply.
+
+The engine may have KV for tokens that never reached the log. This is harmless: a turn says how long its log
 is, and the engine drops KV after that position. KV before that position always matches the log, because the
-engine hears of rewinds and deletions in the order of the store. The engine asks for tokens that it lacks.
+engine is told of rewinds and deletions in the order of the store. The engine asks for tokens that it lacks.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ from pensieve.store.declared_prefixes import stored_id
 from pensieve.text import ChatTemplate, Tokenizer
 
 UNNUMBERED = 0  # the event loop numbers the turns
-PROMPT_TAIL_TOKENS = 16  # read for a template that opens the thinking in the generation prompt
+PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in these last tokens of a prompt
 
 
 class Texts(Protocol):
@@ -93,7 +94,7 @@ class Texts(Protocol):
 
 
 class Deleted(NamedTuple):
-    turn_id: int | None  # the turn that was running and is interrupted now, even with an error
+    turn_id: int | None  # the turn that this call has interrupted, also if the deletion failed
     error: PensieveError | None  # why the deletion failed
     is_pending: bool  # the deleted text is not yet erased from the files
 
@@ -109,7 +110,7 @@ class History:
         random_bits: Callable[[int], int],
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`random_bits` draws seeds and request ids where the client gives none."""
+        """`random_bits` makes seeds and request ids that the client does not give."""
         self._store = store
         self._template, self._fingerprint = texts.template, texts.fingerprint
         self._context_max = context_max
@@ -132,7 +133,7 @@ class History:
         return self._template.tokenizer
 
     def limit_storage(self, storage: Mapping[str, int]) -> None:
-        """Set the maximum bytes of each tenant's conversations; tenants not named have no limit."""
+        """Set the maximum bytes of each tenant's conversations. Tenants not in `storage` have no limit."""
         self._storage = storage
 
     # -- conversations --
@@ -172,7 +173,10 @@ class History:
         *,
         tenant: str = "",
     ) -> records.StoredConversation:
-        """Cut a conversation back and return it; StaleRevision unless it is at the expected revision."""
+        """Cut a conversation back to a revision and return the conversation.
+
+        StaleRevision if it is not at the expected revision.
+        """
         self._log_is_cut(tenant, conversation_id)
         self._store.rewind_conversation(
             conversation_id, to_revision, expected_revision, tenant=tenant
@@ -199,10 +203,10 @@ class History:
     ) -> Deleted:
         """Interrupt the running turn of a conversation and delete the conversation, in one job.
 
-        StaleRevision if a turn runs, or the conversation no longer has the revision `unused_since` or is no
-        longer as in `unchanged`, if either is given.
-        If the deletion fails, the turn is interrupted all the same, so the error is returned with the turn.
-        A conversation that does not exist may still have to be erased from the files.
+        If `unused_since` (a revision) or `unchanged` is given, StaleRevision is raised if a turn runs or the
+        conversation has changed since. If the deletion fails, the turn is interrupted anyway. So the error is
+        returned together with the turn. A conversation that does not exist may still have to be erased from
+        the files.
         """
         try:
             conversation = self._store.get_conversation(conversation_id, tenant=tenant)
@@ -220,7 +224,7 @@ class History:
         except ErasurePending:
             return Deleted(turn_id, None, True)
         except (OwnedElsewhere, StaleRevision):
-            raise  # nothing was done: the call is forwarded, or the conversation has changed
+            raise  # nothing was done: another daemon owns the conversation, or it has changed
         except PensieveError as error:
             return Deleted(turn_id, error, False)
         return Deleted(turn_id, None, False)
@@ -261,8 +265,8 @@ class History:
     def log_for(self, needed: LogNeeded) -> ProvideLog:
         """Make the message with the tokens that the engine asks for before it runs a turn.
 
-        TurnInterrupted if the log has changed. The conversation of a running turn changes only if the turn
-        is given up. The conversation of a warm may change at any time.
+        TurnInterrupted if the log has changed. While a turn runs, the log changes only if the turn is given
+        up. While a warm runs, the log may change at any time.
         """
         tenant, conversation_id = names_of(needed.conversation_id)
         try:
@@ -276,9 +280,9 @@ class History:
     # -- a turn begins --
 
     def find_retried(self, request: TurnRequest) -> RetriedTurn | None:
-        """Return the turn that this request retries; InvalidArgument if that had other content.
+        """Return the turn that this request retries; InvalidArgument if that turn had other content.
 
-        None if there is no such turn, or if it failed or was interrupted: then it may begin again.
+        None if there is no such turn, or if the turn failed or was interrupted, so that it may begin again.
         """
         stored = self._store.find_turn(
             request.conversation_id, request.request_id, tenant=request.tenant
@@ -297,7 +301,7 @@ class History:
         return self.begin(drafted, drafted.prompt())
 
     def draft(self, request: TurnRequest) -> Draft | RetriedTurn | OutdatedTokens:
-        """Read what tokenizing the new messages needs, or find the turn that this request retries."""
+        """Read what is needed to tokenize the new messages, or find the turn that this request retries."""
         self._check(request)
         conversation_id, tenant = request.conversation_id, request.tenant
         try:
@@ -375,7 +379,7 @@ class History:
             expected_created_at=conversation.created_at,
         )
         was_cut = self._cuts.since()
-        # Read before the commit: an error after it would leave a turn that nobody runs.
+        # Read before the commit, because an error after the commit would leave a turn that nobody runs.
         prefix_of, prefix_tokens = self.declared.shared(conversation)
         is_hint = conversation.prefix_id and not prefix_tokens
         beginning = self._beginning(conversation, tokens) if is_hint else None
@@ -419,7 +423,7 @@ class History:
     # -- a turn ends --
 
     def finish(self, reply: TurnReply) -> CommittedReply:
-        """Append the turn's messages and its reply to the log. They are on the disk when this returns."""
+        """Append the turn's messages and its reply to the log, on the disk."""
         beginning = self._beginnings.pop(reply.turn_id, None)
         text = reply.text
         if reply.is_cut:
@@ -466,7 +470,7 @@ class History:
         self.declared.forget(turn_id)
 
     def _check_storage(self, tenant: str) -> None:
-        """Raise StorageFull if the tenant is at its limit. Running turns are stored all the same."""
+        """Raise StorageFull if the tenant is at its limit. Replies of running turns are stored anyway."""
         bytes_max = self._storage.get(tenant)
         if bytes_max is not None and (taken := self._store.stored_bytes(tenant)) >= bytes_max:
             raise StorageFull(
@@ -512,7 +516,8 @@ class History:
         new_turn = self._request(request, request.request_id)
         begun = self._store.begin_turn(request.conversation_id, new_turn, tenant=request.tenant)
         if begun.must_run and begun.turn.attempts != stored.attempts:
-            # The turn was interrupted in between, so the store has begun it again. Nobody would run it.
+            # The turn was interrupted in between, so the store has begun it again. Undo this, because
+            # nobody would run the turn.
             self._store.interrupt_turn(begun.turn.turn_id, begun.turn.attempts)
         return self._with_reply(begun.turn)
 
@@ -538,11 +543,11 @@ class History:
 class PrefixHistory:
     """Store declared prefixes, begin conversations under them, and share their KV.
 
-    A prefix is stored as a conversation, and the engine knows it by that conversation's `cache_key`. The
-    prefix gets its KV from a warm, or from the first turn of a conversation under it: then the engine makes
-    the prefix a fork of that conversation (`ended`). Before a message to the engine names a prefix, a job
-    here has checked that conversation and prefix have the same messages. So the engine never shares tokens of
-    an earlier prefix with the same name.
+    A prefix is stored as a conversation, and the engine knows the prefix by that conversation's `cache_key`.
+    The prefix gets its KV from a warm, or from the first turn of a conversation that begins with the prefix.
+    In the second case, the engine makes the prefix a fork of the conversation (`ended`). A message to the
+    engine names a prefix only if a job here has checked that conversation and prefix have the same messages.
+    So the engine never shares tokens of an earlier prefix with the same name.
     """
 
     def __init__(
@@ -622,7 +627,7 @@ class PrefixHistory:
         tokens: Sequence[Sequence[int]],
         template_time: float,
     ) -> records.StoredConversation:
-        """Create a conversation with the messages of its settings; `tokens` are those of each message."""
+        """Create a conversation with the messages of its settings; `tokens`: the tokens of each message."""
         self._check_storage(settings.tenant)
         return self._store.create_conversation(
             records.NewConversation(
@@ -643,7 +648,7 @@ class PrefixHistory:
         return self._store.prefixes.to_keep_warm()
 
     def shared(self, conversation: records.StoredConversation) -> tuple[str, int]:
-        """Return the `cache_key` of a conversation's prefix and the tokens shared with it; none: 0."""
+        """Return the `cache_key` of a conversation's prefix, and how many tokens they share; 0: none."""
         if conversation.began_at is None or not conversation.prefix_id:
             return "", 0
         num_tokens = self._store.prefixes.num_shared_tokens(conversation)
@@ -652,7 +657,7 @@ class PrefixHistory:
 
     def has_turns(self, conversation: records.StoredConversation) -> bool:
         """Whether the conversation has messages after its head."""
-        if conversation.began_at is None:  # then the head has no tokens
+        if conversation.began_at is None:  # the head has no tokens
             return conversation.num_tokens > 0
         return self._store.prefixes.has_turns(conversation)
 
@@ -664,7 +669,7 @@ class PrefixHistory:
         self._first_turns.pop(turn_id, None)
 
     def ended(self, turn_id: int) -> ForkConversation | None:
-        """Return the message that gives the prefix the KV of this turn, if it was such a first turn."""
+        """Return the message that gives the prefix the KV of this turn; None unless `begun` noted it."""
         conversation = self._first_turns.pop(turn_id, None)
         if conversation is None:
             return None

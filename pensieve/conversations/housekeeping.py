@@ -38,7 +38,7 @@ NOBODY = "/housekeeping"  # no tenant has this name
 ERASE_PAUSE_SECONDS = 0.02
 ERASED_SECONDS_MAX = 5.0  # a client waits at most this long for other readers of the history
 FORGET_PAUSE_SECONDS = 0.05
-FORGET_PASSES = 24  # in the time for which an entry is kept
+FORGET_PASSES = 24  # number of passes in the time for which an entry is kept
 FORGET_SECONDS_MAX = 3600.0  # between two passes
 SCRUB_PAUSE_SECONDS_MIN, SCRUB_PAUSE_SECONDS_MAX = 0.02, 60.0
 FULL_SECONDS = 2.0  # between two checks of a full disk
@@ -118,10 +118,10 @@ def start_expiring(
     now: Callable[[], float],
     keep_seconds: float,
 ) -> None:
-    """Erase conversations that did not change for so long; 0: never.
+    """Erase conversations that did not change for `keep_seconds`; 0: never.
 
-    `delete` takes the id, the tenant, and the conversation as it was seen, and refuses a changed one. A
-    conversation that another daemon owns is left to that daemon.
+    `delete` takes the id, the tenant and the conversation as it was read. It refuses if the conversation has
+    changed since. A conversation that another daemon owns is left to that daemon.
     """
 
     async def look() -> int:
@@ -154,9 +154,9 @@ def start_expiring(
 
 
 class Scrubber:
-    """Read the whole history in about `seconds` (store/verify.py), again and again; 0: never.
+    """Read the whole history repeatedly, each time in about `seconds` (store/verify.py); 0: never.
 
-    Pauses while deleted text waits to be erased. Ends with the first damage, which an operator must repair.
+    Pauses while deleted text waits to be erased. Stops at the first damage, which an operator must repair.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Damage:
         )
 
     def check(self, report: Callable[[str], None]) -> None:
-        """Run SQLite's own check while the daemon serves; called after an unclean stop."""
+        """Run SQLite's integrity check while the daemon serves. Called after an unclean stop."""
 
         async def check() -> None:
             try:

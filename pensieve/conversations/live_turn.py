@@ -1,4 +1,4 @@
-"""The live turn, and the values that store thread and event loop exchange about it.
+"""The live turn, and the values about it that the store threads and the event loop exchange.
 
     store thread                                    event loop
     StartedTurn     committed as `running`    ──>   LiveTurn, followed by its clients
@@ -61,7 +61,7 @@ class StartedTurn:
     first_revision: int  # of the conversation before the turn
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
-    is_tokenized_again: bool  # since the last turn, under another tokenizer or template
+    is_tokenized_again: bool  # the log was tokenized again since the last turn
     # Whether the log of `submit.prefix_of` is uncut; the event loop asks when it submits the turn.
     may_share: Callable[[], bool] = lambda: True
 
@@ -84,17 +84,17 @@ class TurnReply:
     stream: Mapping[str, Any]  # the parts of its deltas; see `stream_of`
     finish: FinishReason
     figures: Mapping[str, Any]  # usage, as it is stored
-    is_cut: bool = False  # a stop cut it: text withheld as a possible stop string belongs to it
+    is_cut: bool = False  # a stop cut the reply, which may include withheld text (`_withheld`)
     logprobs: bytes = b""  # packed
     chain: ChainEnd | None = None  # of the client's history before the reply
     state: records.ChainState | None = None  # of the chain and the reply, if already computed
     response: StoredResponse | None = None  # for a client of the Responses API
     attempt: int = 0  # of the turn
-    begins: str = ""  # what its client has written of the reply; its tokens are the prompt's
+    begins: str = ""  # the start of the reply, given by the client; its tokens count as prompt
 
     @property
     def content(self) -> str:
-        """The text of the stored message, but for text that a stop has withheld."""
+        """The text of the stored message, without text that was withheld at a stop."""
         return self.begins + self.text
 
 
@@ -108,8 +108,8 @@ class CommittedReply(NamedTuple):
 class LiveTurn:
     """A turn as its readers see it. It is complete when `finish` is set, so `finish` is set last.
 
-    Tokens are in columns of plain values instead of an object each, so a thousand turns of a thousand tokens
-    are only a few thousand objects for the garbage collector (`pensieve.gc_pause`).
+    Tokens are stored in columns of plain values, not as one object per token. So a thousand turns of a
+    thousand tokens are only a few thousand objects for the garbage collector (`pensieve.gc_pause`).
     """
 
     turn_id: int
@@ -151,7 +151,7 @@ class LiveTurn:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the store has the turn: an unstored turn has a negative id."""
+        """Whether the turn is stored. An unstored turn has a negative id."""
         return self.turn_id >= 0
 
     @property
@@ -165,7 +165,7 @@ class LiveTurn:
 
     @property
     def num_charged_tokens(self) -> int:
-        """Tokens for which the tenant pays: those of the prompt once admitted, and those of the reply."""
+        """Tokens for which the tenant pays: the prompt's after admission, and the reply's."""
         if self.figures and self.usage is not None:  # every sampled token, even if a stop cut it
             return self.usage.new_tokens + self.usage.output_tokens
         return self.num_tokens + (self.prompt_tokens if self.admitted else 0)
@@ -185,10 +185,10 @@ class LiveTurn:
 
 
 def stream_of(live: LiveTurn) -> dict[str, Any]:
-    """Return the runs of parts of a reply, stored so that its deltas can be sent again.
+    """Split a reply into runs of tokens of the same part, so that its deltas can be sent again.
 
-    `parts` holds (part, tokens, characters) of each run. A reply that is only text has none. The text that
-    the client wrote of the reply is a first run without tokens.
+    `parts` has (part, tokens, characters) of each run, unless the reply is only text. If the client gave the
+    start of the reply, this text is a first run without tokens.
     """
     stream: dict[str, Any] = {}
     begins = live.request.reply_begins if live.request is not None else ""

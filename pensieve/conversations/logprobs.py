@@ -1,8 +1,8 @@
 """Pack the logprobs of a reply for the store, and read single tokens out of the packed form.
 
-With 20 alternatives a token has forty numbers beside its id, so JSON of a long reply would take hundreds of
-milliseconds. Packed arrays are copied as a whole, and a replay makes objects only for the tokens that it
-sends.
+With 20 alternatives, a token has forty numbers in addition to its id. Writing a long reply as JSON would take
+hundreds of milliseconds. Packed arrays are copied as a whole, and a replay makes objects only for the tokens
+that it sends.
 
     n | how many alternatives each of the n tokens has | their token ids      little-endian uint32
     the n tokens' logprobs | the alternatives' logprobs                       little-endian doubles

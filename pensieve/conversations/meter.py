@@ -1,13 +1,13 @@
-"""Count turns and measure how long clients wait, since the daemon's start.
+"""Count turns since the daemon's start, and measure how long clients wait.
 
-The counts outlive the engine process:
+The counts continue when the engine process is restarted:
 
-    took         the engine's events: a token, the end of a turn (also of a job's turn, and of a warm)
+    took         the engine published events: a token, or the end of a turn (including jobs' turns and warms)
     turn_ended   a client's turn has ended, and its end is in the history
     refused      a turn was not admitted
 
-If vLLM has a histogram with the same meaning, ours has its bounds. Everything belongs to the event loop,
-except `commits`, to which the writer of the history adds.
+Where vLLM has a histogram with the same meaning, the bounds here are those of vLLM. Everything belongs to the
+event loop, except `commits`, which the writer of the history increments.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Meter:
     def took(
         self, events: Sequence[EngineEvent], turn_of: Callable[[int], LiveTurn | None]
     ) -> None:
-        """Count events; `turn_of` finds live turns by number, also those that these events end."""
+        """Count events. `turn_of` must find live turns by number, including turns that these events end."""
         num_tokens = 0
         for event in events:
             if isinstance(event, SampledToken):
@@ -97,7 +97,7 @@ class Meter:
         total.host_tokens += usage.host_tokens
         total.recomputed_tokens += usage.recomputed_tokens
         total.shared_tokens += usage.shared_tokens
-        # Tokens that another conversation had computed count as shared, in whichever tier they were.
+        # Tokens that another conversation had computed count as shared, whatever their tier.
         device = usage.device_tokens - usage.shared_tokens
         self.sources["device"] += max(device, 0)
         self.sources["host"] += usage.host_tokens + min(device, 0)

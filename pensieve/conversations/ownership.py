@@ -1,13 +1,13 @@
 """Claim conversations, and drop stale state of conversations that another daemon had.
 
-If a claim takes a conversation from another session (store/owners.py), another daemon may have written to the
-conversation since this daemon last had it. Before the claiming job returns, this daemon drops its state of
-the conversation: the memory of `History`, a turn that still runs here, and the KV in the engine. The engine
-drops the KV before the SubmitTurn of the next turn.
+A claim may take a conversation from another daemon's session (store/owners.py). The other daemon may have
+written to the conversation since this daemon last owned it. So this daemon drops its state of the
+conversation before the job that claims returns: the memory of `History`, a turn that still runs here, and the
+KV in the engine. The engine drops the KV before the SubmitTurn of the next turn.
 
-A call for a conversation that another daemon owns fails with OwnedElsewhere and writes nothing. The doors
-forward such calls to the owner (api/grpc/forwarding.py). If another daemon has taken the conversation of a
-running turn, the store refuses the end of that turn.
+A call for a conversation that another daemon owns fails with OwnedElsewhere and writes nothing. The gRPC and
+HTTP servers forward such calls to the owner (api/grpc/forwarding.py). If another daemon takes a conversation
+while a turn of it runs here, the store refuses the end of that turn.
 
 Everything runs on the event loop, except `_stale`, which the store thread calls.
 """

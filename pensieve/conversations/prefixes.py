@@ -1,8 +1,9 @@
-"""Find the conversation whose KV a new conversation with the same prefix_id may begin with. Thread-safe.
+"""Find a conversation with the same prefix_id whose KV a new conversation can share. Thread-safe.
 
-Templates weave system prompts and messages together, so two conversations share the tokens that their logs
-have in common from the front. For each prefix_id of a tenant, the latest conversation that has finished a
-turn is remembered with its log, from the commit of the turn until the conversation is rewound or deleted.
+A template may mix the system prompt with the messages, so two conversations share exactly the first tokens
+that are equal in both logs. For each prefix_id of a tenant, this module remembers the conversation that
+finished a turn last, with the beginning of its log. It forgets the conversation when that is rewound or
+deleted.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class SharedPrefixes:
                 del self._latest[key]
 
     def shared(self, tenant: str, prefix_id: str, tokens: array[int]) -> SharedPrefix | None:
-        """Return the conversation whose KV covers the front of `tokens`, and how far; never all of it."""
+        """Return the conversation to share with, and how many first tokens of `tokens` it has; never all."""
         found = self._latest.get((tenant, prefix_id))
         if found is None:
             return None
@@ -83,9 +84,9 @@ class LogCuts:
     """Count the cuts of logs, so that a turn can tell whether a log that it shares was cut.
 
     Another thread may rewind or delete a conversation while a turn that shares its KV begins. The count
-    changes before the cut is committed, and the engine hears of the cut only after that. So a turn that is
-    submitted while the count is unchanged reaches the engine before the cut. Several conversations share a
-    count.
+    changes before the cut is committed, and the engine is told of the cut after the commit. So a turn that is
+    submitted while the count is unchanged reaches the engine before the cut. To save memory, several
+    conversations have a common count.
     """
 
     def __init__(self) -> None:
@@ -111,8 +112,8 @@ def _place(key: str) -> int:
 class SharedPrompt:
     """The prompt that the choices of one request share. Each choice is a turn in a new conversation.
 
-    The first turn lends its KV to the turns after it, as far as their tokens are equal (a template may write
-    the time). Thread-safe.
+    The later turns use the KV of the first turn, as far as their tokens are equal. (Tokens may differ if the
+    template writes the time.) Thread-safe.
     """
 
     def __init__(self) -> None:

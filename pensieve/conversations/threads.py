@@ -2,22 +2,24 @@
 
     event loop     live turns, their readers, the pipe to the engine
     store threads  writes to the history, one job at a time in each; waiting jobs share a commit of SQLite
-    read thread    clients' reads of the history, on a connection of its own
-    text pool      tokenizing long drafts; touches no shared state
+    read thread    clients' reads of the history, on a separate connection
+    text pool      tokenizing long drafts; uses no shared state
 
 Each thread owns its state. The event loop sends a function with values as arguments and gets a value back.
 
-**Order.** Each conversation has a *lane*, which is one of the store threads. A tenant's jobs in a lane run
-in the order of their `in_store` calls; tenants take turns (`FairPool`). The coroutines that wait for the jobs
-of a lane resume in the same order. If a coroutine acts on a result before it waits for anything else, its
-action happens in the order of the store. This holds within a conversation.
+**Order.** Each conversation has a *lane*, which is one of the store threads. A tenant's jobs in a lane run in
+the order of their `in_store` calls. Tenants take turns (`FairPool`). The coroutines that wait for the jobs of
+a lane resume in the order of the jobs. So if a coroutine acts on its result before it waits for anything
+else, all actions on a conversation happen in the order of the store.
 
-**Sequences.** Steps that must follow a job even if the caller is gone run in a task of their own (`whole`).
+**Sequences.** If further steps must follow a job even when the caller is gone, job and steps run in a
+separate task (`whole`).
 
-**Failures.** An unexpected exception in a background task goes to `on_failure`, because something may be
-waiting for the task.
+**Failures.** An unexpected exception in a background task is passed to `on_failure`, because other code may
+be waiting for that task.
 
-Jobs that read a whole history run `aside`, in a thread that the process does not wait for.
+Jobs that read a whole history run in separate threads (`aside`). The process does not wait for these threads
+when it exits.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ WINDOW_SECONDS = 60.0  # for which LoopLag keeps measurements
 
 
 class _OwnThreads(Executor):
-    """Run each call in a daemon thread of its own: the process ends without waiting for it."""
+    """Run each call in a new daemon thread, for which the process does not wait when it exits."""
 
     def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         future: Future[T] = Future()
@@ -64,7 +66,7 @@ class _OwnThreads(Executor):
 
 
 async def aside(function: Callable[..., T], /, *arguments: Any) -> T:
-    """Call a function in a thread of its own. The process can exit while the thread still runs."""
+    """Call a function in a new thread. The process can exit while the thread still runs."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_OwnThreads(), function, *arguments)
 
@@ -93,7 +95,7 @@ class WaitingJobs(NamedTuple):
 
 
 class LoopLag:
-    """Measure how late the event loop runs a timer of LOOK_SECONDS. Every stream waits as long.
+    """Measure how late the event loop runs a timer of LOOK_SECONDS. Every stream has the same delay.
 
     Belongs to the event loop.
     """
@@ -180,8 +182,8 @@ class Threads:
         try:
             return await asyncio.shield(task)
         finally:
-            # The traceback of the task's error holds this frame. If the frame held the task, that would be
-            # a reference cycle.
+            # The traceback of the task's error refers to this frame. A reference from the frame to the task
+            # would make a cycle.
             del task
 
     def spawn(self, work: Coroutine[Any, Any, None], *, is_sequence: bool = False) -> None:
@@ -197,7 +199,7 @@ class Threads:
         await asyncio.gather(*self._background, *self._sequences, return_exceptions=True)
 
     async def close(self) -> None:
-        """Take no more jobs, and wait for those of the store."""
+        """Take no more jobs, and wait for the jobs of the store threads."""
         self._text_pool.close(drop=True)
         await asyncio.to_thread(self._read_thread.close)
         for each in self._lanes:
@@ -226,10 +228,10 @@ class _PoolJob(NamedTuple):
 class FairPool:
     """A thread pool that tenants share: each tenant's jobs run in order, and the tenants take turns.
 
-    A tenant's next job comes after at most one job of each other waiting tenant. For each job the threads get
-    one call of `_run_next`, which runs the next job in the tenants' order. The queues are behind a lock: the
-    event loop adds jobs, and the threads take them out. Only the event loop counts the jobs that have not
-    ended.
+    Before a tenant's next job, at most one job of each other waiting tenant runs. Each new job adds one call
+    of `_run_next` to the thread pool. The call runs the next job in the tenants' order, which may be another
+    job. A lock protects the queues: the event loop adds jobs, and the threads take them out. Only the event
+    loop counts the jobs that have not ended.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class FairPool:
         self._since: dict[asyncio.Future[Any], float] = {}  # jobs that have not ended, oldest first
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Call a function in a thread. Once begun, it runs to its end even if the caller is cancelled."""
+        """Call a function in a thread. A call that has begun is completed even if the caller is cancelled."""
         done = self._loop.create_future()
         self._since[done] = self._loop.time()
         with self._lock:
@@ -283,7 +285,7 @@ class FairPool:
         except Exception as error:
             self._answer(job.done, None, error)
         finally:
-            # An error holds its frames. If a frame held the future, they would form a reference cycle.
+            # An error refers to its frames. A reference from a frame to the future would make a cycle.
             del job
 
     def _answer(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:

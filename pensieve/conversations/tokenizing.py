@@ -21,7 +21,7 @@ class TextPoolTokenizer:
         self._history, self._threads, self._admission = history, threads, admission
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Call a function in the text pool. If the text does not fit, charge for it: it was tokenized."""
+        """Call a function in the text pool. Text that does not fit is also charged: it was tokenized."""
         try:
             return await self._threads.in_text_pool(tenant, function)
         except ContextFull as full:

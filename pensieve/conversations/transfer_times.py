@@ -1,16 +1,17 @@
 """Predict whether fetching KV of a conversation is faster than computing it, part by part.
 
-KV is fetched from its end on, because the end costs most to recompute. A part is worth its transfer if
+The last part of the KV is fetched first, because it costs most to recompute. A part is worth its transfer if
 
-    seconds to compute the part's tokens, given those before them  >  its bytes / bytes per second of the link
+    seconds to compute the part's tokens after the tokens before  >  bytes of the part / speed of the link
 
-and a transfer is worth beginning if its parts save more than the latency. The seconds to compute are the
-engine's own prediction times the pace of recent prompts (admission.py).
+A transfer is worth beginning if its parts together save more time than the latency of the link. The seconds
+to compute are the engine's prediction, times the pace of recent prompts (admission.py).
 
-The speed of a link is a moving average over the transfers from its address; the latest counts a quarter. For
-an unknown link, and KNOWN_SECONDS after the last transfer, LATENCY_SECONDS and BYTES_PER_SECOND are assumed.
-Even if this assumption advises against a transfer, the link is tried if computing takes TRIAL_LATENCIES times
-the assumed latency, because the first part shows how fast the link is.
+The speed of a link is a moving average over the transfers from its address; the latest transfer counts a
+quarter. If there was no transfer in the last KNOWN_SECONDS, the link counts as unknown, and LATENCY_SECONDS
+and BYTES_PER_SECOND are assumed. With these values, a transfer may not seem worth it. The link is tried
+anyway if computing takes TRIAL_LATENCIES times the assumed latency, because the first part shows how fast the
+link is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BYTES_PER_SECOND = 50e6
 TRIAL_LATENCIES = 10.0
 KNOWN_SECONDS = 600.0
 LATEST_SHARE = 1 / 4
-LINKS_MAX = 1024  # remembered addresses; the one without a transfer for longest is dropped first
+LINKS_MAX = 1024  # remembered addresses; the least recently used address is dropped first
 
 
 @dataclass
@@ -45,7 +46,7 @@ class WantedKv:
 
     @property
     def seconds(self) -> float:
-        """The time to compute all of it."""
+        """The time to compute all of this KV."""
         return self.compute_seconds(0, self.num_tokens)
 
 

@@ -1,14 +1,16 @@
-"""End turns: every way from RUNNING to ENDED is here. Belongs to the event loop.
+"""End turns. All transitions from RUNNING to ENDED are here. Belongs to the event loop.
 
     Turns.begin ──> RUNNING ──engine_ended──> COMMITTING ──the store has the end──> ENDED
                        └──────give_up───────> GIVING_UP ───the store has the end──> ENDED
 
     `stop` asks the engine to end a RUNNING turn; `engine_ended` follows.
 
-The first call that takes a turn out of RUNNING decides how it ends. Later calls and events change nothing.
-The calls act at once and do not wait. The turn ends when the store has its end. Then it is removed from
-`Turns`, its `finish` is set, its followers wake, and `TurnEvents.ended` is published, in this order and in
-one step.
+The first call that takes a turn out of RUNNING decides how the turn ends. Later calls and events change
+nothing. The calls return at once. The turn has ended when its end is stored. Then the turn is removed from
+`Turns`, its `finish` is set, its followers wake, and `TurnEvents.ended` is published, in this order and
+without waiting in between.
+
+In the table, *row* is the state of the turn in the store.
 
     cause                                  by                       row          followers get  charged
     the engine ended it                    engine_ended             completed    its finish     usage
@@ -22,7 +24,7 @@ one step.
     another daemon took its conversation   give_up(failure)         interrupted  the failure    nothing
     it or its log cannot be submitted      give_up(failure)         interrupted  the failure    nothing
     the engine is lost                     engine_lost              interrupted  the failure    nothing
-    the engine died of it too often        engine_lost              interrupted  ENGINE_DIED    nothing
+    the engine died with it too often      engine_lost              interrupted  ENGINE_DIED    nothing
     the engine failed with it too often    engine_ended             failed       ENGINE_DIED    nothing
     the daemon drains                      give_up_all              interrupted  the failure    nothing
 
@@ -88,7 +90,7 @@ class TurnEnds:
         self._turns, self._followers, self._history = turns, followers, history
         self._threads, self._engine, self._events = threads, engine, events
         self._admission = admission
-        # The engine has failed and has ended its turns itself; its process is about to end.
+        # The engine has failed and has ended all turns. Its process is about to exit.
         self._engine_has_failed = False
 
     # -- called by others --
@@ -147,7 +149,7 @@ class TurnEnds:
     def engine_ended(self, ended: TurnEnded) -> None:
         """Handle the end of a turn or a warm in the engine."""
         live, reason = self._turns.of_number(ended.turn_id), ended.failure or "FAILED"
-        if reason == "ENGINE_FAILED":  # a failing engine ends its turns itself before it dies
+        if reason == "ENGINE_FAILED":  # a failing engine ends all turns before its process exits
             self._engine_has_failed = True
             if live is not None and self._dies_of(live):
                 reason = "ENGINE_DIED"
@@ -167,7 +169,7 @@ class TurnEnds:
     def engine_lost(self, failure: PensieveError) -> None:
         """Give up all turns and warms, because the engine is gone."""
         self._turns.end_warms()
-        had_turns = not self._engine_has_failed  # a failing engine has ended its turns itself
+        had_turns = not self._engine_has_failed  # a failing engine has already ended all turns
         self._engine_has_failed = False
         for live in self._turns.all_live():
             dies_of_it = had_turns and self._dies_of(live)
@@ -180,7 +182,7 @@ class TurnEnds:
         self._engine.tell(CancelTurn(live.number, num_tokens))
 
     def _dies_of(self, live: LiveTurn) -> bool:
-        """Count a death of the engine for a turn that it had; whether that was once too often."""
+        """Count a death of the engine for a turn that it had; return True if it has died too often."""
         if live.phase is not TurnPhase.RUNNING or not self._turns.suspects.engine_died(live):
             return False
         log.error("the engine dies whenever it has this turn", extra=ids_of(live))
@@ -261,7 +263,7 @@ class TurnEnds:
             return None
 
     async def _withheld(self, live: LiveTurn, reply: TurnReply) -> str:
-        """Return the text that a stopped turn withheld: it belongs to kept tokens, but was not sent."""
+        """Return the text of kept tokens that a stopped turn has withheld and not sent."""
         if not reply.is_cut:
             return ""
         tokenizer, token_ids = self._turns.tokenizer, list(reply.token_ids)

@@ -71,11 +71,11 @@ class TurnEvents:
         self.refused = Signal[[PensieveError]]()
         # An engine has started, the first one or another one. Its cache is empty.
         self.engine_up = Signal[[]]()
-        # The engine is gone, and its turns with it. Argument: the reason.
+        # The engine process is gone, and all its turns are lost. Argument: the reason.
         self.engine_down = Signal[[str]]()
         # A frame of the engine's events, including those of background turns.
         self.engine_events = Signal[[list[EngineTurnEvent]]]()
-        # Published when it may have changed whether the daemon takes new turns. Argument: whether it does.
+        # The daemon may have begun or stopped to take new turns. Argument: whether it takes new turns.
         self.serving = Signal[[bool]]()
         # The daemon takes no new turns.
         self.draining = Signal[[]]()

@@ -1,4 +1,4 @@
-"""Describe a turn that has ended as an OpenTelemetry span, a plain value that launch/traces.py exports.
+"""Describe a turn that has ended as an OpenTelemetry span. launch/traces.py exports the spans.
 
     accepted_at ──tokenizing, store── begun_at ──queue── admitted ──prompt── first token ──reply── end
 

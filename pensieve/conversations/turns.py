@@ -2,10 +2,11 @@
 
 `Turns` is synchronous and calls neither the store nor the engine. Invariants:
 
-* A turn is here from the moment that the loop hears of its `running` row until its end is in the store and
-  its followers can see it (turn_ends.py).
-* Each attempt of a turn has a number of its own, so events of an attempt that was given up find no turn.
-* A warm is not a live turn. It counts for its tenant from `begin_warm` until the engine has ended it or died.
+* A turn is registered when the event loop learns that the store has its `running` row. It is removed when its
+  end is in the store and its followers can see the end (turn_ends.py).
+* Each attempt of a turn has a different number, so events of an attempt that was given up find no turn.
+* A warm (`Warmer` in declared_prefixes.py) is not a live turn. It counts for its tenant from `begin_warm`
+  until the engine has ended it or has died.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pensieve.errors import Unavailable
 from pensieve.guard.limits import Counts
 from pensieve.text import PartMarker, Tokenizer
 
-BACKGROUND_NUMBER_MIN = 1 << 40  # batch jobs' turns count from here, those of conversations from 1
+BACKGROUND_NUMBER_MIN = 1 << 40  # first number of batch jobs' turns; other turns begin at 1
 DEATHS_ALONE, DEATHS_MAX = 2, 3
 RECORDS_MAX = 10_000  # of turns that were not retried; the oldest are forgotten
 
@@ -41,19 +42,20 @@ class Suspects:
 
     Every turn of the dead process is suspect, queued turns included. Clients retry such turns:
 
-        1 death     the turn is tried again, beside all others
+        1 death     the turn is tried again, together with other turns
         2 deaths    the turn is tried again when no other turn with 2 deaths is in the engine
-        3 deaths    the turn has failed, and clients do not retry it by themselves
+        3 deaths    the turn has failed, with an error that clients do not retry automatically
 
-    A death counts only if the turn got no further than before an earlier death, so innocent turns are soon
-    cleared. After 3 deaths the record is dropped: a turn that a client sends again starts without one.
+    After the first, a death counts only if the turn got no further than before its earlier deaths. So
+    innocent turns are soon cleared. After 3 deaths the record is dropped, so a turn that a client sends again
+    starts with 0 deaths.
     """
 
     def __init__(self) -> None:
         self._records: dict[int, tuple[int, int]] = {}  # by turn id: deaths, most tokens reached
 
     def engine_died(self, live: LiveTurn) -> bool:
-        """Count a death of the engine for a turn that it had; whether that was once too often."""
+        """Count a death of the engine for a turn that it had; return True if it has died too often."""
         num_deaths, num_tokens = self._records.pop(live.turn_id, (0, -1))
         num_deaths += not num_deaths or live.num_tokens <= num_tokens
         if num_deaths >= DEATHS_MAX:
@@ -64,7 +66,7 @@ class Suspects:
         return False
 
     def must_wait(self, live: LiveTurn, all_live: Callable[[], Iterable[LiveTurn]]) -> bool:
-        """Whether this turn must be tried alone and the engine has another such turn."""
+        """Whether this turn and another turn in the engine both must be tried alone."""
         return self._must_be_alone(live) and any(
             self._must_be_alone(other) for other in all_live() if other is not live
         )
@@ -119,7 +121,7 @@ class Turns:
     def num_of_tenant(self, tenant: str, conversation_id: str = "") -> int:
         """Return the number of a tenant's turns and warms.
 
-        Warms of `conversation_id` do not count, because the conversation's next turn replaces them.
+        Warms of the conversation `conversation_id` do not count, because its next turn replaces them.
         """
         return self._num_of_tenant[tenant] - self._num_warms[tenant, conversation_id]
 
@@ -130,7 +132,7 @@ class Turns:
 
     @property
     def waiting_since(self) -> float | None:
-        """When the turn that has waited longest for admission began."""
+        """The time when the turn that has waited longest for admission began."""
         return next((live.begun_at for live in self._unadmitted.values()), None)
 
     @property
@@ -230,9 +232,9 @@ class Turns:
         now: float,
         weight: float = 1.0,
     ) -> tuple[LiveTurn, SubmitTurn]:
-        """Make a turn that belongs to no conversation, and its message. `add` makes the turn live.
+        """Make a turn that belongs to no conversation, and its SubmitTurn. Then call `add` to make it live.
 
-        `turn_id` is negative. `submit` has a conversation_id only if the turn continues an idle one.
+        `turn_id` is negative. The message has a conversation_id only if the turn continues an idle turn.
         """
         number = next(self._numbers)
         submit = replace(
@@ -258,7 +260,7 @@ class Turns:
         return live, submit
 
     def check_suspect(self, live: LiveTurn) -> None:
-        """Raise Unavailable if the turn must be tried alone and the engine has another such turn."""
+        """Raise Unavailable if this turn and another turn in the engine both must be tried alone."""
         if self.suspects.must_wait(live, self.all_live):
             raise Unavailable(
                 "the engine died twice with this turn, so it must run alone; retry later"
@@ -290,7 +292,7 @@ class Turns:
             self.end_warm(number)
 
     def engine_started(self, now: float) -> None:
-        """Note that all KV is gone."""
+        """Note that a new engine has started, so all KV is lost."""
         self._engine_since = now
 
     def add(self, live: LiveTurn) -> None:

@@ -7,18 +7,18 @@
 An unstored turn belongs to no conversation. The engine knows it by a key that no client can use
 (`unstored_key`). For the rest of the service it is a `LiveTurn` like any other, with these differences:
 
-* The store never hears of it.
-* It brings all of its tokens and keeps them while it is suspended, so the engine never asks for its log.
+* It is never stored.
+* Its SubmitTurn has all of its tokens, so the engine never asks for its log.
 * It has no request_id, so a retry gets another turn.
-* Its id is negative and a salted hash of the prompt, so that a prompt that kills the engine is recognised
-  when it is sent again (`Suspects`).
+* Its id is a negative number made from a salted hash of the prompt. So if a prompt kills the engine, it is
+  recognised when it is sent again (`Suspects`).
 
 **Cached prefixes** are found by digests of whole chunks (`UnstoredPrefixes`). If a prompt begins with all
-registered chunks of an idle turn, it continues under that turn's key, cut after those chunks. Other prompts
-begin as forks. The chunks of a prompt are registered when its first token comes, those of a reply when the
-turn has ended. A turn that was given up, has failed or is no longer needed is forgotten, also in the engine.
-The history is declared to end one token after the shared chunks, because only the tokens before a history's
-last one count as having KV (core/turn.py).
+registered chunks of an idle turn, the new turn continues under the key of the idle turn, cut after these
+chunks. Otherwise the new turn begins as a fork. A prompt's chunks are registered when its first token
+arrives. A reply's chunks are registered when the turn has ended. If a turn was given up, has failed or is no
+longer needed, its chunks are forgotten, and the engine deletes its KV. In the SubmitTurn, the history ends
+one token after the shared chunks, because a history's last token never counts as having KV (core/turn.py).
 
 Everything belongs to the event loop.
 """
@@ -45,7 +45,7 @@ from pensieve.engine.messages import DeleteConversation, RewindConversation, Sub
 from pensieve.errors import ContextFull, InvalidArgument
 
 ID_BITS = 62
-CHUNKS_MAX = 1 << 18  # registered at most; also not more than the engine has pages
+CHUNKS_MAX = 1 << 18  # maximum number of registered chunks; the engine's page count also limits it
 
 
 class _Running(NamedTuple):
@@ -193,9 +193,9 @@ class SharedChunks(NamedTuple):
 class UnstoredPrefixes:
     """Find the turn that has KV of the first chunks of a prompt.
 
-    Each digest leads to its holder: the latest turn that has computed this chunk and all chunks before it. A
-    holder that has lost all its digests to later holders is no longer needed. If there are more digests than
-    `chunks_max`, the holder registered first is forgotten.
+    Each digest is mapped to its holder: the latest turn that has computed this chunk and all chunks before
+    it. If later turns have become the holders of all digests of a turn, that turn is no longer needed. If
+    there are more digests than `chunks_max`, the holder that was registered first is forgotten.
     """
 
     def __init__(self, chunks_max: int) -> None:
@@ -217,7 +217,7 @@ class UnstoredPrefixes:
         return SharedChunks(holder, num_chunks, self._lengths[holder] == num_chunks)
 
     def register(self, holder: str, digests: Sequence[bytes]) -> list[str]:
-        """Register a holder's chunks; return the holders no longer needed, perhaps this one, too."""
+        """Register a holder's chunks; return the holders that are no longer needed (perhaps this one)."""
         if not digests:
             return []
         left: dict[str, None] = {}

@@ -1,23 +1,23 @@
-"""Adopt KV that comes from another engine: its chunks become chunks of the host tier.
+"""Adopt KV from another engine: the received chunks become chunks of the host tier.
 
-The other engine sends its KV from the end, because the last chunks cost most to recompute. Eviction leaves
-conversations with holes in front, too. So whenever a transfer stops (no room, a broken connection, no time
-left), the chunks that have arrived are usable.
+The other engine sends the last chunks of a conversation first, because they cost most to recompute. A
+transfer may stop early (no room, a broken connection, no time left). The chunks that have arrived are usable
+even then, because the cache allows holes at the front of a conversation.
 
-    first part    the conversation is unknown here: it gets its log, and a branch of its own with as many
-                  chunks as KV covers, all of them holes except those of the part
+    first part    the conversation is unknown here: it gets its log and its own branch, with as many chunks as
+                  the KV covers; all of them are holes except the chunks of this part
     later parts   fill holes of this branch
 
-A chunk is adopted if no tier has anything of it and no running turn holds it. Otherwise it is left alone,
-because a part may come late. An adopted chunk gets a host page as a swap-out would: an empty page, or the
-page of the least valuable chunk on the host, if that chunk is worth less. Chunks that a running turn or a
-copy in flight uses are in no queue, so their pages are never taken. Neither are those of the same
-conversation, because its later chunks are worth no less than its earlier ones. A chunk that would not be
-swapped in (`worth_swapping_in`) is not adopted.
+A chunk is adopted only if no tier has KV of it and no running turn holds it. Otherwise its KV may already
+have been computed here, because a part may arrive late. An adopted chunk gets an empty host page, or the page
+of the least valuable chunk on the host if that chunk is worth less. Pages of chunks that a running turn or a
+copy in flight uses are never taken. Pages of the same conversation are not taken either, because its later
+chunks are worth at least as much as the earlier chunk that is adopted. A chunk that would not be swapped in
+(`worth_swapping_in`) is not adopted.
 
-After that, an adopted chunk is the same as a chunk that was swapped out here. The caller writes the bytes of
-the pages before anything else happens, so no page is ever used without them. The engine ensures that nothing
-else uses the conversation between two parts (engine/hand_over.py).
+From then on, an adopted chunk is treated like a chunk that was swapped out here. The caller must write the
+bytes of the pages at once, so that no page is used without them. The engine ensures that nothing else uses
+the conversation between two parts (engine/hand_over.py).
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class Adoption:
         slots: Sequence[int],
         now: float,
     ) -> list[Adopted]:
-        """Adopt chunks from `first_chunk` on. `slots`: how many leading slots of each have KV (0: none).
+        """Adopt chunks from `first_chunk` on.
 
-        The last chunks are tried first, until there is no room. `log` is used if the conversation is unknown:
-        then its KV ends where these chunks end.
+        `slots`: how many leading slots of each chunk have KV; 0: the chunk has none.
+        The last chunks are tried first, until there is no room. If the conversation is unknown, it is added
+        with the log `log`, up to the end of the last chunk.
         """
         conversation = self._tree.conversations.get(conversation_id)
         if conversation is None:

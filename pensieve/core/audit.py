@@ -1,7 +1,7 @@
-"""Check every invariant of the cache and of its turns, recomputed from the chunks alone.
+"""Check every invariant of the cache and of its turns.
 
-AssertionError names the broken invariant. Running counts are compared with the recomputed ones, never relied
-on.
+Everything is recomputed from the chunks, and running counts are compared with the result. The AssertionError
+names the broken invariant.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _copies_by_chunk(tiers: Tiers) -> dict[Chunk, int]:
 def _audit_pages(
     chunks: list[Chunk], num_copies: dict[Chunk, int], tiers: Tiers, chunk_tokens: int
 ) -> None:
-    """Check each chunk's slots and copies, and that each page has one chunk or is in its pool."""
+    """Check each chunk's slots and copies. Check that each page belongs to one chunk or is in its pool."""
     device_pages, host_pages = [], []
     for chunk in chunks:
         assert 0 <= chunk.host_filled <= chunk.filled <= chunk_tokens, f"{chunk}"

@@ -3,22 +3,25 @@
 *Background* turns belong to batch jobs: no client waits for them. All other turns are *interactive*. An
 iteration is filled with interactive turns first. Then the number of background tokens is limited:
 
-    interactive turns only generate    as many tokens as lengthen the iteration by at most SHARE
-    an interactive prompt is in it     none, because a first token waits for this iteration
-    no interactive turn is in it       as many as take SECONDS, because an interactive turn may come;
+    the iteration has                  background tokens
+    only decodes of interactive turns  as many as lengthen the iteration by at most SHARE
+    an interactive prompt              none, because a first token waits for this iteration
+    no interactive turn                as many as take SECONDS, because an interactive turn may arrive;
                                        any number, if there was no interactive turn for QUIET_SECONDS
 
-**Beside generating turns.** The cost of one more token depends on the machine: next to nothing if reading the
-weights takes most of the time, and a tenth of the iteration on a CPU with two cores. So it is measured:
+**Beside generating turns**, the cost of one more token depends on the machine. If reading the weights takes
+most of the time, a token costs almost nothing. On a CPU with two cores, it may cost a tenth of the iteration.
+So the cost is measured:
 
-    seconds of a token = (measured - r · predicted without background) / tokens
+    seconds of a token = (measured - r · predicted without background) / background tokens
 
-r is the median of measured over predicted seconds, in the last iterations without background turns. The
-second highest of the last few costs is used, so one late iteration changes nothing. The number of tokens at
-most doubles from one iteration to the next. Every PROBE_AFTER iterations, one iteration has no background
-turns, to measure r. If there is no room at all, one token is tried every RETRY_AFTER iterations.
+r is the median of measured seconds / predicted seconds in the last iterations without background turns. Of
+the last few measured costs, the second highest is used, so one late iteration changes nothing. From one
+iteration to the next, the number of tokens at most doubles. After PROBE_AFTER iterations with background
+turns, one iteration has none, to measure r. If there is no room at all, one token is tried every RETRY_AFTER
+iterations.
 
-**Alone**, the number of tokens follows the seconds that the last such iteration took.
+**Without interactive turns**, the number of tokens is adapted so that an iteration takes SECONDS.
 """
 
 from __future__ import annotations
@@ -47,12 +50,12 @@ class BackgroundRoom:
         self._ratios = ratios
         self._costs: deque[tuple[int, float]] = deque(maxlen=NUM_KEPT)  # tokens, seconds of each
         self._num_beside = self._num_without = (
-            0  # iterations in a row with, without background turns
+            0  # successive iterations with background turns, and without
         )
         self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
 
     def limit(self, builder: IterationBuilder, quiet_seconds: float) -> None:
-        """Limit the tokens that the builder takes from now on: those of background turns.
+        """Limit the tokens that the builder takes from now on, which belong to background turns.
 
         `quiet_seconds`: the time since there was an interactive turn.
         """

@@ -6,22 +6,22 @@ The cache has three parts:
     tiers.py         the pages of both tiers, and the copies in flight between them
     eviction.py      which chunks may leave device or host, and which do, when needed and ahead of need
 
-Two features plug in. If turns may stream, streamed_pages.py keeps contexts that stay on the host. adoption.py
-adds chunks that come from another engine; the cache does not know of it.
+Two features build on the cache. If turns may stream, streamed_pages.py keeps contexts that stay on the host.
+adoption.py adds chunks that come from another engine; the cache does not call it.
 
 A turn calls `begin`, `extend` and `end`:
 
-    begin     gives the whole context device pages: chunks on the device are pinned, chunks on the host are
-              swapped in, missing chunks get empty pages to be computed
+    begin     gives each chunk of the context a device page: chunks on the device are pinned, chunks on the
+              host are swapped in, missing chunks get empty pages and are computed
     extend    gives the next chunk a page
-    end       unpins all chunks, which stay as candidates for eviction
+    end       unpins all chunks, which may be evicted from then on
 
-`begin` either reserves all pages or takes none and returns how many are needed. No turn holds some of its
-pages while it waits for the rest, so turns cannot block each other. `discard` makes holes of the chunks that
-a failed turn has computed.
+`begin` reserves either all pages or none. If it reserves none, it returns how many are needed. No turn holds
+some of its pages while it waits for the rest, so turns cannot block each other. `discard` makes holes of the
+chunks that a failed turn has computed.
 
-A host page that has changed since it was copied (`is_intact`) counts as dropped, so its chunk is a hole. Each
-swap-in checks its page first, unless another copy still reads the page: that copy has checked it.
+A host page whose bytes have changed since the copy (`is_intact`) counts as dropped, so its chunk is a hole.
+Each swap-in checks its page first. If another copy still reads the page, that copy has already checked it.
 
 `check()` recomputes every invariant of the parts from the chunks alone (audit.py).
 """
@@ -60,7 +60,7 @@ class Tail(NamedTuple):
 
 
 class KVCache:
-    """Called by the engine's main thread only. Nothing in it waits."""
+    """Only the engine's main thread may call this. No method blocks."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class KVCache:
     def room_beside(self, running: Iterable[Turn]) -> Callable[[Turn], tuple[int, int]]:
         """Return a function that gives two numbers for a waiting turn.
 
-        These are the pages of its context, and the device pages that it could have: those that the `running`
-        turns do not hold, and its own.
+        The first is the number of pages of the turn's context. The second is the number of device pages that
+        the turn could have: its own, and those that the `running` turns do not hold.
         """
         resident = [each for each in running if not each.streamed]
         pinned = {branch: None for each in resident for branch in self.path_of(each)}
@@ -130,8 +130,8 @@ class KVCache:
 
         None if the turn has to wait for a streamed turn.
 
-        `filled_before`: how far the chunks that this iteration writes were filled before it. Page copies run
-        before the slices.
+        `filled_before`: for each chunk that this iteration writes, how far the chunk was filled before the
+        iteration. Page copies need this, because they run before the slices.
         """
         conversation = self._present(turn, now)
         chunks, tail = self._context_of(conversation)
@@ -201,7 +201,7 @@ class KVCache:
     def end(self, turn: Turn, now: float, keep_tokens: int, away_seconds: float = 0.0) -> None:
         """Unpin the turn's chunks, and cut the conversation at `keep_tokens`.
 
-        `away_seconds`: how long the client expects to be away. The policy weighs it.
+        `away_seconds`: how long the client expects to be away. The retention policy uses this value.
         """
         conversation = self.conversations[turn.conversation_id]
         assert conversation.turn_id == turn.turn_id
@@ -239,7 +239,8 @@ class KVCache:
     def discard(self, turn: Turn, now: float) -> list[Chunk]:
         """Make holes, for all holders, of the chunks that a failed turn has computed. Return the chunks.
 
-        Chunks that only its conversation holds become holes, too, because the fault may lie there.
+        Chunks that only the turn's conversation holds also become holes, because they may have caused the
+        failure.
         """
         alone = [c for c in turn.chunks if c.branch is not None and len(c.branch.holders) == 1]
         suspects = list(dict.fromkeys((*turn.written, *alone)))
@@ -261,10 +262,10 @@ class KVCache:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until `required_pages`, or the mark, will be available.
+        """Plan copies to the host until enough pages will be available: `required_pages` and the mark.
 
-        Also copy chunks that streamed turns are to share with running turns, unless this iteration has
-        `written` them.
+        Also plan copies of chunks that streamed turns will share with running turns. Chunks that this
+        iteration writes (`written`) are not copied.
         """
         return self.eviction.plan_swap_outs(now, required_pages, written)
 
@@ -273,7 +274,7 @@ class KVCache:
         self.eviction.finish_swap(copy_id, now)
 
     def release_sources(self, sources: Iterable[Chunk], now: float) -> None:
-        """Release the sources of an admission's page copies, which are done."""
+        """Release the source chunks of an admission's page copies, after these copies are done."""
         for chunk in sources:
             self._release_source(chunk, now)
 
@@ -347,7 +348,7 @@ class KVCache:
             self.policy.turn_began(turn.conversation_id, now)
 
     def _context_of(self, conversation: CachedConversation) -> tuple[list[Chunk], Tail | None]:
-        """Return the chunks that the turn uses as they are, and a last chunk that it must copy first.
+        """Return the chunks that the turn uses without a copy, and the last chunk if it must be copied first.
 
         A turn may append to a partly used chunk if no other conversation holds the chunk and nothing is
         filled after the used part.
@@ -363,7 +364,7 @@ class KVCache:
         return len(chunk.branch.holders) == 1 and chunk.filled <= num_used
 
     def _required_pages(self, turn: Turn, chunks: list[Chunk], tail: Tail | None) -> int:
-        """Return the pages that the turn needs: missing ones, and its own that now count as available."""
+        """Return how many pages the turn needs: the missing pages, and its own that count as available."""
         num_missing = -(-len(turn.tokens) // self.config.chunk_tokens) - len(chunks)
         num_reclaimable = 0
         for chunk in chunks:
@@ -409,7 +410,7 @@ class KVCache:
         filled_before: dict[Chunk, int],
         now: float,
     ) -> Chunk:
-        """Append a chunk of the turn's own, with a copy of the slots of `tail` that it uses."""
+        """Append a new chunk that only this turn holds, with a copy of the slots of `tail` that it uses."""
         source, num_used = tail
         chunk = self._append_chunk(self.conversations[turn.conversation_id], now)
         start = chunk.index * self.config.chunk_tokens

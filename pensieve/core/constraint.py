@@ -10,10 +10,11 @@
 
 Clients cannot name the kind `tool_calls`: it is made from a request's tools.
 
-`problem` looks only at the text, in a time that is bounded by its size. text/grammars.py knows the tokens and
-finds out whether the text can be compiled. Its fuel does not bound all of the compiling, so this module
-bounds what grows faster than the length: the values of a schema (properties cost their square), and the
-number of patterns that must hold at once (each doubles the cost).
+`problem` checks only the text, in time proportional to its length. text/grammars.py knows the model's tokens
+and checks whether the text can be compiled. The limits of the compiler (its fuel) do not cover all of its
+work. So this module limits whatever makes the cost grow faster than the length of the text: the number of
+values in a schema (the cost of properties is quadratic), and the number of patterns that must match at the
+same time (each doubles the cost).
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def _problem_of_values(schemas: list[Any]) -> str | None:
 
 
 def _inner(schema: dict[str, Any]) -> list[Any]:
-    """Return the members, without the strings of an enumeration: even many of these cost little."""
+    """Return the members, without the strings of an enumeration, because even many strings cost little."""
     return [each for name, each in schema.items() if name != "enum" or not isinstance(each, list)]
 
 

@@ -1,29 +1,31 @@
 """Predict seconds: to recompute a chunk (`CostProfile`), and to run an iteration (`IterationCost`).
 
-**A chunk** after a context of l tokens costs  cost_attention(l) + c.  Attention is known at context lengths
-that are powers of two. It is interpolated linearly between them, and extrapolated along the last segment.
-Everything else in a layer does not depend on the context and is the constant c.
+**A chunk** after a context of l tokens costs  cost_attention(l) + c.  The cost of attention is known at
+context lengths that are powers of two. Between them it is interpolated linearly. After the last one it is
+extrapolated along the last segment. The constant c is the cost of the rest, which does not depend on l.
 
-Policies sort chunks into classes by this cost (`CostSteps`, `class_at`). Neighboring classes differ by a
-factor, `class_ratio`, so the logarithm of a chunk's cost says how many steps its class is above that of the
-cheapest chunk. If a value has several factors (cost, holders), their steps are added.
+Policies sort chunks into classes by this cost (`CostSteps`, `class_at`). From one class to the next, the cost
+rises by the factor `class_ratio`. The class of a chunk is log(cost / cost of the cheapest chunk) /
+log(class_ratio) steps above the class of the cheapest chunk. If a value is a product (cost, holders), the
+steps of its factors are added.
 
 **An iteration** is predicted from the work in its slices. A *key* is a position whose KV a slice reads. A
-*pair* is a token and a position that the token sees. A *decode* is a slice of one token, as generating turns
-have. So a piece of a prompt costs more after a long context, and generating turns cost more as they grow.
+*pair* is a token and a position that the token sees. A *decode* is a slice of one token; a generating turn
+has one decode in an iteration. So a piece of a prompt costs more after a long context, and a decode costs
+more as its conversation grows.
 
-If rates are known (from a data sheet or a journal), the slower of reading and computing bounds the dense
-part, and likewise attention:
+If rates are known (from a data sheet or a journal), the dense part takes as long as the slower of two steps:
+reading the weights, and computing. Attention takes as long as the slower of reading keys and computing pairs:
 
     seconds = max(reading weights, a · tokens) + max(b · keys, c · pairs) + overhead
 
-If points are known (`pensieve profile`), the dense part is measured at some counts, and so is the extra time
-of decodes (their rows of logits, sampling, their text). Both are linear between the points. Attention first
-reads and then computes, so keys and pairs are added:
+If points are known (`pensieve profile`), the dense part was measured at several token counts. The additional
+time of decodes (logits, sampling, text) was measured at several decode counts. Both are linear between the
+points. Attention first reads and then computes, so the times of keys and pairs are added:
 
     seconds = dense(tokens) + decoding(decodes) + b · keys + c · pairs
 
-The rates are then known, too: each token of a further piece adds `a` to a full batch.
+The rates are also known in this case: each token that is added to a full batch costs `a`.
 """
 
 from __future__ import annotations
@@ -97,10 +99,10 @@ class CostProfile:
         chunk_tokens: int = 32,
         operations_per_second: float = 1e12,
     ) -> CostProfile:
-        """Estimate from the model's shape.
+        """Estimate the costs from the model's shape.
 
-        Two operations per parameter and token, and four per layer, query, key and head dimension. Only ratios
-        matter to retention, so the rate may be rough.
+        A token takes two operations for each parameter. A pair of query and key takes four operations for
+        each layer and head dimension. Retention only compares costs, so the rate may be rough.
         """
         per_context = 4.0 * num_layers * num_heads * head_size * chunk_tokens
         return cls(
@@ -115,7 +117,8 @@ class CostProfile:
 class CostSteps(dict[int, float]):
     """By chunk index: log(cost / cost of the cheapest chunk) / log(class_ratio).
 
-    Computed when first asked for. A hit costs only a dict lookup, because every decision needs it.
+    A value is computed when it is first read. Later reads are only dict lookups, because every decision of
+    the cache needs these values.
     """
 
     def __init__(self, cost: CostProfile, chunk_tokens: int, class_ratio: float) -> None:
@@ -141,7 +144,7 @@ def class_at(steps: float) -> int:
 
 
 class Work(NamedTuple):
-    """The work of slices: tokens, pairs of a token and a seen position, positions read, decodes."""
+    """The work of slices: the counts of tokens, pairs, keys and decodes (see the module's docstring)."""
 
     tokens: int
     pairs: int
@@ -223,7 +226,7 @@ class IterationCost:
     def tokens_within(self, seconds: float, start: int, most: int, step: int) -> int:
         """Return the length of a piece from `start` on that adds at most `seconds`.
 
-        It is `most` if that fits, else a multiple of `step`.
+        Returns `most` if this length fits, otherwise a multiple of `step`.
         """
 
         def fits(num_tokens: int) -> bool:
@@ -231,7 +234,7 @@ class IterationCost:
 
         if fits(most):
             return most
-        low, high = 0, -(-most // step)  # in steps: `low` fit (or are 0), `high` do not
+        low, high = 0, -(-most // step)  # in steps: `low` fits (or is 0), `high` does not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle * step) else (low, middle)

@@ -9,27 +9,30 @@ device pages to take, host pages to take. It updates queues and counts whenever
     one chunk's state has changed        `requalify`
     the tree changes                     `branch_split`, `holders_changed`, `branch_removed`
 
-A pinned branch stays in its queues, which skip it. Unpinning counts and queues the branch from scratch. So a
-turn costs one pass over its chunks when it begins, one when it ends, and none in between.
+A pinned branch stays in its queues, but the queues skip it. When a branch is unpinned, its chunks are counted
+again and it is queued again. So a turn costs one pass over its chunks when it begins, one when it ends, and
+none in between.
 
-**A device page** for a chunk is an empty page, or else the page of the least valuable reclaimable chunk. A
-conversation that returns before its pages are taken finds its chunks where they were.
+**A device page** for a chunk is an empty page. If there is none, the page of the least valuable reclaimable
+chunk is taken. If a conversation returns before its pages are taken, its chunks are still on the device.
 
 **Ahead of need**, when `available` falls below a mark, the least valuable dirty chunks are copied to the host
-(`plan_swap_outs`). If the host is full, either that chunk or the least valuable chunk on the host is dropped:
+(`plan_swap_outs`). If the host is full, the chunk to be copied is compared with the least valuable chunk on
+the host. The chunk that is worth less is dropped:
 
-    the host chunk is worth less     its host page is taken
+    the host chunk is worth less     its host page is taken for the copy
     the device chunk is worth less   it is marked to drop: reclaimable without a copy
 
-So every idle dirty chunk can become available, whatever the host holds, and no turn waits for ever. If a less
-valuable chunk becomes idle before the page of a marked chunk is taken, the mark is removed and the other
-chunk goes instead (`_cheaper_to_drop`).
+So every idle dirty chunk can become available, whatever the host holds, and no turn waits for ever. A less
+valuable chunk may become idle before the page of a marked chunk is taken. Then the mark is removed, and the
+less valuable chunk is dropped instead (`_cheaper_to_drop`).
 
 While a swap-in is in flight, no swap-out starts.
 
-**By hand**, operators move conversations: `evict` drops their pages, and `move_to_host` copies them out as
-far as the host has room for their value. `copy_out` does this for the chunks of a turn that is to be streamed
-(streamed_pages.py). Chunks that another running turn holds stay on the device, too.
+**On request**, operators move conversations. `evict` drops their pages. `move_to_host` copies their chunks to
+the host, as far as the host has empty pages or less valuable chunks. `copy_out` does the same for the chunks
+of a turn that will be streamed (streamed_pages.py). If another running turn holds a chunk, the chunk also
+stays on the device.
 """
 
 from __future__ import annotations
@@ -130,13 +133,13 @@ class Candidates:
             self._recount(upper, now)
 
     def holders_changed(self, branch: Branch, now: float) -> None:
-        """Queue a branch again whose value may have fallen: it lost a holder, or the policy has learned."""
+        """Queue a branch again, because its value may have fallen."""
         if not branch.num_running:
             for queue in self.queues:
                 queue.offer(branch, now)
 
     def branch_removed(self, branch: Branch) -> None:
-        """Free the pages of a removed branch; chunks with a copy in flight keep theirs until `release`."""
+        """Free the pages of a removed branch. Pages with a copy in flight are kept until `release`."""
         for chunk in branch.chunks if branch.num_resident else ():
             self.tiers.count_reclaimable(chunk, -1)
             if not chunk.in_flight:
@@ -147,10 +150,10 @@ class Candidates:
     # -- counting --
 
     def _recount(self, branch: Branch, now: float) -> None:
-        """Count and queue an idle branch from scratch, in one pass over its chunks.
+        """Count the chunks of an idle branch and queue the branch, in one pass over its chunks.
 
-        Checks the conditions of `Chunk.dirty`, `reclaimable` and `droppable` together, because a long turn
-        ends with a thousand chunks.
+        The conditions of `Chunk.dirty`, `reclaimable` and `droppable` are checked together here for speed,
+        because a long turn ends with a thousand chunks.
         """
         num_chunks = len(branch.chunks)
         first_dirty = first_reclaimable = first_droppable = num_chunks
@@ -197,8 +200,8 @@ class Eviction:
         self._swap_out_mark_pages = config.swap_out_mark_pages
         self._swap_outs_max = config.swap_outs_max
         self._size = config.chunk_tokens
-        # Chunks to be copied for `move_to_host` (False) or `copy_out` (True). A chunk that a turn uses by
-        # then is not copied, unless it is full and for `copy_out`.
+        # Chunks to be copied for `move_to_host` (False) or `copy_out` (True). If a turn uses the chunk when
+        # the copy is planned, only a full chunk for `copy_out` is copied.
         self._to_move: dict[Chunk, bool] = {}
 
     # -- a page for a chunk --
@@ -227,9 +230,9 @@ class Eviction:
     def _cheaper_to_drop(
         self, found: tuple[float, Chunk], now: float
     ) -> tuple[float, Chunk] | None:
-        """Return a dirty chunk that would be marked to drop, too, and is worth less than `found`.
+        """Return a dirty chunk that may also be dropped without a copy and is worth less than `found`.
 
-        If there is one, the found chunk loses its mark.
+        If there is such a chunk, the found chunk loses its mark.
         """
         value, chunk = found
         if not chunk.marked_to_drop or (other := self._dirty.least(now)) is None:
@@ -267,7 +270,7 @@ class Eviction:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until `required_pages`, or the mark, will be available.
+        """Plan copies to the host until enough pages will be available: `required_pages` and the mark.
 
         `written`: the chunks that this iteration writes.
         """
@@ -319,7 +322,10 @@ class Eviction:
         return True
 
     def take_host_page_for(self, value: float, now: float) -> int | None:
-        """Take a host page for a chunk of this value; None unless a page is empty or less valuable."""
+        """Take a host page for a chunk of this value: an empty page, or that of a less valuable chunk.
+
+        None if there is no such page.
+        """
         if (page := self._tiers.host.take()) is None:
             victim = self._droppable.least(now)
             if victim is None or victim[0] >= value:
@@ -329,7 +335,7 @@ class Eviction:
         return page
 
     def take_host_pages(self, count: int, now: float) -> list[int] | None:
-        """Take host pages for running turns, whatever the value of other chunks; None: there are too few."""
+        """Take host pages for running turns, even from more valuable chunks; None if there are too few."""
         pages: list[int] = []
         while len(pages) < count:
             if (page := self._tiers.host.take()) is not None:
@@ -398,7 +404,7 @@ class Eviction:
         return num_moving
 
     def copy_out(self, chunks: Iterable[Chunk], now: float) -> None:
-        """Have chunks copied to the host, as far as it has room or less valuable chunks."""
+        """Have chunks copied to the host, as far as the host has empty pages or less valuable chunks."""
         for chunk in chunks:
             if chunk.marked_to_drop:
                 self._tiers.count_reclaimable(chunk, -1)

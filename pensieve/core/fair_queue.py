@@ -1,48 +1,50 @@
 """Decide which waiting turn is admitted next, and which begun prefill gets tokens first.
 
-The machine is divided among shares. A share is usually a tenant; core knows its name and weight.
+A *share* is an owner of turns, usually a tenant. The core knows only its name and weight.
 
-**Between shares.** Each share has a counter: the tokens that were computed for it, divided by its weight. The
-waiting share with the lowest counter is next; ties go to the turn that came first. This is fair queueing with
-token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024):
+**Between shares.** Each share has a counter: the tokens that were computed for the share, divided by its
+weight. The waiting share with the lowest counter is next. Of two equal counters, the share whose turn arrived
+first is next. This is fair queueing with token counters (Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024):
 
-* **Charge.** A share is charged for each position of a prefill when it enters a batch, and for each sampled
-  token. Cached tokens cost nothing.
-* **Lift.** A share accumulates no credit while it does not wait. When it begins to wait, its counter is
-  raised to the lowest counter of the other shares that have turns. If no other share has turns, it is raised
-  to the counter of the share that was admitted last.
+* **Charge.** A share is charged for each position of a prefill when the position enters a batch, and for each
+  sampled token. Cached tokens cost nothing.
+* **Lift.** A share accumulates no credit while it does not wait. When a share begins to wait, its counter is
+  raised to the lowest counter of the other shares that have turns. If no other share has turns, the counter
+  is raised to that of the share that was admitted last.
 
 So a share that submits a thousand turns delays another share's next turn by one turn, not by a thousand.
-While two shares wait, they get tokens in proportion to their weights. Turns that already run go on sampling,
-which can shift this ratio. A begun prefill gives way to other shares by the same rule.
+While two shares wait, they get tokens in proportion to their weights. Turns that already run continue to
+sample, which can shift this ratio. A prefill that has begun also gets its further tokens in this order.
 
-**Within a share**, turns wait in lines, first come, first served. Each priority has two lines: one for
-prompts that fit into an iteration, one for longer prompts. Higher priorities go first, and short prompts
-before long ones. So a document of a hundred thousand tokens does not block other messages, even if it does
-not fit into memory. If too many later turns were admitted before a line, the line is overdue and its first
-turn is next. The limits are:
+**Within a share**, turns wait in lines, first come, first served. Each priority has two lines: one for short
+prompts, which fit into an iteration, and one for longer prompts. Higher priorities go first. Within a
+priority, short prompts go first. So a document of a hundred thousand tokens does not block other messages,
+even if the document does not fit into memory. A line is overdue if too many turns that arrived later were
+admitted from other lines. Then its first turn is next. The limits are:
 
-    TURNS_A_PRIORITY      turns of the next higher priority (twice as many of the priority above that, …)
+    TURNS_A_PRIORITY      turns of the next higher priority (twice as many for the priority above it, …)
     SHORT_TURNS           turns with short prompts, of the same priority
 
-(Turns that do not fit into memory may be passed, too: `BlockedTurns` in scheduler.py.)
+(Other turns may also pass turns that do not fit into memory: `BlockedTurns` in scheduler.py.)
 
-**Background turns** (of batch jobs) have shares of their own, which are compared only with each other. Their
+**Background turns** (of batch jobs) have separate shares, which are compared only with each other. Background
 tokens lift no interactive share, and interactive tokens lift no background share.
 
-No turn waits for ever. As long as a share waits, tokens computed for another share raise that share's
-counter, and no lower counter can appear. Within a share each line moves, if slowly.
+No turn waits for ever. While a share waits, tokens that are computed for other shares raise their counters,
+and no share can get a lower counter. Within a share, the limits keep each line moving.
 
-Among the **prefills of a share**, those of a higher level get tokens first (level: priority plus one per
-preemption). Within a level, the **shortest remaining prefill** goes first. So a message that needs one
-iteration does not wait for a document that needs a hundred. The document ends one iteration later. This
-minimizes the mean time to the first token, but would starve long prompts. So a part is **held back for the
-oldest prefill**: younger ones leave it HELD_BACK of the prompt tokens in an iteration, and at least
-TOKENS_MIN (iteration_builder.py). So the oldest prefill takes at most 1 / HELD_BACK times as long as it would
-alone. If there is room for only one tile, the oldest prefill gets it in every TILE_EVERY-th iteration.
+**Prefills of a share** get tokens by level first. The level is the priority, plus one for each preemption.
+Within a level, the **shortest remaining prefill** goes first. So a message that needs one iteration does not
+wait for a document that needs a hundred iterations. The document ends one iteration later. This order
+minimizes the mean time to the first token, but alone it would starve long prompts. So a part of each
+iteration is **held back for the oldest prefill**: younger prefills leave HELD_BACK of the prompt tokens to
+it, and at least TOKENS_MIN (iteration_builder.py). The oldest prefill therefore takes at most 1 / HELD_BACK
+times as long as it would take alone. If there is room for only one tile (TOKENS_MIN tokens), the oldest
+prefill gets the tile in every TILE_EVERY-th iteration.
 
-A waiting turn is admitted beside prefills of its share only if it goes before all of them. Otherwise it would
-take pages and get no tokens.
+While prefills of its share are running, a waiting turn is admitted only if it goes before all of them.
+Otherwise it would take pages and get no tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Share:
     is_background: bool = False
     weight: float = 1.0
     used: float = 0.0  # computed tokens divided by the weight
-    num_tokens: int = 0  # computed for it
+    num_tokens: int = 0  # computed for the share
     num_turns: int = 0  # not ended
     lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # those with turns
     passed: dict[Line, int] = field(default_factory=dict)  # turns that passed a line since it moved
@@ -141,11 +143,11 @@ class FairQueue:
         may_run: Callable[[Turn], bool],
         excluded: Collection[Turn] = (),
     ) -> Turn | None:
-        """Return the next waiting turn that may run: the highest level of the share that has used least.
+        """Return the next waiting turn that may run: of the share that has used least, the highest level.
 
-        `suspended` turns are in `resume_order`. A suspended turn goes before new turns of its level, unless
-        it had used up its share of time. If a share's first suspended turn may not run, its other suspended
-        turns may not run either.
+        `suspended` turns are in `resume_order`. A suspended turn goes before new turns of its level, except
+        if it was suspended because its time was used up (`Turn.moved_back`). If a share's first suspended
+        turn may not run, its other suspended turns may not run either.
         """
         first: dict[str, Turn] = {}  # the first suspended turn of each share
         for turn in suspended:
@@ -170,7 +172,7 @@ class FairQueue:
                 yield turn
 
     def has_other(self, share: str, level: int) -> bool:
-        """Whether a turn waits that is of another share or above this level."""
+        """Whether a turn of another share waits, or a turn above this level."""
         return any(
             name != share or max(each.lines)[0] > level for name, each in self._with_turns.items()
         )
@@ -201,7 +203,7 @@ class FairQueue:
         share.turn_passes(turn, self.line_of(turn))
 
     def end(self, turn: Turn) -> None:
-        """Note that a turn has ended, in whichever state it was."""
+        """Note that a turn has ended, in any state."""
         self._shares[turn.share].num_turns -= 1
 
     def used(self, turn: Turn) -> float:
@@ -257,12 +259,12 @@ class FairQueue:
 
 
 def prefill_order(turn: Turn) -> tuple[int, int, int]:
-    """Sort key of prefills: the least goes first."""
+    """Sort key of prefills: the lowest key goes first."""
     return -turn.level, turn.num_missing, turn.arrival
 
 
 def resume_order(turn: Turn) -> tuple[int, int, int]:
-    """Sort key of a share's suspended turns: the least resumes first."""
+    """Sort key of a share's suspended turns: the lowest key resumes first."""
     return -turn.level, int(turn.moved_back), turn.arrival
 
 
@@ -273,7 +275,10 @@ def precedes_prefills(turn: Turn, started: Iterable[Turn]) -> bool:
 
 
 def oldest_prefill(turn: Turn, started: Iterable[Turn]) -> Turn | None:
-    """Return the oldest begun prefill of the share, of no lower level, that came before this turn."""
+    """Return the oldest prefill that has begun, arrived before this turn, and has no lower level.
+
+    Only prefills of the turn's share count.
+    """
     older = [
         each
         for each in started

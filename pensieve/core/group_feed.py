@@ -1,34 +1,35 @@
 """Choose the next request of a batch, so that requests with a common prefix run together.
 
 All requests, and the groups that share a prefix (prefix_groups.py), are known in advance. Groups are
-submitted in order, and the requests of a group one after another. So a prefix is computed once, is used by
-all of its requests while it is cached, and is dropped with the last of them (BatchLLM, section 4.3.1).
+submitted in order, and all requests of a group before those of the next group. So a prefix is computed once,
+is used by all requests of its group while it is cached, and is dropped after the last of these requests
+(BatchLLM, section 4.3.1).
 
-**One of a group's own requests, the *opener*, computes its prefix.** The others wait until it is computed:
+**The first submitted request of a group, the *opener*, computes the prefix.** The others wait for the prefix:
 
     waiting ──submit the opener──> opening ──prefix_computed──> open ──the last request has ended──> done
        ^                              │                          │
-       └────────────── none of its requests is active ───────────┘
+       └─────────── no request of the group is active ───────────┘
 
-No extra turn computes the prefix. So no page is taken for a prefix before a request uses it, and the opener
-queues, waits for pages and is suspended like every turn. While none of a group's requests is active, its
-prefix may be evicted. Then the next submitted request opens the group again and uses the part that is still
-cached.
+No separate turn computes the prefix. So no page is taken for a prefix before a request uses the prefix. The
+opener queues, waits for pages and is suspended like every turn. While no request of a group is active, its
+prefix may be evicted. Then the next submitted request becomes the opener and uses the part of the prefix that
+is still cached.
 
     A request is waiting, active or done.
     A group whose prefix is not computed has at most one active request, the opener.
-    A request that came back (`returned`) is submitted again, before later ones.
+    A request that stopped without a result (`returned`) is submitted again, before later requests.
 
-**The limit is memory, not a number of requests** (the paper's algorithm 2). The plan counts the prefixes of
-groups with active requests, and for each active request its own part: the tokens after the prefix and the
-expected reply. As long as the next request fits into `pages_max`, it is submitted; no later request overtakes
-it. A request that does not fit is submitted when no other is active. So a group with too many requests runs
-in parts. While a group is opening, the next group opens if there is room beyond the first group's needs. So
-prefixes are computed while the groups before them drain.
+**The limit is memory, not a number of requests** (the paper's algorithm 2). The plan counts the pages of the
+prefixes of groups with active requests. For each active request, it also counts the request's own part: the
+tokens after the prefix and the expected reply. The next request is submitted if it fits into `pages_max`. No
+later request overtakes it. If no other request is active, the next request is submitted even if it does not
+fit. So a group with too many requests runs in parts. While a group is opening, the next group may also open
+if pages are left after the needs of the first group. So prefixes are computed while earlier groups finish.
 
-The expected length of a reply is the mean plus one standard deviation of the replies that ended, at most its
-maximum. While few replies have ended, it is the maximum. If the estimate is too low, the scheduler suspends
-turns.
+The expected length of a reply is the mean of the ended replies' lengths plus one standard deviation, but at
+most the reply's maximum. Until NUM_LEARNED_MIN replies have ended, it is the maximum. If the estimate is too
+low, the scheduler suspends turns.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ Action = Submit | DropPrefix
 @dataclass(slots=True)
 class _Group:
     index: int
-    prefix_tokens: int  # 0: its requests share nothing
+    prefix_tokens: int  # shared by its requests; 0: none
     num_left: int  # requests that have not ended
     waiting: list[int]  # the next request is last
     num_active: int = 0
@@ -172,7 +173,7 @@ class GroupFeed:
     # -- what happened --
 
     def prefix_computed(self, group: int) -> None:
-        """Note that the prefix of a group with an active request is computed, and open the group."""
+        """Note that a group's prefix is computed, and open the group. One of its requests is active."""
         found = self._groups[group]
         assert found.prefix_tokens, f"group {group} has no prefix"
         assert found.num_active, f"group {group} computes nothing"
@@ -182,7 +183,7 @@ class GroupFeed:
             self._make_ready(found)
 
     def ended(self, request: int, num_output_tokens: int | None) -> None:
-        """Note that a request has its result; `num_output_tokens` None: the result is not a reply."""
+        """Note that a request has its result. `num_output_tokens` is None if the result is not a reply."""
         group = self._deactivate(request)
         self._done.add(request)
         group.num_left -= 1
@@ -215,9 +216,9 @@ class GroupFeed:
             heappush(self._ready, group.index)  # a duplicate does no harm
 
     def _fits(self, group: _Group) -> bool:
-        """Whether the group's next request may join the active requests: pages and turns suffice.
+        """Whether there are enough pages and turns for the group's next request.
 
-        If that request opens the group, the requests that wait for other openers must fit, too.
+        If that request opens the group, the requests that wait for other openers must also fit.
         """
         planned, config = self._planned, self._config
         if not planned.turns:

@@ -9,27 +9,27 @@ here, and `Iteration.ended` the turns that the executor may forget. (vLLM: `sche
 
 The bookkeeping relies on this contract of the executor:
 
-* `copies` are done before any slice of the same iteration is written, and `swap_ins` before any slice attends
-  to their pages (a layer waits only for its own copy). Both see every write of earlier iterations, and so do
-  `swap_outs`.
-* A slice may attend to positions that an earlier slice of the same iteration computes, but not to those of a
-  later slice. So in each layer the keys and values of all slices are written before any slice attends, or the
-  slices are computed in several parts, in order.
-* A copy has a `copy_id` and is reported once in `Outcome.finished_copies`, in this or any later outcome.
-  Until then the core moves neither of its pages. Page-to-page `copies` are finished when their iteration is
-  collected, and are not reported.
-* Slices of `groups` belong to turns whose KV is on the host. They come after all others, group by group. A
-  group's pages are copied to a staging arena layer by layer, its slices write and attend there, and the
-  written slots are copied back. The copies of the following groups see them, and so do the `swap_ins` and
+* `copies` are done before any slice of the same iteration is written. `swap_ins` are done before any slice
+  attends to their pages; a layer waits only for its own copy. `copies`, `swap_ins` and `swap_outs` see every
+  write of earlier iterations.
+* A slice may attend to positions that an earlier slice of the same iteration computes, but not to positions
+  of a later slice. So an executor has two options. In each layer, it writes the keys and values of all slices
+  before any slice attends. Or it computes the slices in several parts, in order.
+* A swap has a `copy_id` and is reported once in `Outcome.finished_copies`, in this or any later outcome.
+  Until then, neither of its pages is used for anything else. Page-to-page `copies` are finished when their
+  iteration is collected, and are not reported.
+* Slices of `groups` belong to turns whose KV is on the host. These slices come after all others, group by
+  group. For each layer, a group's pages are copied to a staging arena, its slices write and attend there, and
+  the written slots are copied back. The following groups see the written slots, and so do the `swap_ins` and
   groups of later iterations. No slice reads positions that a slice of another group writes.
 * An iteration without slices is collected when at least one outstanding copy has finished.
-* An iteration may be launched before the previous one is collected. Then that previous iteration may still be
-  sampling the token of a slice's last position (`Slice.awaits_token`); the executor copies the token into the
-  batch. If that row fails, or its token ends the turn, the slice's result is dropped.
-* A slice that `needs_token` yields exactly one `SampledToken` or one `TurnFailure`. Other slices yield
-  nothing unless they fail.
-* A turn may be in `ended` while a slice of it is not collected. Results for it are ignored.
-* A turn may start and end in one iteration (a warm with nothing to compute). It is forgotten.
+* An iteration may be launched before the previous iteration is collected. The previous iteration may then
+  still be sampling the token of a slice's last position (`Slice.awaits_token`). The executor copies that
+  token into the batch. If sampling fails, or if the token ends the turn, the slice's result is dropped.
+* A slice with `needs_token` gives exactly one `SampledToken` or one `TurnFailure`. Other slices give a result
+  only if they fail.
+* A turn may be in `ended` while a slice of the turn is not collected. Results for that turn are ignored.
+* A turn may start and end in one iteration (a warm with nothing to compute). The executor forgets it.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class SwapOut(NamedTuple):
 class PageGroup(NamedTuple):
     """Slices of streamed turns that attend together, while their pages are in a staging arena.
 
-    They are slices [first_slice, stop_slice) of the iteration. The entries of their page tables are ascending
-    indexes into `host_pages`, which has each page once.
+    The group has slices [first_slice, stop_slice) of the iteration. Their page tables contain ascending
+    indexes into `host_pages`. No page is in `host_pages` twice.
     """
 
     first_slice: int
@@ -151,7 +151,7 @@ class SampledToken:
     turn_id: int
     token_id: int
     text: str = ""
-    stopped: bool = False  # it ends the reply, as end-of-turn token, stop token or stop string
+    stopped: bool = False  # ends the reply: an end-of-turn token, stop token or stop string
     logprob: float | None = None
     top_logprobs: tuple[Logprob, ...] = ()
     repeats: bool = False  # it stopped the reply because the reply only repeats itself

@@ -1,14 +1,14 @@
 """Build an iteration: its slices so far, and the room for more tokens.
 
 A turn's missing positions are computed from the lowest upward, across the holes of its context. So when a
-slice is launched, every position before its end is on the device, on its way there in the same iteration, or
-in a slice of it. Planning a slice raises `chunk.filled` at once. So if several turns share a missing chunk,
-the first planned turn computes it and the others use it.
+slice is launched, every position before its end has KV on the device, or gets it in the same iteration from a
+swap-in or a slice. Planning a slice raises `chunk.filled` at once. So if several turns share a missing chunk,
+the first planned turn computes the chunk and the others use it.
 
-If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit, given the length of
-its context, but at least TOKENS_MIN. There is room for another prompt as long as TOKENS_MIN tokens at the
-beginning of a context would fit, and always room for the first prompt. A turn that goes before an older
-prefill leaves it HELD_BACK of the room for prompts, and at least TOKENS_MIN tokens (fair_queue.py).
+If time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit after its context, but
+at least TOKENS_MIN. Another prompt may join as long as TOKENS_MIN tokens without a context would fit. The
+first prompt may always join. If a turn goes before an older prefill, HELD_BACK of the room for prompts, and
+at least TOKENS_MIN tokens, are left for the older prefill (fair_queue.py).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class IterationBuilder:
         self._num_ones += 1
         start, is_last = num_tokens - 1, num_tokens + 1 >= turn.length_max  # `Turn.ends_at`
         token_ids, pages = turn.tokens[start:num_tokens], turn.page_table[: len(chunks)]
-        # `Slice(...)` would take 1.5 times as long, and every generating turn needs a slice.
+        # Faster than `Slice(...)`. Every generating turn needs a slice.
         self.slices.append(
             _new_tuple(Slice, (turn.turn_id, start, num_tokens, token_ids, pages, True, is_last))
         )
@@ -137,7 +137,7 @@ class IterationBuilder:
         return Work(self.num_tokens, self._pairs, self._keys, self._num_ones)
 
     def has_room(self, held_for: Turn | None = None) -> bool:
-        """Whether tokens of another prompt fit, beside the room held back for an older prefill."""
+        """Whether tokens of another prompt fit, after what is held back for an older prefill."""
         left = self.num_tokens_left
         if held_for is not None:
             if self._within(0, held_for) >= TOKENS_MIN:
@@ -150,7 +150,7 @@ class IterationBuilder:
 
     @property
     def _is_narrow(self) -> bool:
-        """Whether two tiles would not fit, even at the beginning of a context."""
+        """Whether two tiles would not fit, even without a context before them."""
         two = min(2 * TOKENS_MIN, self.num_tokens_max - self.num_decodes)
         if self.seconds_max is not None:
             two = self._cost.tokens_within(self.seconds_max, 0, two, TOKENS_MIN)
@@ -191,7 +191,7 @@ class IterationBuilder:
         return self.num_tokens - self.num_background - self.num_decodes
 
     def limit(self, num_tokens: int) -> None:
-        """Limit the further tokens to `num_tokens`."""
+        """Limit the tokens that may still be added to `num_tokens`."""
         over = max(self.num_tokens_left - num_tokens, 0)
         self.num_tokens_max -= over
         self.num_tokens_left -= over

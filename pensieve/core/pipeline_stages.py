@@ -1,16 +1,16 @@
 """Pipeline stages: choose the generating turns of an iteration, and estimate when stages become free.
 
 With S stages, up to S iterations are in flight, each in another stage. The first stage needs a turn's last
-token, and the last stage samples it. So a turn whose token is not known yet (`Turn.pending_tokens`) is in no
-further iteration, and generating turns are divided into *micro-batches* that alternate. A prompt needs no
-sampled token: its pieces follow each other through the stages without waiting.
+token, and the last stage samples this token. So a turn whose token is not known yet (`Turn.pending_tokens`)
+cannot be in the next iteration. Generating turns are therefore divided into *micro-batches* that alternate. A
+prompt needs no sampled token, so its pieces follow each other through the stages without waiting.
 
-    stage 1    A  B  A  B  …        A, B: micro-batches of two stages;
-    stage 2       A  B  A  …        A's tokens are known when it begins again
+    stage 1    A  B  A  B  …        A, B: micro-batches of two stages; the tokens of A are known
+    stage 2       A  B  A  …        when A begins again in stage 1
 
 If micro-batches take different times, stages are idle in between (*bubbles*). `MicroBatches` chooses turns so
-that micro-batches take the same time, and `StageTimes` tells the time budget how long the next iteration may
-take. Neither exists for a model in one stage.
+that all micro-batches take about the same time. `StageTimes` tells the time budget how long the next
+iteration may take. Neither is used if the model has one stage.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from pensieve.core.turn import Turn
 class MicroBatches:
     """Choose the generating turns of the next iteration.
 
-    The time that each turn adds to an iteration is predicted (cost.py). Each micro-batch has an S-th of the
-    time of all generating turns, rounded to the nearest turn, and at least one turn. The turns that have
-    waited longest go first. So arriving and ending turns change the micro-batches one by one, and no turn is
-    left out for longer than a round.
+    The time that each turn adds to an iteration is predicted (cost.py). Each micro-batch gets turns for 1/S
+    of the total time of all generating turns, rounded to the nearest turn, and at least one turn. The turns
+    that have waited longest go first. So micro-batches change only a little when a turn arrives or ends, and
+    no turn is left out for more than one round.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -47,7 +47,7 @@ class MicroBatches:
     ) -> list[Turn]:
         """Return the turns that may be in this iteration, in their order.
 
-        They are chosen from `with_place`: only background turns, or only interactive turns.
+        The turns are chosen from `with_place`: only background turns, or only interactive turns.
         """
         turns = [turn for turn in with_place if turn.is_background == background]
         ready = [turn for turn in turns if not turn.pending_tokens]
@@ -86,17 +86,17 @@ class StageTimes:
 
         left[i] = max(left[i-1], free[i]) + c
 
-    where left[-1] is the time when it was planned, and free[i] the time when the previous iteration has left
-    stage i.
+    where left[-1] is the time when the iteration was planned, and free[i] the time when the previous
+    iteration has left stage i.
 
-    `committed` infers c from the time between two commits: the largest c with which the iteration would have
-    left by then. So a bubble is not mistaken for slow compute. `longest` returns the largest c with which
-    this iteration meets the objective, and the iterations in flight behind it do so, too, if they take c.
-    Without these, one micro-batch would use up the whole objective.
+    `committed` infers c from the time of the commit: the largest c with which the iteration would have left
+    the last stage by then. So a bubble is not mistaken for slow compute. `longest` returns the largest c with
+    which this iteration meets the objective. The iterations in flight after it must also meet the objective
+    if they take c. Otherwise one micro-batch would use up the whole objective.
 
-    The longest way from stage i to the moment when the j-th iteration behind leaves the last stage is S - i +
-    j times c, so both answers are minima of a few quotients. All stages are assumed equally fast; c is the
-    slowest stage's time.
+    The j-th iteration after this one leaves the last stage at most (S - i + j) · c after this iteration
+    enters stage i. So both functions compute the minimum of a few quotients. All stages are assumed equally
+    fast; c is the slowest stage's time.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -121,8 +121,8 @@ class StageTimes:
     def longest(self, now: float, since: float, limit: float) -> float:
         """Return the seconds that an iteration planned now may take in each stage.
 
-        No turn may wait longer than `limit` from one token to the next; this iteration's turns wait `since`
-        that time.
+        No turn may wait longer than `limit` from one token to the next. The turns of this iteration have had
+        their last tokens at the time `since`.
         """
         free, num_stages = self._free, len(self._free)
         leaves = [min(since, now)]  # for each iteration: when its turns had their last tokens

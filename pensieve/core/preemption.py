@@ -1,35 +1,35 @@
 """Choose running turns to preempt: by priority within a share, by need between shares.
 
-Before an iteration is planned, the next turn may find no place: the maximum number of turns runs, or the
-running turns leave too few pages. Then other turns give up their places if the next turn is *entitled* to
-them:
+A *share* is an owner of turns, usually a tenant (fair_queue.py). A *place* is the right to run. Before an
+iteration is planned, there may be no place for the next turn: the maximum number of turns runs, or the
+running turns leave too few pages. Then running turns are preempted if the next turn is *entitled* to their
+places:
 
-* **Same share, lower level.** A turn's level is its priority, plus one for each time that it was preempted in
-  this way. So no turn is preempted without end, and a preempted turn resumes before new turns of the level
+* **Same share, lower level.** A turn's level is its priority, plus one for each time that it was preempted by
+  this rule. So a turn is preempted only a few times. When it resumes, it goes before new turns of the level
   that preempted it.
-* **Same share and level, if time is shared** (`time_share` tokens): a turn gives way once it has had
-  `time_share` tokens of its reply since it was admitted. It goes to the end of the queue, as if it had come
-  now. So if there are more turns than places, each has its first token after one round, and not after whole
-  replies.
-* **Background turns** (background_room.py) give way to any interactive turn. All of them do so at once,
-  because more interactive turns may be waiting. No turn gives way to a background turn.
-* **Another share** gives way if it has used at least as much (fair_queue.py) as the waiting share, and would
-  still hold at least as much of the missing resource (pages, or places). Holdings are divided by weights. So
-  a share that filled the memory while it was alone gives a part back when another share comes. It cannot take
-  that part back in the same way, so places do not alternate.
+* **Same share and level, if time is shared** (`time_share` tokens): a turn is preempted after `time_share`
+  tokens of its reply since it was admitted. It goes to the end of the queue, like a turn that arrives now. So
+  if there are more turns than places, no turn waits for whole replies before its first token.
+* **Background turns** (background_room.py) are preempted for any interactive turn. All of them are preempted
+  at once, because more interactive turns may be waiting. No turn is preempted for a background turn.
+* **Another share** loses a turn if two conditions hold. It has used at least as much as the waiting share
+  (fair_queue.py). And it holds more of the missing resource (pages or places) than the waiting share would
+  hold afterwards; holdings are divided by weights. So a share that has filled the memory gives a part back
+  when another share arrives. The second condition then forbids the reverse, so places do not alternate.
 
 Victims are chosen in this order: background turns, turns of the other share that holds most, warms, and the
-latest turn of the lowest level. No turn gives way to a warm. No turn gives way if that would not suffice: for
-the turn's pages, or for all remaining turns to meet the objective together. The reserve for generating turns
-is kept if possible.
+latest turn of the lowest level. No turn is preempted for a warm. No turn is preempted in vain: after the
+preemption, the next turn must have its pages, and all running turns together must meet the objective. The
+reserve for generating turns is kept if possible.
 
-The turn for which others gave way is the *claimant*: it is next until it runs, even before its victims, which
-may have risen to its level. It loses the claim to a turn of a higher level and to a share that has used less,
-and if the running turns have grown into its pages.
+The turn for which others were preempted is the *claimant*. It is next until it runs, even before its victims,
+which may have risen to its level. It loses the claim in three cases: a turn of a higher level waits, a share
+that has used less waits, or the running turns have grown into its pages.
 
-**A preempted turn loses its place**, but nothing that it has computed. It is suspended, as if a page had been
-missing (scheduler.py). Its chunks stay until another turn takes their pages, or the policy moves them to the
-host. Chunks that are still cached when it resumes are not recomputed.
+**A preempted turn loses its place**, but no computed KV. It is suspended, as if a page had been missing
+(scheduler.py). Its chunks stay until another turn takes their pages, or the policy moves them to the host.
+Chunks that are still cached when the turn resumes are not recomputed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Preemption:
         """`has_room_for`: whether a turn may run beside others. `time_share` 0: time is not shared."""
         self._cache, self._queued, self._used = cache, queued, queued.used
         self._has_room_for, self._time_share = has_room_for, time_share
-        self.claimant: Turn | None = None  # the turn for which others gave way
+        self.claimant: Turn | None = None  # the turn for which others were preempted
         self._places: dict[int, Place] = {}  # of the running turns, by id
         self._num_running: Counter[Place] = Counter()  # by place
 
@@ -69,7 +69,7 @@ class Preemption:
             self.claimant = None
 
     def ended(self, turn: Turn) -> None:
-        """Note that a turn has given up its place, or has ended without one."""
+        """Note that a turn has given up its place, or has ended without a place."""
         if (place := self._places.pop(turn.turn_id, None)) is not None:
             self._num_running[place] -= 1
             if not self._num_running[place]:
@@ -138,8 +138,8 @@ class Preemption:
     def _chosen(
         self, waiting: Turn, running: Collection[Turn], num_pages: int, pages_over: int, spare: int
     ) -> list[Turn]:
-        """Return the victims for a turn that lacks `pages_over` pages, of which `spare` are optional."""
-        by_pages = pages_over > 0  # else it lacks a place
+        """Return the victims for a turn that lacks `pages_over` pages; it can run without `spare` of them."""
+        by_pages = pages_over > 0  # otherwise the turn lacks a place
         left = {turn.turn_id: turn for turn in running}
         if by_pages:  # streamed turns hold no device pages
             running = [turn for turn in running if not turn.streamed]
@@ -148,7 +148,7 @@ class Preemption:
         used = self._used(waiting)
 
         def goes_after(turn: Turn) -> tuple[bool, int, int, int]:
-            """Sort key; the greatest goes first: warms, the lowest level, the most tokens, the latest."""
+            """Sort key; the greatest is chosen first: warms, lowest level, most tokens, latest."""
             had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
             return turn.warm, -turn.level, had, turn.arrival
 
@@ -189,7 +189,8 @@ class Preemption:
 def turn_to_suspend(running: Collection[Turn]) -> Turn:
     """Choose the turn to suspend for a missing page.
 
-    In this order: a background turn, a warm, or the lowest and latest turn of the share that holds most.
+    The choice, in this order: a background turn, a warm, a turn of the share that holds most. Of several, the
+    latest turn of the lowest level is chosen.
     """
     held = _held(running)
     return max(
@@ -202,7 +203,7 @@ def turn_to_suspend(running: Collection[Turn]) -> Turn:
 
 
 def _held(running: Collection[Turn], by_pages: bool = True) -> dict[str, float]:
-    """Return by share: the pages (or the number) of its running turns, over its weight."""
+    """Return, by share, the pages (or the number) of its running turns, divided by its weight."""
     held: dict[str, float] = {}
     for turn in running:
         taken = (len(turn.chunks) if by_pages else 1) / turn.weight

@@ -1,11 +1,10 @@
 """Group the requests of a batch by common prefixes so that as many tokens as possible are saved.
 
-All requests are known in advance. If several begin with the same tokens, that prefix is computed once, and
-each request continues from it (as a fork of a conversation). Prefixes may be nested: all requests share
-instructions, and ten of them also share a document after the instructions. A batch attends to one shared run
-of pages for each group of requests (BatchLLM, section 4.2), so each request has one prefix. With nested
-prefixes, a request can use only one of them. In the example, the instructions are computed once more for each
-document.
+All requests are known in advance. If several requests begin with the same tokens, that prefix is computed
+once, and each request continues from the prefix (as a fork of a conversation). Prefixes may be nested. For
+example, all requests share instructions, and ten of them also share a document after the instructions. A
+batch attends to one shared run of pages for each group of requests (BatchLLM, section 4.2), so each request
+has only one prefix. In the example, the instructions are computed again for each document.
 
 **The choice.** In the compact prefix tree, a node is a run of tokens that some requests share, and a leaf is
 a request. Some nodes are *chosen*. A request's prefix ends at the lowest chosen node above it. The tokens
@@ -13,19 +12,23 @@ to compute are
 
     the depth of each chosen node  +  each request's tokens after the lowest chosen node above it
 
-with depths in tokens from the root. This module finds the least sum. (The paper's algorithm 1 compares each
-node with its grandchildren one by one, from the leaves up, and comes close; tests/core/test_prefix_groups.py
-compares both with all choices in small trees.)
+Depths are numbers of tokens from the root. This module finds the smallest sum. (The paper's algorithm 1
+compares each node with its grandchildren, from the leaves up, and finds a sum close to the smallest one.
+tests/core/test_prefix_groups.py compares both algorithms with the best choice in small trees.)
 
-**How.** The cost of the requests under a node depends only on the depth d of the lowest chosen node above
-them. If the node is not chosen, the cost is `F(d)`, the sum of its children's costs. F falls by one token per
-token of d for each request without a chosen node below this one. As d grows, fewer nodes are worth choosing,
-so more requests count and F falls more steeply. So F is concave and piecewise linear. If the node is chosen,
-the cost does not depend on d: it is the node's own depth plus F at that depth. So there is a *threshold*, and
-the node is chosen if d is below the threshold. The cost is constant up to the threshold, and F after it. So
-the threshold becomes a corner, and the corners of F below it are removed. From the leaves up, functions are
-added, the smaller list of corners into the larger. From the root down, d decides which nodes are chosen.
-With sorting, this takes O(n log n) steps and memory proportional to the requests.
+**How.** Let d be the depth of the lowest chosen node above a node. The cost of the requests under the node
+depends only on d.
+
+* If the node is not chosen, the cost is `F(d)`, the sum of its children's costs. With each token of d, F
+  falls by one token for each request that has no chosen node below this node. As d grows, fewer nodes are
+  worth choosing, so more requests count and F falls more steeply. So F is concave and piecewise linear.
+* If the node is chosen, the cost is the node's depth plus F at that depth, whatever d is.
+
+So there is a *threshold*: the node is chosen if d is below it. The cost is constant up to the threshold, and
+F(d) after it. So the threshold becomes a corner of the cost function, and the corners of F before the
+threshold are removed. The functions are added from the leaves up; the shorter list of corners is inserted
+into the longer one. Then, from the root down, d decides which nodes are chosen. With sorting, this takes O(n
+log n) steps and memory proportional to the number of requests.
 """
 
 from __future__ import annotations
@@ -56,10 +59,10 @@ class PrefixGroup(NamedTuple):
 
 
 def prefix_groups(requests: Sequence[array[int]]) -> list[PrefixGroup]:
-    """Group requests (`array('I')` of token ids); each is in one group.
+    """Group requests (`array('I')` of token ids); each request is in one group.
 
-    Groups with the fewest tokens to compute come first. Such groups spend most of their time on replies. Run
-    early, their decodes share iterations with the prompts of later groups (the paper's equation 4).
+    Groups with the fewest tokens to compute come first. Such groups spend most of their time on replies. If
+    they run early, their decodes share iterations with the prompts of later groups (the paper's equation 4).
     """
     return sorted(
         _chosen(_tree(requests)),
@@ -68,14 +71,14 @@ def prefix_groups(requests: Sequence[array[int]]) -> list[PrefixGroup]:
 
 
 def saving(groups: Iterable[PrefixGroup], requests: Sequence[array[int]]) -> float:
-    """Return the share of the prompts' tokens that need not be computed (the paper's equation 2)."""
+    """Return the fraction of the prompts' tokens that need not be computed (the paper's equation 2)."""
     total = sum(map(len, requests))
     saved = sum((len(group.members) - 1) * group.prefix_tokens for group in groups)
     return saved / total if total else 0.0
 
 
 def saving_of_tree(requests: Sequence[array[int]]) -> float:
-    """Return the share of prompt tokens saved if requests could use nested prefixes.
+    """Return the fraction of prompt tokens that would be saved if requests could use nested prefixes.
 
     This is an upper bound for `saving`.
     """
@@ -93,13 +96,16 @@ class _Node:
     depth: int  # tokens from the root to its end
     children: list[_Node] = field(default_factory=list)
     ending: list[int] = field(default_factory=list)  # requests that end here
-    threshold: float = 0.0  # chosen if the lowest chosen node above ends before this depth
+    threshold: float = 0.0  # the node is chosen if d is below this; see the module's docstring
 
 
 def _tree(requests: Sequence[array[int]]) -> _Node:
-    """Build the compact tree: a node has two children, or one child and an ending request, or is a leaf."""
+    """Build the compact tree.
+
+    A node has at least two children, or one child and a request that ends there, or it is a leaf.
+    """
     keys = [_sortable(request) for request in requests]
-    # Sorted in runs and merged, because one long sort would block other threads for its whole time.
+    # Sorted in runs that are then merged, because one long sort would block other threads.
     runs = (range(at, min(at + RUN, len(keys))) for at in range(0, len(keys), RUN))
     order = merge(*(sorted(run, key=keys.__getitem__) for run in runs), key=keys.__getitem__)
     root = _Node(0)
@@ -137,7 +143,7 @@ def _sortable(request: array[int]) -> bytes:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Return the number of first tokens that both share."""
+    """Return the length of the common prefix in tokens."""
     least, most = 0, min(len(one), len(other)) // TOKEN_BYTES
     while least < most:
         middle = (least + most + 1) // 2

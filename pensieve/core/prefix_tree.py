@@ -1,38 +1,37 @@
 """The prefix tree: chunks of KV, and the branches of chunks that conversations share.
 
-A chunk belongs to the token prefix that it ends, so conversations that share a prefix share its chunks.
-Chunks with the same holders form one *branch*. Branches form a forest, and a conversation is the path from a
-root to its leaf:
+The KV of a chunk depends on all tokens up to its end, so only conversations with the same prefix share a
+chunk. The conversations that use a chunk are its *holders*. Consecutive chunks with the same holders form one
+*branch*. Branches form a forest, and a conversation is the path from a root to its leaf:
 
     system prompt            trip-42
     [c0 c1 c2 c3] ────┬──── [c4 c5 c6]          holders of the left branch: trip-42, trip-43
                       └──── [c4' c5']           trip-43
 
-A fork splits a branch where the shared part ends; nothing is copied. A conversation may use its last chunk
-partly (up to `num_tokens`). So a fork or a rewind inside a chunk only refers to its first slots. When the
-conversation next writes there, it gets a chunk of its own (copy on write).
+A fork splits a branch where the shared part ends; nothing is copied. A conversation may use only the first
+slots of its last chunk (up to `num_tokens`). So a fork or a rewind inside a chunk keeps the chunk. When the
+conversation next writes there, it gets a new chunk with a copy of these slots (copy on write).
 
 A chunk's pages determine its location:
 
     device_page  host_page     name
     -            -             dropped (a hole)
     page         -             dirty: only on the device
-    page         page          clean when the host copy covers all that is filled, else dirty
+    page         page          clean if the host copy has all filled slots, otherwise dirty
     -            page          host
 
-* `filled` counts the leading slots whose keys and values exist in the best copy (on the device if there is a
-  device page) or are being computed by a launched iteration. The slots after them are a hole. A chunk has no
-  hole between filled slots, because missing positions are computed from the lowest upward.
-* A host copy covers `host_filled` leading slots. Chunks are append-only, so an old copy is short, never
-  wrong.
-* At most one turn at a time appends to a partly used chunk: a turn appends only if its conversation was the
-  sole holder when the turn was admitted, or if the turn made the chunk. The slots of a *shared full* chunk
-  are the same for all holders, so any of them may fill it.
-* A chunk that is *marked to drop* is on the device only and will not be copied, because the host is full of
+* `filled` counts the leading slots that have KV, or whose KV a launched iteration computes. If the chunk has
+  a device page, the slots of this page count. The slots after them are a hole. There is no hole between
+  filled slots, because missing positions are computed from the lowest upward.
+* A host copy has the first `host_filled` slots. Chunks are append-only, so an old copy may lack slots, but
+  its slots are correct.
+* At most one turn at a time appends to a partly used chunk. A turn appends only if its conversation was the
+  only holder when the turn was admitted, or if the turn made the chunk. The slots of a *shared full* chunk
+  are the same for all holders, so any holder may fill the chunk.
+* A chunk that is *marked to drop* is only on the device and will not be copied, because the host is full of
   more valuable chunks. It stays valid until its page is needed.
 
-The tree owns no page and no queue. Pages and queues belong to its `BranchListener`, which is told of each
-change.
+The tree owns neither pages nor queues. They belong to its `BranchListener`, which is told of each change.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-HOLDERS_SUMMED_MAX = 64  # holders of a branch that are weighed one by one
+HOLDERS_SUMMED_MAX = 64  # holders of a branch whose own idle times and ratios are used
 
 
 class Chunk:
@@ -81,7 +80,7 @@ class Chunk:
 
     @property
     def idle(self) -> bool:
-        """Whether it is held, but by no running turn."""
+        """Whether a conversation holds it, but no running turn does."""
         return self.branch is not None and not self.branch.num_running
 
     @property
@@ -91,7 +90,7 @@ class Chunk:
 
     @property
     def dirty(self) -> bool:
-        """Whether it is on the device, and its loss would cost recompute."""
+        """Whether it is on the device, and would have to be recomputed if its device page were lost."""
         return (
             self.device_page is not None
             and self.host_filled < self.filled
@@ -164,9 +163,9 @@ class CachedConversation:
 class Branch:
     """A run of chunks with the same holders: the unit of retention.
 
-    Its chunks have the same idle time, and later ones cost more, so the first chunk that qualifies is the
-    least valuable. For each role (swap out, reclaim, drop; see policies/queue.py), a cursor finds the first
-    chunk that may be evicted in this way.
+    Its chunks have the same idle time, and later chunks cost more. So the first chunk that qualifies for
+    eviction is the least valuable chunk that does. There are three kinds of eviction, the roles swap out,
+    reclaim and drop (policies/queue.py). For each role, a cursor finds the first chunk that qualifies.
     """
 
     __slots__ = (
@@ -193,8 +192,8 @@ class Branch:
         self.chunks: list[Chunk] = []
         self.holders: dict[CachedConversation, None] = {}  # least recently active first
         self.idle_since = since  # of the most recently active holder
-        self.num_running = 0  # running turns that hold it, and so pin its pages
-        self.num_streamed = 0  # those of them that use its host pages
+        self.num_running = 0  # running turns that hold it, which pins its pages
+        self.num_streamed = 0  # running turns that use its host pages
         self.num_resident = 0  # chunks with a page in some tier; kept while idle
         self.num_reclaimable = 0  # kept while idle
         self.cursors = [0] * num_roles  # no chunk before it qualifies
@@ -205,14 +204,19 @@ class Branch:
         return self.start + len(self.chunks)
 
     def weight(self, now: float) -> float:
-        """Return the retention value of a chunk with several holders, relative to its most recent holder.
+        """Return the factor that a branch's holders contribute to the retention value of its chunks.
 
-        This weight is the sum over the holders of ratio · T_min / T_holder, with T their idle times (at least
-        one second).
+        With several holders, the factor is the sum over the holders of
+
+            ratio · T_min / T_holder
+
+        T_holder is the idle time of a holder. T_min is the idle time of the most recent holder, but at least
+        one second.
 
         As long as no holder becomes active, the weight only grows (towards the sum of the ratios), so an
-        older weight is a lower bound. Holders beyond the 64 most recent count with the idle time and the
-        ratio of the longest idle holder, which keeps the weight growing.
+        older weight is a lower bound. Only the HOLDERS_SUMMED_MAX most recent holders count with their own
+        idle time and ratio. All others count with the idle time and the ratio (at most 1) of the longest idle
+        holder, so that the weight still only grows.
         """
         count = len(self.holders)
         if count <= 1:
@@ -284,7 +288,7 @@ class QueueEntry:
         self.start = branch.start
 
     def __lt__(self, other: QueueEntry) -> bool:
-        """Longest idle first; of one conversation's branches, the leading one first."""
+        """Sort the longest idle first, and of one conversation's branches the leading branch first."""
         if self.since != other.since:
             return self.since < other.since
         if self.start != other.start:
@@ -302,7 +306,7 @@ class BranchListener(Protocol):
         """Called when a branch has a new holder, or has lost one of several holders."""
 
     def branch_removed(self, branch: Branch) -> None:
-        """Called when a branch has no holder any more, or neither it nor its descendants have pages."""
+        """Called when a branch has no holder any more, or when it and its descendants have no pages."""
 
 
 class PrefixTree:
@@ -317,17 +321,17 @@ class PrefixTree:
     def fork(self, source: CachedConversation, num_tokens: int, target_id: str, now: float) -> None:
         """Make another conversation over the first `num_tokens` positions. Nothing is copied.
 
-        If `source` holds no chunk of these, no conversation is made.
+        If `source` holds no chunk of these positions, no conversation is made.
         """
         target = CachedConversation(target_id, now)
         target.ratio = source.ratio
         target.log = source.log[:num_tokens]
-        # While the source runs a turn, `num_tokens` may lag behind, so all its chunks count. That is safe,
-        # because callers fork only committed positions.
+        # While the source runs a turn, its `num_tokens` may be outdated, so all its chunks count. This is
+        # safe, because callers fork only committed positions.
         held = source.num_tokens
         if source.turn_id is not None:
             held = sum(len(branch.chunks) for branch in source.path()) * self.chunk_tokens
-        # If the source waits to be cut, its log is already cut, but its chunks are not.
+        # If a cut of the source is pending, its log is already cut, but its chunks are not.
         target.num_tokens = min(num_tokens, held, len(source.log))
         branch, end = source.leaf, -(-target.num_tokens // self.chunk_tokens)
         while branch is not None and branch.start >= end:
@@ -366,7 +370,7 @@ class PrefixTree:
         return chunk
 
     def add_holes(self, conversation: CachedConversation, num_chunks: int) -> None:
-        """Add a new conversation with `num_chunks` chunks of its own, which have no pages yet."""
+        """Add a new conversation with `num_chunks` unshared chunks, which have no pages yet."""
         assert conversation.conversation_id not in self.conversations
         leaf = Branch(None, 0, conversation.idle_since, self._num_roles)
         leaf.holders[conversation] = None

@@ -4,20 +4,20 @@ Start reading with `Scheduler.plan`. It fills an iteration step by step. The met
 `plan` in the same order. As long as tokens, seconds and pages last, an iteration takes
 
 1. **decodes**: one token of each generating turn;
-2. **prefills** that have begun, and waiting turns, with as many tokens as do not delay the decodes for long
-   (time_budget.py). A share is usually a tenant. The share that has used least goes first, and within
-   a share the shortest prefill goes first (fair_queue.py). An admitted turn brings its swap-ins, and
-   its holes are recomputed like a prompt;
-3. **streamed turns**: turns without room on the device may run with their KV on the host;
+2. **prefills** that have begun, and waiting turns. They get as many tokens as do not delay the decodes for
+   long (time_budget.py). The share (usually a tenant) that has used least goes first. Within a share, the
+   shortest prefill goes first (fair_queue.py). An admitted turn adds its swap-ins, and its holes are
+   recomputed like a prompt;
+3. **streamed turns**: turns for which the device has no room may run with their KV on the host;
 4. **background turns** of batch jobs, planned by the same three steps in the remaining room;
-5. **swap-outs**, ahead of need, so that pages become available for the turns that found none.
+5. **swap-outs**, so that pages become available for turns that lack pages, and ahead of need.
 
 Prefills, recomputed holes and decodes are all slices of a turn (iteration_builder.py).
 
-Before an iteration is filled, running turns may have to give up their places to the next turn
-(preemption.py). If a generating turn needs a page and none is available, it waits one iteration if idle pages
-are being copied out. Otherwise a running turn is suspended (`turn_to_suspend`). The suspended turn keeps its
-tokens, and each chunk whose page no other turn takes.
+Before an iteration is filled, running turns may be preempted for the next turn (preemption.py). A generating
+turn may need a page when none is available. If idle pages are being copied out, the turn waits one iteration.
+Otherwise a running turn is suspended (`turn_to_suspend`). The suspended turn keeps its tokens, and each chunk
+whose page no other turn takes.
 
 Features plug in at named points and are not created while they are off:
 
@@ -33,18 +33,18 @@ Features plug in at named points and are not created while they are off:
 
 **Uncommitted iterations.** `plan` may be called while an iteration is uncommitted. With pipeline stages, one
 iteration per stage may be uncommitted. An uncommitted iteration will sample tokens that `plan` does not know
-yet. `plan` counts them (`pending_tokens`), and the executor fills them in. If such a token ends its turn, the
-turn's next slice is wasted and counted in `idle_tokens`.
+yet. `plan` counts these tokens (`pending_tokens`), and the executor inserts them. If a sampled token ends its
+turn, the turn's next slice is wasted and counted in `idle_tokens`.
 
 A turn that ends or is suspended keeps its pages while it has an uncommitted slice. During this time the turn
-is *releasing*: it is among the running turns, but has no place. A rewind or an eviction of its conversation
-waits until the pages are released (`_pending_cuts`, `_pending_evictions`). The conversation's log is cut at
-once, because no turn may use the tokens after the cut.
+is *releasing*: it is still in `running`, but does not count as a running turn. A rewind or an eviction of its
+conversation waits until the pages are released (`_pending_cuts`, `_pending_evictions`). A rewind cuts the
+conversation's log at once, because no turn may use the tokens after the cut.
 
 **Liveness.** The next turn is admitted as soon as the pages for its whole context are available. Only a
 bounded number of other turns is admitted before it (fair_queue.py, `BlockedTurns`). Every idle page can
-become available (eviction.py), and running turns end. No turn is preempted for ever: it has advanced before
-it is preempted, or its level rises (preemption.py).
+become available (eviction.py), and running turns end. No turn is preempted for ever. Between two preemptions,
+either its reply has advanced, or its level has risen (preemption.py).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ from pensieve.core.tiers import PageReservation, Shortage
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 
-PASSES_MAX = 8  # turns admitted before a turn that does not fit
-BLOCKED_MAX = 4  # turns that do not fit, in one plan
+PASSES_MAX = 8  # turns that may be admitted before a turn that does not fit
+BLOCKED_MAX = 4  # turns that do not fit, after which a plan admits no more
 
 
 class Scheduler:
@@ -91,7 +91,7 @@ class Scheduler:
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
-        self._ended: list[Ended] = []  # cancelled or warmed turns: no outcome reports their ends
+        self._ended: list[Ended] = []  # cancelled or warmed turns, which are in no outcome
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
@@ -132,7 +132,7 @@ class Scheduler:
         )
 
     def drain_ended(self) -> list[Ended]:
-        """Return the turns that have ended without an outcome: cancelled or warmed ones."""
+        """Return the turns whose ends are in no outcome: cancelled and warmed turns."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -197,11 +197,11 @@ class Scheduler:
         `extra_pages`: number of pages that should become available in addition to those that turns lack.
         """
         builder = IterationBuilder(self.config, self._size, self._index % TILE_EVERY == 0)
-        # Running turns give up their places.
+        # Preempt running turns.
         self._preempt(now)
         self._stop_streaming(builder, now)
         changes, available = self._num_changes(), self.cache.available
-        # The iteration is filled.
+        # Fill the iteration.
         prefills = self._plan_decodes(builder, now)
         self.time_budget.limit(builder, prefills, self.queued.num_prompt_tokens, now)
         blocked = BlockedTurns(self.cache)
@@ -209,7 +209,7 @@ class Scheduler:
         self._plan_streamed(builder, blocked, now)
         self._plan_background(builder, blocked, now)
         self._end_warmed(now)
-        # Pages become available for the turns that found none.
+        # Make pages available for the turns that lack pages.
         swap_outs = self._plan_swap_outs(builder, extra_pages, now)
         if builder.is_empty and not swap_outs:
             if self._uncommitted:
@@ -219,8 +219,8 @@ class Scheduler:
                     return None
                 changed = self._num_changes() != changes or self.cache.available > available
                 assert changed, "turns wait, but nothing that they wait for can happen"
-                # Pages became available without a copy. But they may hold KV of the very turn that lacks
-                # pages, so ask for more.
+                # Pages became available without a copy. But they may hold KV of the turn that lacks pages,
+                # so ask for more.
                 return self.plan(now, 2 * extra_pages + 1)
         return self._launch(builder, swap_outs, now)
 
@@ -265,8 +265,8 @@ class Scheduler:
     ) -> list[Turn]:
         """Take a token of each generating turn; return the prefills that have begun."""
         size, prefills = self._size, list[Turn]()
-        # The highest level and the oldest turn come first. If a page is missing, the turn that is suspended
-        # for it usually comes later in this order.
+        # Highest level and oldest turn first. If a page is missing, the turn to suspend is usually later in
+        # this order.
         running = sorted(self.running.values(), key=QUEUE_ORDER)
         if self.micro_batches is not None:
             with_place = [turn for turn in running if self._has_place(turn)]
@@ -293,7 +293,7 @@ class Scheduler:
     def _extend(self, turn: Turn, now: float) -> bool:
         """Take a page for the turn's next chunk, and suspend a running turn if there is none.
 
-        False if the turn has to wait, or was suspended itself.
+        False if this turn has to wait, or is the turn that was suspended.
         """
         while not self.cache.extend(turn, now):
             if turn.streamed:
@@ -342,8 +342,8 @@ class Scheduler:
     ) -> Turn | None:
         """Return the next waiting turn, if the iteration has room for it.
 
-        The turn must go before the begun prefills of its share. The claimant, for which other turns were
-        preempted, is always next. Background turns wait only for each other.
+        The turn must go before all begun prefills of its share. The claimant, for which other turns were
+        preempted, is always next.
         """
         background, claimant = blocked.background, self.preemption.claimant
         if not blocked.may_admit or (claimant is not None and background):
@@ -370,7 +370,7 @@ class Scheduler:
             return None  # the conversation's previous turn has an uncommitted slice
         reserve = self.cache.config.reserve_pages if self.running else 0
         if turn is self.preemption.claimant:
-            reserve = 0  # it gets the pages of the turns that gave way
+            reserve = 0  # the claimant gets the pages of its victims
         if turn.warm:
             reserve = self.cache.config.swap_out_mark_pages
         if turn.is_background and self.streaming is not None:
@@ -409,7 +409,7 @@ class Scheduler:
         return found
 
     def _plan_streamed(self, builder: IterationBuilder, blocked: BlockedTurns, now: float) -> None:
-        """Admit turns without room on the device, as far as streaming their contexts pays."""
+        """Admit turns for which the device has no room, as long as streaming their contexts pays."""
         if (streaming := self.streaming) is None:
             return
         if blocked.background and self._has_interactive:
@@ -448,7 +448,7 @@ class Scheduler:
     def _plan_swap_outs(
         self, builder: IterationBuilder, extra_pages: int, now: float
     ) -> list[SwapOut]:
-        """Copy idle pages to the host, but not beside swap-ins or copies, which may use the same pages."""
+        """Copy idle pages to the host, if no swap-in or copy of this iteration may use these pages."""
         if builder.swap_ins or builder.copies:
             return []
         required_pages = builder.required_pages + extra_pages
@@ -478,7 +478,7 @@ class Scheduler:
     # Used by `plan`:
 
     def _num_changes(self) -> tuple[int, ...]:
-        """Counts that planning itself may change. After a change, another attempt may succeed."""
+        """Counts that planning may change. If they have changed, another attempt may succeed."""
         counters = self.counters
         return len(self._ended), counters.suspensions, self.cache.counters.damaged
 
@@ -521,7 +521,7 @@ class Scheduler:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
-            self._discard(turn, now)  # also if the turn was cancelled in the meantime
+            self._discard(turn, now)  # even if the turn was cancelled in the meantime
             if turn.finish is None:
                 turn.keep_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
@@ -628,8 +628,8 @@ class Scheduler:
         del self._turns[turn.turn_id]
         self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
-            # A turn that was never admitted has computed nothing. Cached KV after its history was computed
-            # for a turn that is in no log. Discard it, because this turn's prompt may join the log now.
+            # A turn that was never admitted has computed nothing. KV after its history comes from a turn
+            # that is in no log. Discard that KV, because this turn's prompt may now be added to the log.
             admitted = turn.usage.admitted_at is not None
             known = turn.keep_tokens if admitted else turn.history_tokens
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
@@ -680,10 +680,10 @@ class SchedulerCounters:
 class BlockedTurns:
     """The next turns of one plan that do not fit into memory. Decides whether other turns may pass them.
 
-    A short message after a long history may need most of the device. It waits until running turns have ended.
-    Turns behind it that fit may pass it if they are new and need nothing from the host: an iteration with
-    swap-ins has no swap-outs, and the blocked turn waits for swap-outs. Suspended turns and the claimant are
-    never passed.
+    A short message after a long history may need most of the device, and must wait until running turns have
+    ended. A later turn that fits may pass it if the later turn is new and needs no swap-in. A swap-in would
+    delay the blocked turn, because the blocked turn waits for swap-outs, and an iteration with swap-ins has
+    no swap-outs. Suspended turns and the claimant are never passed.
     """
 
     def __init__(self, cache: KVCache, background: bool = False, may_admit: bool = True) -> None:
@@ -694,7 +694,7 @@ class BlockedTurns:
         self.may_admit = may_admit  # whether any turn may still be admitted
 
     def add(self, turn: Turn, shortage: Shortage | None, is_claimant: bool) -> None:
-        """Add a turn that does not fit. Without a shortage, it waits for a commit."""
+        """Add a turn that does not fit. If `shortage` is None, the turn waits for a commit."""
         if not self.turns and shortage is not None:
             self.required_pages = shortage.required_pages
         self.turns.append(turn)
@@ -702,7 +702,7 @@ class BlockedTurns:
         self.may_admit = is_passed and self._may_pass()
 
     def defers(self, turn: Turn) -> bool:
-        """Add a turn if others are blocked and it needs a swap-in; return whether it was added."""
+        """Add a turn that needs a swap-in, if other turns are blocked; return whether it was added."""
         if not self.turns or not self._cache.needs_swap_in(turn):
             return False
         self.turns.append(turn)

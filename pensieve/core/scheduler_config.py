@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pensieve.core.cost import IterationCost
 
-# A generic machine, which reads the weights in the time of 20 tokens. Measurements correct the predictions
-# (time_budget.py).
+# A generic machine, on which reading the weights takes as long as computing 20 tokens. Measurements correct
+# the predictions (time_budget.py).
 SOME_COST = IterationCost(0.001, 0.02, 1e-7, 2.5e-6, 0.0)
 STREAM = ("auto", "on", "off")
 COPY_SECONDS = 1e-4  # on a generic machine

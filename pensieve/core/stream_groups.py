@@ -1,14 +1,14 @@
-"""Group the streamed turns of an iteration: turns that attend together, with the pages that they stage.
+"""Divide the streamed turns of an iteration into groups. The turns of a group attend together.
 
-The pages of a group must fit into a staging arena; `packed` chooses the turns of each group and the order.
-Turns that begin with the same chunks stay together as far as an arena holds them, so shared chunks are copied
-once.
+The pages of a group must fit into a staging arena. `packed` chooses the turns of each group and the order of
+the groups. Turns that begin with the same chunks stay together if an arena can hold them, so that shared
+chunks are copied once.
 
-Packing takes milliseconds, so groups are kept from one iteration to the next and *mended*: turns that no
-longer stream are removed. New turns, and turns for which their group has no room, go to the group with the
-fewest pages, or begin a new one. Any groups that fit are correct; mended ones are only less even. Groups are
-packed again every PACK_EVERY iterations, and when the turns that came or left are half as many as the
-streamed ones.
+Packing takes milliseconds. So groups are kept from one iteration to the next and *mended*: turns that no
+longer stream are removed. New turns, and turns that no longer fit into their group, are added to the group
+with the fewest pages, or to a new group. Mended groups are as correct as packed groups, but less balanced.
+Groups are packed again every PACK_EVERY iterations. They are also packed again when as many turns have come
+or left as half of the turns that stream now.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pensieve.core.turn import Turn
 PACK_EVERY = 512
 CHANGED_SHARE = 0.5
 MENDED_TWICE = 2  # once for turns that came and left, once for contexts that have grown
-GROWING = 8  # one turn in GROWING may grow by a page in an iteration (generating turns: one in 32)
-SLACK = 1 / 16  # of an arena, left free in a group that was full, so it does not fill up at once
-MANY_GROUPS = 40  # more groups gain nothing: the ends of the lanes cost one part in MANY_GROUPS
+GROWING = 8  # a group has room for one more page for every GROWING of its turns
+SLACK = 1 / 16  # fraction of an arena that is left free when a full group is mended
+MANY_GROUPS = 40  # more groups gain nothing: idle time at the ends is 1 / MANY_GROUPS of a lane
 SOME_GROUPS = 12
-FEW_ITEMS = 7  # all their divisions are tried: at most 877, in some 8 ms
-FEW_GROUPS = 4  # all their orders are tried
-LOOKED_AT = 16  # items tried, from the longest down, for one with few enough pages
+FEW_ITEMS = 7  # up to so many items, all divisions are tried: at most 877, in about 8 ms
+FEW_GROUPS = 4  # up to so many groups, all orders are tried
+LOOKED_AT = 16  # items that are tried, the longest first, until one fits into the group
 PathOf = Callable[[Turn], list[Branch]]
 
 
@@ -82,7 +82,7 @@ class StreamGroups:
         return self._made(resident, streamed, pieces, filled_before, {})
 
     def _mend(self, streamed: Mapping[int, Turn], pieces: Mapping[int, list[Slice]]) -> None:
-        """Adapt the groups to the turns that stream now. Turns that share chunks may be separated."""
+        """Adapt the groups to the turns that stream now. This may separate turns that share chunks."""
         stays = [[each for each in group if each in pieces] for group in self._kept]
         sizes = [size for size, group in zip(self._sizes, stays, strict=True) if group]
         groups = [group for group in stays if group]
@@ -253,7 +253,7 @@ class _GroupBuilder:
 
 
 def _with_table(piece: Slice, page_table: array[int]) -> Slice:
-    """Replace the page table, three times as fast as `_replace`: every generating turn needs it."""
+    """Replace the page table. Every generating turn needs this, so it is faster than `_replace`."""
     return Slice(*piece[:4], page_table, *piece[5:])
 
 
@@ -272,10 +272,10 @@ def _length(branch: Branch, stop: int) -> int:
 
 
 class StreamItem(NamedTuple):
-    """A streamed turn, or turns that share pages, in one layer."""
+    """A streamed turn, or several that share pages, with its costs in one layer."""
 
     pages: int
-    copy_seconds: float  # for its pages in, and its written slots out
+    copy_seconds: float  # to copy its pages in and its written slots out
     attention_seconds: float
 
 
@@ -288,21 +288,22 @@ def packed(
     before_seconds: float = 0.0,
     group_seconds: float = 0.0,
 ) -> Groups:
-    """Return groups of at most `pages_max` pages each, in an order in which a layer ends early.
+    """Return groups of at most `pages_max` pages each, in an order that makes a layer short.
 
     A layer has two lanes. The copy lane loads one group after the other. The compute lane is first busy for
-    `before_seconds` (the dense parts, and the attention of resident turns), and then attends to one group
-    after the other, each with `group_seconds` more for its launches. There are two staging arenas, so
+    `before_seconds` (the dense parts, and the attention of resident turns). Then it attends to one group
+    after the other; launching a group takes another `group_seconds`. There are two staging arenas, so
 
         load(g)       begins when load(g - 1) and attention(g - 2) have ended
         attention(g)  begins when load(g) and attention(g - 1) have ended
 
-    From the second group on, load(g + 1) and attention(g) begin at the same moment, and the next two begin
-    when both have ended. So a group should copy for as long as the group before it attends.
+    From the second group on, load(g + 1) and attention(g) begin at the same moment. The next load and
+    attention begin when both have ended. So the copies of a group should take as long as the attention of the
+    group before it.
 
     For few items, all divisions are tried, each in its best order (`_ordered`). For more items, four
-    candidates are tried: groups filled by this rule (`_Filling`), the same with two full arenas in front,
-    each item alone, and all items together.
+    candidates are tried: groups filled by this rule (`_Filling`), groups filled by this rule after two full
+    arenas, each item alone, and all items together.
     """
     if not items:
         return []
@@ -315,7 +316,7 @@ def packed(
     copying = sum(item.copy_seconds for item in items)
     attention = sum(item.attention_seconds for item in items)
     most = MANY_GROUPS
-    if group_seconds > 0:  # with more groups, the ends cost less and the launches more
+    if group_seconds > 0:  # more groups: less idle time at the ends, but more launches
         most = min(most, int((min(copying, attention) / group_seconds) ** 0.5))
     most = min(num, max(most, fewest))
     copies_longer = copying > before_seconds + attention + fewest * group_seconds
@@ -347,9 +348,10 @@ def _partitions(num: int, pages: Sequence[int], pages_max: int) -> Iterator[Grou
 class _Filling:
     """Fill groups one by one: the longest item first, then the longest that fits the gap.
 
-    This is figure 9 of the FluidInfer paper. Lengths are shares of all copying and of all attention. Lane 0
-    has the items with a larger (or equal) share of the copying, lane 1 the others. A gap is the length that a
-    group still lacks in a lane. The next item comes from the lane with the larger gap.
+    This is figure 9 of the FluidInfer paper. The length of an item in the copy lane is its fraction of all
+    copying. Its length in the compute lane is its fraction of all attention. Lane 0 lists the items that are
+    longer in the copy lane or equally long, lane 1 lists the other items. A gap is the length that a group
+    still lacks in a lane. The next item comes from the lane with the larger gap.
     """
 
     def __init__(
@@ -357,14 +359,15 @@ class _Filling:
     ) -> None:
         """`leader`: the lane that takes longer.
 
-        A group takes as much of the other lane as its predecessor took of the leader.
+        A group's length in the other lane should equal the previous group's length in the leader.
         """
         self._pages_max, self._leader = pages_max, leader
         self._pages_min = min(item.pages for item in items)
         copying = sum(item.copy_seconds for item in items) or 1.0
         attention = sum(item.attention_seconds for item in items) or 1.0
         self._attention_per_copying = attention / copying
-        # Two loads come before the end of the first attention. With this length they end together with it.
+        # The first two loads come before the end of the first attention. With this length, the second load
+        # and the first attention end together.
         self._head = before_seconds / copying / (2.0 - min(1.0, attention / copying))
         self._lanes: tuple[list[tuple[float, int, int, float]], ...] = ([], [])
         for index, item in enumerate(items):
@@ -377,7 +380,7 @@ class _Filling:
             lane.sort()
 
     def groups(self, count: int, full_ahead: int = 0) -> Groups:
-        """Return about `count` groups; the first `full_ahead` fill their arenas with copying."""
+        """Return about `count` groups; the first `full_ahead` of them fill their arenas."""
         lanes = [list(lane) for lane in self._lanes]
         lengths = [[entry[0] for entry in lane] for lane in lanes]
         left = [1.0, 1.0]
@@ -487,7 +490,7 @@ def _ordered(
 ) -> tuple[Groups, float]:
     """Return the groups in a good order, and its makespan.
 
-    The order is optimal for few groups, and if nothing comes before the first attention.
+    The order is optimal if there are few groups, or if nothing comes before the first attention.
     """
     copies, attentions = _sums(groups, items, group_seconds)
     every = range(len(groups))
@@ -512,9 +515,11 @@ def cheapest_order(
 ) -> list[int]:
     """Return the order with the least sum of max(attention, copying of the next group), after a `gap`.
 
-    Gilmore and Gomory (1964): attentions and copies matched in sorted order have the least sum. The cheapest
-    exchanges of neighbours make one cycle of the matching. Those that lift are carried out from above, the
-    others from below. Member 0 is the start, whose attention is the gap, and the end, which copies nothing.
+    This is the algorithm of Gilmore and Gomory (1964). First, attentions and copies are matched in sorted
+    order, which gives the least sum. This matching may consist of several cycles. The cheapest exchanges of
+    neighbours join them into one cycle, which is the order. Exchanges whose copy is at least as long as the
+    attention (`lifting`) are made in descending order, then the others in ascending order. Member 0
+    stands for the start and the end: its attention is the gap, and it copies nothing.
     """
     a = [gap, *[attentions[i] for i in members]]
     c = [0.0, *[copies[i] for i in members]]

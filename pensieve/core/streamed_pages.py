@@ -1,26 +1,26 @@
 """The pages of streamed turns.
 
-The KV of a streamed turn is on the host, and each layer copies its part to a staging arena on the device
-(iteration.py).
+The KV of a streamed turn is on the host. Each layer copies the layer's part of it to a staging arena on the
+device (iteration.py).
 
 A running turn is either *resident* (each chunk of its context has a device page) or *streamed* (each chunk
-has a host page). The mode is chosen when the turn is admitted, and holds until the turn gives up its pages. A
-branch counts both kinds of turns in `num_running`, and streamed ones in `num_streamed`.
+has a host page). The mode is chosen when the turn is admitted. It does not change until the turn gives up its
+pages. In a branch, `num_running` counts both kinds of turns, and `num_streamed` only streamed turns.
 
 No turn reads slots that another turn writes at the same time:
 
 * A resident turn writes only device pages, and a streamed turn only host pages. For a chunk without a device
-  page, `filled` equals `host_filled`. So a chunk that both kinds use must be *complete*: filled as far as
-  either uses it, in both tiers, before the planned iteration.
+  page, `filled` equals `host_filled`. So a chunk that both kinds of turns use must be *complete*: before the
+  planned iteration, both tiers have all slots that any of these turns uses.
 * If a streamed turn uses a chunk that is not complete, no other turn uses this chunk. A second turn waits
-  (`is_clear_of_streamed`, `may_take`). So no two groups (sets of slices that are staged together, see
-  iteration.py) share a page that one of them writes.
+  (`is_clear_of_streamed`, `may_take`). So if two groups (iteration.py) share a page, neither writes it.
 * A discarded chunk (`KVCache.discard`) is not complete: the scheduler suspends the streamed turns that hold
-  it.
+  the chunk.
 * Host pages of a running turn are pinned: the retention queues skip its branches.
 
-Chunks that are only on the device are copied out first (`Eviction.copy_out`). Chunks that only streamed turns
-use leave the device. A partly used chunk to which the turn may not append (copy on write) is recomputed.
+Chunks that are only on the device are copied to the host first (`Eviction.copy_out`). Chunks that only
+streamed turns use give up their device pages. A partly used chunk to which the turn may not append is
+recomputed; a resident turn would copy it (copy on write).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StreamedPages:
             assert chunk.branch is not None
             used, is_shared = self._used(chunk, num_tokens), chunk.branch.num_running > 0
             if is_shared and filled_before.get(chunk, chunk.filled) < used:
-                return False  # another turn is still filling it
+                return False  # another turn is still filling the chunk
             if chunk.filled > chunk.host_filled:
                 to_copy.append(chunk)
             elif chunk.in_flight:

@@ -1,26 +1,29 @@
 """Choose turns that stream their contexts from the host, because the device has no room for them.
 
-Only attention needs KV on the device, so more turns than fit may share an iteration. The weights are read
-once for all of them, which takes most of the iteration while few turns generate. A streamed turn adds the
-copies of its pages to every iteration. So streaming pays as long as n / seconds rises with another turn. n is
-the number of running turns, and `seconds` the time of their iteration (`StreamCost` learns it).
+Only attention needs KV on the device, so an iteration may have more turns than fit on the device. The weights
+are read once for all turns. While few turns generate, reading the weights takes most of the iteration. A
+streamed turn adds the copies of its pages to every iteration. So streaming pays as long as another turn
+raises n / seconds: n is the number of running turns, and `seconds` the time of an iteration (`StreamCost`
+learns it).
 
-A part of the cost comes with the first streamed turn, so waiting turns are considered together. `auto`
-streams as many of them, in order, as are predicted to deliver the most tokens per second, if that is GAIN
-times the current rate. It meets the objective for the time between tokens (`--tbt`). `on` streams every turn
-that it can. With `off` this module is not used.
+The first streamed turn adds a fixed cost, so waiting turns are considered together. The setting `auto` takes
+them in order and streams the number of turns that is predicted to deliver the most tokens per second. This
+rate must be at least GAIN times the current rate, and the objective for the time between tokens (`--tbt`)
+must be met. The setting `on` streams every turn that can be streamed. With `off`, this module is not used.
 
-Background turns stream only among themselves. Beside interactive turns they get a few percent of an iteration
-(background_room.py), and streaming alone may take more. So they give up their places and wait for pages.
+Background turns stream only while no interactive turn runs. Beside interactive turns, they get only a few
+percent of an iteration (background_room.py), and the copies of streaming may take more. So they stop
+streaming and wait for device pages.
 
-A turn that fits the device once idle pages are copied out waits for these pages instead.
+If a turn will fit on the device after idle pages are copied out, it waits for these pages instead.
 
-If, after TRIED_FOR iterations of streaming, the resident turns alone are predicted to deliver more tokens per
-second than all turns together, streaming pauses. The pause doubles each time.
+After TRIED_FOR iterations of streaming, the resident turns alone may be predicted to deliver clearly more
+tokens per second (by the factor GAIN) than all turns together. Then streaming pauses. Each pause is twice as
+long as the previous pause, up to PAUSE_MAX iterations.
 
-**Back to the device.** When no turn waits and pages are available, the largest streamed turn that fits gives
-up its place and is admitted again with device pages (`turn_to_return`), one per iteration. If none fits, idle
-pages are made available for the smallest one.
+**Back to the device.** When no turn waits and pages are available, the largest streamed turn that fits is
+suspended and admitted again with device pages (`turn_to_return`), one turn per iteration. If no streamed turn
+fits, idle pages are made available for the smallest one.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ GAIN = 1.05
 TRIED_FOR = 16
 PAUSE_MIN, PAUSE_MAX = 64, 1024
 LOOKED_AT_MAX = 32  # waiting turns considered in one plan
-FADING = 0.97  # factor of an observation's weight with each further observation
+FADING = 0.97  # each observation multiplies the weights of earlier observations by this
 PULL = 1.5  # weight of the configured factors, in observations of a term
 NEVER_SEEN = 1e-12  # pull of a term without observations
 CONFIGURED = (1.0, 0.0, 1.0, 1.0)
@@ -96,7 +99,7 @@ class Streaming:
             tried.append(turn)
             num_pages, pages_left = pages_for(turn)
             if num_pages + claimed <= pages_left:
-                claimed += num_pages  # it waits for idle pages to be copied out
+                claimed += num_pages  # the turn waits until idle pages are copied out
             elif num_pages <= self._pages_max:
                 chosen.append(turn)
         # Turns that wait only for pages keep their places.
@@ -125,15 +128,15 @@ class Streaming:
         return load.num_turns / seconds if seconds else 0.0
 
     def turns_to_stop(self, running: Collection[Turn], beside_interactive: bool) -> list[Turn]:
-        """Return streamed turns that must stop.
+        """Return the streamed turns that must stop.
 
-        These are all if streaming does not pay, one if the objective is missed, and background turns beside
-        interactive ones.
+        If streaming does not pay, all turns must stop. If the objective is missed, one turn must stop. If
+        there are interactive turns (`beside_interactive`), all background turns must stop.
         """
         stops = self._if_it_does_not_pay(running)
         if self._tbt and self.cost.seconds(load_of(running)) > self._tbt:
             streamed = [turn for turn in running if turn.streamed]
-            stops += sorted(streamed, key=QUEUE_ORDER)[-1:]  # one after the other
+            stops += sorted(streamed, key=QUEUE_ORDER)[-1:]  # one per iteration
         if beside_interactive:
             stops += [turn for turn in running if turn.is_background and turn.streamed]
         return list(dict.fromkeys(stops))
@@ -209,15 +212,16 @@ class StreamCost:
     """Learn the time of iterations with and without streamed turns.
 
     The prediction of cost.py is often wrong: costs may be estimates, rows cost more in a large batch, and the
-    overlap of copies and computing depends on the machine. So the seconds of an iteration in which turns
-    generate are modelled as
+    overlap of copies and computing depends on the machine. So the seconds of an iteration with only decodes
+    are modelled as
 
         a · predicted + b · rows + c · groups + d · copies
 
-    Each term is in seconds as configured (a pass, its dense part per token, `group_seconds`, `copy_seconds`).
-    The factors are fitted to the last iterations by least squares of the relative error; old iterations fade.
-    The factors are pulled towards 1, 0, 1, 1 (their values before any measurement), and none is negative. A
-    single late iteration changes little: its relative error is below 1, and it weighs less than the pull.
+    Each term is in seconds by the configured costs (a pass, its dense part per token, `group_seconds`,
+    `copy_seconds`). The factors a to d are fitted to the last iterations by least squares of the relative
+    error. Old iterations fade. A pull of weight PULL draws the factors towards 1, 0, 1, 1, their values
+    before any measurement. No factor is negative. A single late iteration changes little: its relative error
+    is below 1, and it weighs less than the pull.
     """
 
     def __init__(self, config: SchedulerConfig, pages_max: int) -> None:

@@ -4,11 +4,11 @@ At any time, a device page is exactly one of
 
     empty         in the pool
     pinned        held by a running turn
-    moving        an unfinished copy reads or writes them
+    moving        read or written by an unfinished copy
     reclaimable   idle, and the host has a copy (clean) or its chunk is marked to drop
-    dirty         idle, and its loss would cost recompute
+    dirty         idle, and its KV would have to be recomputed if the page were lost
 
-and `available` = empty + reclaimable. `Chunk.reclaimable` and `Chunk.idle` (prefix_tree.py) tell which.
+The number `available` is empty + reclaimable. `Chunk.reclaimable` and `Chunk.idle` are in prefix_tree.py.
 
 No page is taken while it is in use:
 
@@ -48,7 +48,7 @@ class CacheConfig:
     swap_out_below: float = (
         0.25  # share of available device pages below which chunks are copied out
     )
-    reserve: float = 0.10  # share of device pages kept for generating turns
+    reserve: float = 0.10  # fraction of the device pages kept for generating turns
     swap_outs_max: int = 64  # copies started by one iteration
     staging_pages: int = 0  # of each of two arenas for streamed turns; 0: no turn is streamed
 
@@ -83,7 +83,10 @@ class CacheConfig:
 
 
 class PagePool:
-    """Hand out page numbers, the last freed first because it is in the caches. Double frees fail."""
+    """Hand out page numbers, the last freed page first, because it may still be in the CPU's caches.
+
+    Freeing a page twice fails.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -122,7 +125,7 @@ class CacheCounters:
     swapped_out: int = 0
     swapped_in: int = 0
     reclaimed: int = 0  # device page taken, host copy stays
-    reclaim_hits: int = 0  # copied to the host ahead of need, and still on the device on return
+    reclaim_hits: int = 0  # copied to the host, but still on the device when needed again
     dropped: int = 0  # last copy dropped
     marked_to_drop: int = 0  # the host has no copy, or no longer has it
     copied_on_write: int = 0
@@ -154,7 +157,7 @@ class SwapInFlight:
     """A swap-in or swap-out that has not finished."""
 
     source: Chunk
-    target: Chunk  # the source itself, except in a swap-in that is a copy on write
+    target: Chunk  # differs from the source only in a swap-in that is a copy on write
     inward: bool
     num_slots: int  # valid at the target when the copy has finished
 
@@ -216,7 +219,7 @@ class Tiers:
             self.free_device(chunk)
 
     def count_reclaimable(self, chunk: Chunk, sign: int) -> None:
-        """Call with -1 before, and with +1 after a change that affects whether a chunk is reclaimable."""
+        """Call with -1 before a change that may make a chunk reclaimable or not, and with +1 after it."""
         if chunk.reclaimable and chunk.idle:
             assert chunk.branch is not None
             chunk.branch.num_reclaimable += sign
@@ -245,7 +248,7 @@ class Tiers:
         return SwapOut(copy_id, chunk.device_page, chunk.host_page, chunk.filled)
 
     def finish_swap(self, copy_id: int) -> SwapInFlight:
-        """Mark the copied slots as valid. The caller still has to release source and target."""
+        """Mark the copied slots as valid. The caller must then release source and target."""
         swap = self.swaps.pop(copy_id)
         if swap.inward:
             self.num_swapping_in -= 1
@@ -262,7 +265,7 @@ class Tiers:
         self.held_sources.append(chunk)
 
     def release(self, chunk: Chunk) -> bool:
-        """Note that a copy of a chunk has finished; True if it was the last and the chunk is idle."""
+        """Note that a copy of a chunk has finished; True if no other copy is left and the chunk is idle."""
         chunk.in_flight -= 1
         if chunk.in_flight:
             return False

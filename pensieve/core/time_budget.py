@@ -1,46 +1,49 @@
 """Limit the prompt tokens of an iteration for which generating turns wait.
 
-A generating turn waits for the whole iteration, so a long piece of one client's prompt is a gap in all other
-replies. `TimeBudget` predicts the time of an iteration (cost.py). Prompts join as long as the prediction
-stays within the smaller of
+A generating turn waits for the whole iteration, so a long piece of one client's prompt delays all other
+replies. `TimeBudget` predicts the time of an iteration (cost.py). Prompts join as long as the prediction is
+within both limits:
 
-    tbt_seconds             the objective for the time between two tokens of a reply prompt_seconds_max
-    added to the time without prompts; up to twice as much, in proportion, if more than
-                            BACKLOG_SECONDS of prompts wait
+    tbt_seconds           the longest time of an iteration: the objective for the time between two tokens of
+                          a reply
+    prompt_seconds_max    the longest time that prompts may add to an iteration. While more than
+                          BACKLOG_SECONDS of prompts wait, the limit grows in proportion to the waiting
+                          prompts, at most to twice its value.
 
-Also, a turn is not admitted beside others if all of them would miss the objective once they generate, without
-any prompt. So a batch is as large as the objective allows. A turn that alone would miss the objective is
-admitted all the same.
+A limit of 0 means no limit. There is also no limit while no turn generates. TOKENS_MIN tokens of the first
+prompt are always allowed, so every prompt is computed even on a slow machine. These tokens cost little if
+reading the weights takes most of the time.
 
-0 means no limit. There is also no limit while no turn generates. TOKENS_MIN of the first prompt are always
-allowed, so a prompt ends however slow the machine is. They cost little if reading the weights takes most of
-the time.
+Also, a turn is admitted only if all running turns will still meet the objective when they generate without
+any prompt. So a batch is as large as the objective allows. A turn that would miss the objective even alone is
+admitted anyway.
 
 **A closed loop.** The time of generating turns and the time added by prompts are predicted separately, and
 measurements correct both:
 
     seconds = a · predicted without prompts + b · predicted of the prompts' pieces
 
-b is the second highest of the last few measured ratios (a, before the first). So one late iteration changes
-nothing, but two do. If a machine's times vary, pieces become shorter, because the P99 of the times matters
-and not their median.
+**a** is measured seconds / predicted seconds of the last iteration without prompts. So the prediction needs
+to know only how iterations differ, not how fast the machine is at the moment. a is measured before any prompt
+joins. If there are always prompts, one iteration in PROBE_AFTER has none. Without such iterations, a wrong
+prediction for more turns or longer contexts would count as time of the prompts, and their pieces would become
+shorter and shorter. If an iteration with prompts takes clearly less time than predicted without them, a is
+measured again.
 
-a is the ratio of the last iteration without prompts. So the prediction must know only how iterations differ,
-not how fast the machine is at the moment. a is measured before any prompt joins. If there are always prompts,
-every PROBE_AFTER-th iteration has none. Otherwise prediction errors for more turns or longer contexts would
-be charged to the prompts, whose pieces would become shorter and shorter. If an iteration with prompts takes
-clearly less time than predicted without them, a is measured again.
+**b** is the second highest of the last few ratios measured / predicted of the time that prompts added. Before
+the first measurement, b is a. So one late iteration changes nothing, but two do. If the times of a machine
+vary, pieces become shorter. This is intended, because the objective is about the P99 and not the median.
 
-If reading the weights takes most of the time, a few tokens cost nothing, and a b learned from them would
-allow pieces that are far too long. So no iteration has more than GROWTH times the most prompt seconds (as
-predicted) that were measured recently, and not more than that most if the last one was slow. Pieces double
-until they take time, or reach the limit.
+**Growth.** If reading the weights takes most of the time, a few prompt tokens cost nothing. A b learned from
+them would allow far too long pieces. So an iteration may have at most GROWTH times the largest prompt time
+that was measured recently (in predicted seconds). If the last iteration was slow, the limit is lower. So
+pieces double until they take time, or reach the limit.
 
-`plan` and `commit` get the times as arguments, so a journal replays to the same pieces. With pipeline stages,
-a turn's next token comes after as many iterations as there are stages. So each iteration may add its part of
-prompt_seconds_max, and the iterations in flight determine the objective (pipeline_stages.py). The time of an
-iteration in which a turn generates is from the last commit to its own, because a generating turn waits for
-all of that.
+`plan` and `commit` get the times as arguments, so a replayed journal has the same pieces. With S pipeline
+stages, a turn's next token comes after S iterations. So each iteration may add an S-th of prompt_seconds_max.
+The iterations in flight determine how long an iteration may take to meet the objective (pipeline_stages.py).
+If an iteration has decodes, its time counts from the previous commit to its own commit, because generating
+turns wait for all of this time.
 """
 
 from __future__ import annotations
@@ -55,10 +58,10 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 
 NUM_KEPT = 7  # measurements of what prompts add
-TYPICAL = 256  # tokens of a piece
-PROBE_AFTER = 16  # iterations with prompts, until there is one without
-GROWTH = 2.0  # of the predicted seconds of prompts, from one iteration to the next
-BACKLOG_SECONDS = 2.0  # of prompts that wait or have begun, as predicted and corrected
+TYPICAL = 256  # tokens of a typical piece
+PROBE_AFTER = 16  # successive iterations with prompts, before one without
+GROWTH = 2.0  # largest factor for the predicted seconds of prompts, over recent iterations
+BACKLOG_SECONDS = 2.0  # corrected prediction for the prompts that wait or have begun
 BACKLOG_FACTOR = 2.0
 STALE_SHARE = 0.75  # of the time without prompts; an iteration below it shows that `a` is outdated
 
@@ -112,8 +115,8 @@ class TimeBudget:
     def has_room_for(self, turn: Turn, running: Collection[Turn]) -> bool:
         """Whether a turn may run beside the running ones.
 
-        It may if a place is free and all of them could generate together within the objective. A turn that
-        could not even do so alone is allowed.
+        It may if fewer than `turns_max` turns run and all of them could generate together within the
+        objective. A turn that would miss the objective even alone is also allowed.
         """
         if len(running) >= self._turns_max:
             return False
@@ -158,7 +161,7 @@ class TimeBudget:
             self._without = None
         elif builder.num_prompt_tokens >= TOKENS_MIN and added:
             if not builder.num_decodes and self._added:
-                return  # it had no limit, so its size may be out of proportion
+                return  # the iteration had no limit, so its prompts may be unusually large
             self._added.append(_Measured(max(measured - base, 0.0) / added, added))
 
     def _longest(self, now: float) -> float:
@@ -175,15 +178,15 @@ class TimeBudget:
 
     @property
     def _slowness(self) -> float:
-        """b, once a ratio was measured."""
+        """The factor b; only valid if a ratio was measured."""
         return second_highest([each.ratio for each in self._added])
 
     def _predicted_within(self, seconds: float, a: float) -> float:
-        """Return the predicted seconds of prompts that really take `seconds`."""
+        """Return the predicted seconds that prompts may have so that they really take `seconds`."""
         if not self._added:
             return seconds / a
         b, most = self._slowness, max(each.predicted for each in self._added)
-        if b * most < seconds:  # more than was measured: grow, unless the last one was slow
+        if b * most < seconds:  # more than was measured: grow, unless the latest was slow
             latest = max(b, self._added[-1].ratio)
             return max(most, min(seconds / latest, GROWTH * most) if latest else GROWTH * most)
         return seconds / b if seconds else 0.0

@@ -6,8 +6,8 @@
                    SUSPENDED   (holds no page; its progress is kept)
 
 A turn's progress is one number, `frontier`: every position below it has KV on the device (for a streamed
-turn: on the host) or in a launched iteration. `tokens` is the conversation's whole log, the new prompt and
-the sampled tokens. It is kept until the turn ends.
+turn: on the host) or is computed by a launched iteration. `tokens` is the conversation's whole log, followed
+by the new prompt and the sampled tokens. `tokens` is kept until the turn ends.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
 class Usage:
     """The sources of the tokens of a turn's context, and the times of its stages (engine seconds).
 
-    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens. shared_tokens are those of
-    the device and host tokens that another conversation has computed.
+    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens. shared_tokens are the device
+    and host tokens that another conversation has computed.
     """
 
     new_tokens: int = 0
@@ -86,7 +86,7 @@ class TurnOptions:
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
     away_seconds: float = 0.0  # how long the client expects to be away after the turn
-    background: bool = False  # no client waits: it takes the room that others leave
+    background: bool = False  # a turn of a batch job, which gets what interactive turns leave
     constraint: Constraint | None = None  # the required form of the reply
     continues_text: bool = False  # the prompt ends within a text: prefill, text completions
 
@@ -111,12 +111,12 @@ class Turn:
     warm: bool = False  # fill the holes, sample nothing
     share: str = ""  # its owner in fair queueing, usually a tenant; see fair_queue.py
     weight: float = 1.0  # of that share
-    shared_tokens: int = 0  # with which its conversation begins as a fork of another one
+    shared_tokens: int = 0  # first tokens that its conversation got as a fork of another one
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # its number in the order of arrival
     streamed: bool = False  # its KV is on the host while it runs; see streamed_pages.py
-    moved_back: bool = False  # suspended because it had used up its share of time
+    moved_back: bool = False  # suspended because its `time_share` was used up
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
     outputs_before: int = 0  # its output tokens when it was last admitted
     level: int = 0  # its priority, plus one for each time that it was preempted by a higher level
@@ -150,8 +150,8 @@ class Turn:
     def num_missing(self) -> int:
         """The most positions of its context that must be computed before its next token.
 
-        Before admission, it is unknown which part of the history has KV. Then only the prompt counts, and
-        nothing for a suspended turn.
+        While the turn is not running, it is unknown which part of its context has KV. Then only the prompt
+        of a queued turn counts, and nothing of a suspended turn.
         """
         if self.state is TurnState.RUNNING:
             return len(self.tokens) + self.pending_tokens - self.frontier
@@ -164,7 +164,10 @@ class Turn:
         return len(self.tokens) - self.prompt_end
 
     def first_admitted(self, device_tokens: int, host_tokens: int, now: float) -> None:
-        """Set the usage at the first admission: history tokens found in the tiers, the rest recomputed."""
+        """Set the usage at the first admission.
+
+        `device_tokens`, `host_tokens`: tokens of the history found in the tiers. The rest is recomputed.
+        """
         history_kv = self.computed_to = self.history_kv
         self.usage.admitted_at = now
         self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
@@ -195,8 +198,9 @@ class Turn:
     def give_way(self, other: Turn, arrival: int) -> None:
         """Let another turn take this turn's place.
 
-        A turn that gives way to a higher level of its own share rises by one level, so this happens only a
-        few times. A turn that has used up its share of time is queued again with this `arrival` number.
+        If the other turn has the same share and a higher level, this turn rises by one level, so this happens
+        only a few times. If it has the same share and level, the time of this turn is used up. Then this turn
+        is queued again with the number `arrival`.
         """
         if other.share == self.share and self.level < other.level:
             self.level += 1

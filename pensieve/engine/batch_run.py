@@ -3,30 +3,31 @@
 Each request is a turn in a conversation that only the engine knows. The conversation is deleted when the
 request has its result. group_feed.py decides which request is submitted next.
 
-**How a prefix is shared.** The opener of a group is submitted with its whole prompt. Its first token shows
-that its prompt is computed. Then its conversation is forked at the end of the prefix, and the other requests
-begin as forks of that fork:
+**How a prefix is shared.** The first request of a group, its opener, is submitted with its whole prompt. When
+its first token arrives, the prompt has been computed. Then the opener's conversation is forked at the end of
+the prefix, and the other requests begin as forks of that fork:
 
-    ~batch/night/7      [prefix ··········|its own]                     the opener; deleted when it has ended
-    ~batch/night/p2     [prefix ··········]                             a fork of it; deleted with the group
-    ~batch/night/8      [prefix ··········|its own]                     a fork of p2
+    ~batch/night/7      [prefix ··········|own tokens]     the opener; deleted when it has ended
+    ~batch/night/p2     [prefix ··········]                a fork of the opener; deleted with the group
+    ~batch/night/8      [prefix ··········|own tokens]     a fork of p2
 
-No request depends on p2. A fork of an evicted conversation shares the part that is left, and the engine
-computes the rest. If a request had to compute a part of its prefix, p2 is made again as a fork of its
-conversation. So no special case is needed after an eviction, a pause or the loss of an engine.
+If a part of p2 was evicted, a fork shares only the part that is left, and the engine computes the rest. If a
+request had to compute a part of its prefix, p2 is replaced by a fork of this request's conversation. So no
+special case is needed after an eviction, a pause or the loss of an engine.
 
     go ──> messages for the engine          call it at the start, and after each `take` or `resume`
-    take(event) ──> Finished or None        for events of its own turns (`owns`)
+    take(event) ──> Finished or None        call it with events of the batch's turns (`owns`)
 
 Each request has one result. If its turn was cancelled, or ended because the engine failed or its queue was
-full, the request is submitted again. It is then computed from the start, with the same seed and so the same
-reply.
+full, the request is submitted again. It is then computed from the start. The seed is the same, so the reply
+is the same.
 
-After QUEUE_FULL nothing is submitted until there is an event of a turn of the batch, or no turn is left.
+After QUEUE_FULL, nothing is submitted until a turn of the batch has an event. If the batch has no turn left,
+submitting continues.
 
-There are two other ways of sharing, for comparison. `off` runs each request by itself, in the order of the
-file. `lru` runs them in that order, each as a fork of the latest request with the same beginning, and keeps
-conversations in the cache until they are evicted.
+For comparison, there are two other modes of sharing. `off` runs each request by itself, in the order of the
+file. `lru` also runs the requests in the order of the file. Each is a fork of the latest request that begins
+with the same tokens, and conversations stay in the cache until they are evicted.
 """
 
 from __future__ import annotations
@@ -84,13 +85,13 @@ class Finished(NamedTuple):
 class _Active:
     request: int
     group: int
-    shared_tokens: int  # tokens of its prompt that a fork may bring
+    shared_tokens: int  # tokens of its prompt that it may get from a fork
     opens: bool
-    missing_tokens: int | None = None  # when it was admitted
+    missing_tokens: int | None = None  # at its admission; None: not admitted
     samples: list[SampledToken] = field(default_factory=list)
 
     def has_computed_of_prefix(self, num_tokens: int) -> bool:
-        """Whether it computed more of its prompt than a fork of the whole prefix would have left."""
+        """Whether it has computed a part of its prefix. `num_tokens`: the length of its prompt."""
         return (
             self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens + 1
         )
@@ -246,7 +247,7 @@ class BatchRun:
         )
 
     def _prompt_computed(self, active: _Active) -> None:
-        """Open a request's group at its first token: the group's prefix is computed then."""
+        """Open a request's group when the first token arrives, because the group's prefix is computed."""
         if self._latest is not None:
             self._latest.computed(active.request)
         prefix_tokens = self._feed.prefix_tokens_of(active.group)
@@ -292,7 +293,7 @@ class BatchRun:
 
 
 class _Latest:
-    """Find the latest computed request with the same beginning, in whole chunks."""
+    """Find the latest computed request that begins with the same tokens, in whole chunks."""
 
     def __init__(self, prompts: Sequence[array[int]], chunk_tokens: int) -> None:
         self._prompts, self._size = prompts, chunk_tokens
@@ -301,7 +302,10 @@ class _Latest:
         self._latest: dict[int, int] = {}  # request, by the number of a chunk
 
     def like(self, request: int) -> tuple[int | None, int]:
-        """Return the request that shares the longest beginning, and its tokens (never the last token)."""
+        """Return the request with the longest common prefix, and the prefix's length in tokens.
+
+        The last token of a prompt never counts as common.
+        """
         found, num_shared = None, 0
         for count, chunk in enumerate(self._chunks_of(request), 1):
             if chunk not in self._latest:

@@ -3,7 +3,7 @@
     "d12b3-2h40c1"    12 chunks on the device, 3 on both tiers, a hole of 2, 40 on the host, 1 being copied
 
 A picture is requested twice a second. So it shows only the conversations that were used last, and only the
-last chunks of long ones. Its cost does not grow with the cache.
+last chunks of long conversations. Its cost does not grow with the size of the cache.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     SubmitTurn(turn_id=7, tokens=b"....", …)  <->  ["SubmitTurn", 7, "conversation", 4, …] and b"...."
 
-A value is written as its class name and its fields in order, without trailing fields that have their default.
-A field of type bytes is written as its length; the bytes travel beside the JSON (a journal leaves them out).
-Decoding makes only the classes in KINDS, from the declared types of their fields, so no input can become
-code.
+A value is written as its class name and its fields in order. Trailing fields with default values are omitted.
+A field of type bytes is written as its length. The bytes are sent separately, after the JSON; a journal omits
+them. Decoding creates only instances of the classes in KINDS, by the declared types of their fields, so no
+input can run code.
 
 A new field needs no change here if its type is int, float, str, bool, bytes, an enum of strings, an optional
 of these, a tuple, a dict with plain keys and values, a NamedTuple or a dataclass.
@@ -34,7 +34,7 @@ class Unreadable(ValueError):
 
 
 def encode(value: EngineMessage | EngineEvent) -> tuple[list[Any], bytes]:
-    """Return the JSON values of a message or event, and the bytes that travel beside them."""
+    """Return the JSON values of a message or event, and its bytes, which are sent after the JSON."""
     form = _form_of(type(value))
     items = list(form.read(value))
     body = b""

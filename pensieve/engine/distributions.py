@@ -5,14 +5,14 @@ A `Histogram` is like those of Prometheus: counts of values by bounds, and the s
     bounds    0.1   0.5   2.0
     counts     3     0     4     1      values up to this bound and above the previous one; last: above all
 
-`add` is a bisection and two additions. One thread adds. Another thread may read at the same time: its sum may
-be one value ahead of its counts.
+`add` costs a bisection and two additions. One thread adds values. Another thread may read at the same time;
+it may see a sum that already includes one value more than the counts.
 
 `RecentTimes` keeps quantiles of durations over the latest five minutes. It counts durations in BUCKETS
-buckets, each RATIO times as wide as the previous one, so a quantile is right to within 2 %. It has counts for
-each of five minutes and drops the oldest minute as a whole, which takes a few kilobytes. If there is an
-objective, it also counts exactly how many durations met it. A `RecentShare` is a part of a whole over the
-same minutes. Both get the time as an argument, so any clock works.
+buckets, each RATIO times as wide as the previous one. So the error of a quantile is at most 2 %. Each minute
+has separate counts, and the oldest minute is dropped as a whole. This takes a few kilobytes. If there is an
+objective, the durations that met it are counted exactly. A `RecentShare` is a fraction over the latest five
+minutes. Both get the time as an argument, so they work with any clock.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RecentTimes:
         return [(_middle(i), num) for i, num in enumerate(self._counts(now)) if num]
 
     def attained(self, now: float) -> float:
-        """Return the share of durations that met the objective; 1 if there are none."""
+        """Return the fraction of durations that met the objective; 1 if there are no durations."""
         total = sum(self._counts(now))
         return sum(each.num_within for each in self.intervals) / total if total else 1.0
 

@@ -1,30 +1,33 @@
 """The engine's loop: take messages, run an iteration per step, and publish events.
 
-`step` plans one iteration and commits one outcome. It runs in one thread, and no other thread touches the
-scheduler. An executor of depth 2 computes while the next iteration is planned and launched:
+`step` plans one iteration and commits one outcome. It runs in one thread, and no other thread uses the
+scheduler. The executor's depth is the number of iterations that may be launched and not collected. At depth
+2, the executor computes one iteration while the next iteration is planned and launched:
 
     depth 1     plan 1, launch 1, collect 1 │ plan 2, launch 2, collect 2 │ …
     depth 2     plan 1, launch 1 │ plan 2, launch 2, collect 1 │ plan 3, launch 3, collect 2 │ …
 
 A step collects and commits the oldest launched iteration in two cases: `depth` iterations are launched, or
-nothing more can be planned without an outcome. So no launched iteration is left when a step returns False.
+nothing more can be planned without an outcome. So when a step returns False, every launched iteration has
+been collected.
 
-At depth 2 the engine always plans ahead. This wastes one token for each turn that ended in the meantime
-(`tokens_idle`), and a message may wait for one more iteration.
+At depth 2, the engine always plans one iteration before the previous outcome is known. This wastes one token
+for each turn that ends with that outcome (`tokens_idle`), and a message may wait for one more iteration.
 
-The engine knows the tokens of a conversation's log as long as the cache has KV of it
-(`CachedConversation.log`), so a message brings only new tokens. A turn of an unknown conversation waits
-outside the scheduler until the service has provided the log. Before that, a turn whose constraint is not
-compiled yet is held back (held_turns.py).
+As long as the cache has KV of a conversation, the engine also has the tokens of its log
+(`CachedConversation.log`). So a message brings only new tokens. A turn of an unknown conversation waits
+outside the scheduler until the service has provided the log. If a turn has a constraint that is not compiled
+yet, the turn is first held back (held_turns.py).
 
-An impossible message ends only its own turn: limits are checked here, although the service has checked them.
+The service has already checked the limits of a message. They are checked again here, so an invalid message
+ends only its own turn.
 
-`num_rounds` counts the rounds of `run`: iterations and idle waits. Rounds are short, so if the number stands
-still for long, the main thread hangs.
+`num_rounds` counts the rounds of `run`: iterations and idle waits. Rounds are short, so if the number does
+not change for long, the main thread hangs.
 
 If the executor fails (a device error, out of memory), `run` ends every turn with ENGINE_FAILED, closes the
-mailbox and raises. Launched iterations are not collected. No history is lost, because the store has it. The
-process that started this engine starts another one.
+mailbox and raises. Launched iterations are not collected. No history is lost, because it is in the store. The
+service then starts another engine process.
 """
 
 from __future__ import annotations
@@ -134,11 +137,11 @@ class Engine:
         self.metrics = Metrics(self.scheduler, self.clock.now())
         self.turn_times = TurnTimes(self.scheduler, self.config.ttft_seconds)
         self._observers: tuple[Observer, ...] = (self.metrics, self.turn_times, *observers)
-        self.num_rounds = 0  # of `run`; read by other threads
+        self.num_rounds = 0  # rounds of `run`; other threads read this
         self.held = HeldTurns(ports.preparer, ports.mailbox.wake)
         self.hand_over = HandOver(self.scheduler.cache, ports.pages)
         self._launched: deque[Iteration] = deque()  # not collected yet, oldest first
-        # Called in idle rounds; raises an error that no turn would notice.
+        # Called in idle rounds. Raises an error that would otherwise go unnoticed while no turn runs.
         self.check_idle: Callable[[], None] = lambda: None
         # Turns whose log the service was asked for, by turn_id.
         self._lacking_log: dict[int, SubmitTurn] = {}
@@ -265,7 +268,7 @@ class Engine:
         scheduler, conversation_id = self.scheduler, message.conversation_id
         running = scheduler.turn_of(conversation_id)
         if running is not None and running.warm and not message.warm:
-            # The turn for which the warm was meant is here. It uses the KV that the warm has brought so far.
+            # The conversation's next turn has arrived. It uses the KV that the warm has brought so far.
             scheduler.cancel(running.turn_id, len(running.tokens), now)
             running = None
         events = self._give_up_waiting(conversation_id, now, warms_only=True)
@@ -326,7 +329,7 @@ class Engine:
         self.scheduler.submit(turn, now)
 
     def _known_log(self, message: SubmitTurn) -> array[int] | None:
-        """Return a copy of the log before the message's first position, or None if a part is unknown.
+        """Return a copy of the log before the message's first position; None if a part of it is unknown.
 
         For a new conversation, the log may come from the conversation `prefix_of`.
         """
@@ -345,8 +348,8 @@ class Engine:
         known = array("I")
         known.frombytes(message.tokens)
         if len(known) == waiting.first_position:
-            # If the cache had KV of this conversation, the log would not have been needed. So a cached
-            # conversation with this id is outdated. Do not compare tokens instead: a journal has none.
+            # If the cache had valid KV of this conversation, the log would not have been needed. So a cached
+            # conversation with this id is outdated. Tokens are not compared, because a journal has none.
             self.scheduler.rewind(waiting.conversation_id, 0, now)
             self._begin(waiting, known, now)
         else:
@@ -355,7 +358,7 @@ class Engine:
     def _give_up_waiting(
         self, conversation_id: str, now: float, *, warms_only: bool = False
     ) -> list[EngineEvent]:
-        """End the turns of a conversation that wait for its log, or are held."""
+        """End the turns of a conversation that wait for its log or for their constraints."""
         ended: list[EngineEvent] = []
         for message in [] if warms_only else list(self.held.turns.values()):
             if message.conversation_id == conversation_id:

@@ -1,27 +1,27 @@
-"""Transfer the KV of a conversation from one engine to another, a part at a time; both sides.
+"""Transfer the KV of a conversation from one engine to another, in parts. This module has both sides.
 
     the source      ExportKv ──> KvExported                  reads pages, changes nothing
     the receiver    OpenImport, then ImportKv ──> Answer     adopts chunks (core/adoption.py)
 
-**From the end.** The last chunks come first, because they cost most to recompute and are usable when a
-transfer stops early. An `ExportKv` names the chunk before which to continue, and the answer names the next
-such chunk, so the source has no state between two parts.
+**The last chunks first.** They cost most to recompute, and they are usable if the transfer stops early. An
+`ExportKv` says before which chunk the part ends. The answer says the same for the next part, so the source
+keeps no state between two parts.
 
 **Exported chunks.** The conversation must have no running turn. Its chunks are exported as far as its log
-reaches and a tier has KV. A chunk is read from the host if its copy there is complete, and from the device
-otherwise. If a running turn of another conversation holds the chunk, it is read only from a complete copy on
-the host, because that turn may still fail. A part has at most `num_bytes_max` bytes, or one chunk if that is
-longer.
+reaches and a tier has KV. A chunk is read from the host if the host copy is complete, otherwise from the
+device. If a running turn of another conversation holds the chunk, only a complete host copy is read, because
+that turn may still fail. A part has at most `num_bytes_max` bytes, or one chunk if a chunk is larger.
 
-**Wrong KV is never adopted.** Each chunk travels with its CRC, which is checked before the core sees the
-message (`verified`); a wrong chunk counts as missing. Each part has a digest of all tokens up to its end. The
-service compares it with its own log before it forwards the part (conversations/hand_over.py). `OpenImport`
-opens an import, and is sent before the service reads that log. Every message that could change or use the
-conversation closes the import. A part is not adopted if its import is not open, or if the chunks adopted
-before were evicted.
+**Wrong KV is never adopted.** Each chunk is sent with its CRC, which is checked before the core gets the
+message (`verified`). A chunk with a wrong CRC counts as missing. Each part has a digest of all tokens up to
+the end of the part. The receiving service compares the digest with its own log before it forwards the part
+(conversations/hand_over.py). Before it reads this log, it sends `OpenImport`, which opens an import. Every
+message that could change or use the conversation closes the import. A part is not adopted if its import is
+not open, or if the chunks adopted before were evicted.
 
-`verified` takes time in proportion to the bytes and needs no state, so the thread that reads the pipe calls
-it. Its result is a field of the message, so a journal has it and a replay adopts the same chunks.
+The time of `verified` is proportional to the number of bytes. It needs no state, so the thread that reads the
+pipe calls it. Its result is a field of the message. So the journal contains the result, and a replay adopts
+the same chunks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.ports import KvPages
 
-IMPORTS_MAX = 256  # open at once; beyond that, the oldest is closed
+IMPORTS_MAX = 256  # open at once; beyond this number, the oldest import is closed
 DIGEST_BYTES = 16
 NOT_HERE, RUNS, NO_PAGES = "NOT_HERE", "RUNS", "NO_PAGES"  # why nothing is exported
 
@@ -62,7 +62,7 @@ def digest_of(tokens: array[int]) -> str:
 
 
 def verified(message: ImportKv, slot_bytes: int) -> ImportKv:
-    """Return the message with the places of its damaged chunks. Thread-safe."""
+    """Return the message with the indexes of its damaged chunks. Thread-safe."""
     body = memoryview(message.body)[message.num_log_tokens * TOKEN_BYTES :]
     if len(message.crcs) != len(message.slots) or len(body) != sum(message.slots) * slot_bytes:
         return replace(message, damaged=tuple(range(len(message.slots))), is_verified=True)

@@ -1,18 +1,19 @@
 """Hold turns back while their constraints compile in another thread.
 
     SubmitTurn ──prepare──> ready      the engine takes the turn
-                            not ready  the turn is held; a thread wakes the mailbox, and the next step
-                                       takes it
+                            not ready  the turn is held; when the constraint is ready, a thread wakes the
+                                       mailbox, and the next step takes the turn
 
-For the scheduler, the observers and a journal, the message of a held turn arrives when it is taken. So it
-delays no other turn, and a replay, whose turns have no constraints, holds none. While a turn is held:
+The scheduler, the observers and a journal get the message of a held turn when the turn is taken. So a held
+turn delays no other turn. A replay holds no turns, because its turns have no constraints. While a turn is
+held:
 
-    CancelTurn, DeleteConversation      end it
-    another turn of its conversation    is refused, as if it ran
-    deletion of its prefix              lets it begin without the prefix
-    turns_queued_max                    counts it
+    CancelTurn, DeleteConversation      end the turn
+    another turn of its conversation    is refused, as if the held turn were running
+    deletion of its prefix              lets the turn begin without the prefix
+    turns_queued_max                    counts the turn
     a closed mailbox                    does not end the engine before the turn is taken
-    a fork, a rewind, an eviction       act as if it had not come yet
+    a fork, a rewind, an eviction       ignores the turn
 
 A conversation has at most one held turn. Held turns of different conversations do not wait for each other.
 """

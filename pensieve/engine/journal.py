@@ -1,18 +1,23 @@
 """Record the inputs of the scheduler in a journal, and replay them.
 
-A journal has one JSON object per line: each message (lengths, never token ids or text), each `now`, and of
-each outcome the parts that the core uses (finished copies, which turns sampled a token and whether it ended
-the reply, failures). An outcome belongs to the oldest iteration that has none yet, so the order of the lines
-shows how far planning was ahead. A fresh scheduler plans identical iterations from these lines, because it
-reads no clock and no token's value. `Replay` does that and compares a hash per iteration. The predicted
-seconds of an iteration are recorded only for readers of the file: a replay predicts them again.
+A journal has one JSON object per line. It records:
 
-A restarted engine appends to the journal, so a journal has one or more engines, and each begins with its
-configuration. Every line is written at once. A killed engine leaves at most one incomplete line, which is
-accepted. Any other unreadable line is damage.
+* each message, with lengths instead of token ids and text;
+* each `now`;
+* of each outcome, the parts that the core uses: finished copies, failures, and which turns sampled a token
+  and whether the token ended the reply.
 
-If a journal cannot be written (on a full disk, say), it is given up with a warning and the engine continues
-without it, because a journal with a gap would not replay.
+An outcome belongs to the oldest iteration that has no outcome yet. So the order of the lines shows how many
+iterations were planned ahead. A new scheduler plans identical iterations from these lines, because it reads
+neither a clock nor the values of tokens. `Replay` does that and compares a hash for each iteration. The
+predicted seconds of an iteration are recorded only for human readers. A replay predicts them again.
+
+A restarted engine appends to the journal, so a journal has the lines of one or more engines. The lines of an
+engine begin with its configuration. Every line is written at once. A killed engine leaves at most one
+incomplete line, which is accepted. Any other unreadable line is damage.
+
+If a journal cannot be written (for example on a full disk), the engine logs a warning and stops recording,
+because a journal with a gap would not replay. The engine itself continues.
 """
 
 from __future__ import annotations
@@ -80,7 +85,7 @@ def opened(path: Path) -> TextIO:
         with path.open("rb") as before:
             before.seek(-1, 2)
             if before.read() != b"\n":  # its writer was killed
-                with contextlib.suppress(OSError):  # then it stays in the file's buffer
+                with contextlib.suppress(OSError):  # the line break stays in the file's buffer
                     file.write("\n")
     return file
 
@@ -206,8 +211,8 @@ class _Recorded:
 class Replayed(NamedTuple):
     """An iteration that was replayed as recorded, with the recorded times.
 
-    `begun` is the time when its computation began: when it was planned, or when the previous iteration ended,
-    whichever is later.
+    `begun` is the time when the computation of the iteration began. This is the time when it was planned, or
+    when the previous iteration ended, whichever is later.
     """
 
     iteration: Iteration
@@ -262,7 +267,10 @@ class Replay:
                 yield replayed
 
     def _entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield every complete line with its number. The next line tells if a damaged line is an error."""
+        """Yield every complete line with its number.
+
+        A damaged line is an error unless a new engine begins after it, or it is the last line.
+        """
         damaged = 0  # the number of the previous line, if it was damaged
         for number, line in enumerate(self._lines, 1):
             if not line.strip():

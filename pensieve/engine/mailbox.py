@@ -2,10 +2,10 @@
 
 Messages enter through the `Mailbox`. Events leave through a sink, usually an `Outbox`.
 
-A mailbox holds `messages_max` messages. `put` refuses further ones with QueueFull, and
-`put_when_there_is_room` waits. Cancels and deletions are always taken, because they only free memory. An
-outbox holds `events_max` events. An engine that publishes into a full outbox waits for its reader. The reader
-must bound what each stream leaves unread.
+A mailbox holds `messages_max` messages. If it is full, `put` raises QueueFull, and `put_when_there_is_room`
+waits. Cancels and deletions are always accepted, because they only free memory. An outbox holds `events_max`
+events. An engine that publishes into a full outbox waits for the reader. So the reader must not wait for slow
+clients: it must limit the unread events of each stream.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Mailbox:
             return found
 
     def wake(self) -> None:
-        """End the engine's wait, or its next one, without a message."""
+        """End the engine's current or next `wait` without a message."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

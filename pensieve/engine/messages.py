@@ -17,8 +17,8 @@ TOKEN_BYTES = 4  # of a packed token id
 class SubmitTurn:
     """Run a turn. Its context is the conversation's log followed by the tokens of the new messages.
 
-    `tokens` are those of the positions from `first_position` on. The engine knows the tokens before them as
-    long as it has KV of the conversation; otherwise it asks for them with `LogNeeded`.
+    `tokens` are the tokens from position `first_position` on. If the engine has KV of the conversation, it
+    also has the earlier tokens. Otherwise it asks for them with `LogNeeded`.
     """
 
     # Unique for the life of the engine, in all messages, in core and in journals. It is the `LiveTurn.number`
@@ -113,7 +113,7 @@ class ExportKv:
 
     query_id: int
     conversation_id: str
-    num_tokens: int  # of the log; KV after them is not wanted
+    num_tokens: int  # of the log; KV after these tokens is not wanted
     before_chunk: int  # the part ends before this chunk; 0: where KV ends
     num_bytes_max: int  # of the part; one chunk may be longer
 
@@ -160,12 +160,12 @@ EngineMessage = (
     | OpenImport
     | ImportKv
 )
-Freeing = CancelTurn | DeleteConversation  # they only free memory, and are never refused
+Freeing = CancelTurn | DeleteConversation  # messages that only free memory are never refused
 
 
 @dataclass(frozen=True, slots=True)
 class LogNeeded:
-    """A turn needs a conversation's log, which the engine does not know: it waits for `ProvideLog`."""
+    """A turn needs a conversation's log, which the engine does not have. The turn waits for `ProvideLog`."""
 
     turn_id: int
     conversation_id: str

@@ -1,18 +1,18 @@
 """Figures of an engine, by name: counts of its work (`Metrics`), and times of its turns (`TurnTimes`).
 
-    gap           from a token of a reply to the next one, including suspensions
+    gap           from a token of a reply to the next token, including suspensions
     first token   from a turn's SubmitTurn to its first token
-    stall         a gap longer than STALL_RATIO times the median of the latest minutes, and longer than the
-                  objective, if there is one
-    suspension    from the time when a turn loses its place until it runs again or ends; counted at its end
-    error         of an iteration's predicted time, as a share of its real time; the latest ERRORS_KEPT
+    stall         a gap longer than STALL_RATIO times the median gap of the latest five minutes, and longer
+                  than the objective if there is one
+    suspension    from the suspension of a turn until the turn runs again or ends; counted at that time
+    error         |predicted time - real time| / real time of an iteration; the latest ERRORS_KEPT are kept
 
-Times are figures of the latest five minutes (distributions.py), except stalls. They are taken in the engine
-when an outcome is committed, so pipe, service and network do not count.
+All of these but stalls and errors cover the latest five minutes (distributions.py). Times are taken in the
+engine when an outcome is committed, so the times of pipe, service and network do not count.
 
-Times are cheap to record: nearly all turns that get a token got their previous token in the same iteration,
-and so have the same gap. So each token costs one dictionary lookup. Only each distinct gap is added to a
-histogram, which costs a logarithm. Suspended turns are checked in each iteration; usually there are none.
+Times are cheap to record. Nearly all turns that get a token got their previous token in the same iteration,
+so they have the same gap. A token costs one dictionary lookup. Each distinct gap is added to a histogram
+once, which costs a logarithm. Suspended turns are checked in each iteration; usually there are none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Metrics:
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
         self._started_at = now
-        # returns further figures, for example those of the executor
+        # Returns further figures, for example figures of the executor.
         self.more: Callable[[], dict[str, float]] = dict
         self._by_finish = dict.fromkeys(FinishReason, 0)
         self._new_tokens = 0
@@ -67,7 +67,7 @@ class Metrics:
         self._slots_in += sum(copy.num_slots for copy in iteration.swap_ins)
         self._slots_copied += sum(copy.num_slots for copy in iteration.copies)
         before, self._num_computed = self._num_computed, self._scheduler.counters.tokens
-        if self._num_computed > before:  # an iteration may only copy
+        if self._num_computed > before:  # an iteration may have only copies
             self._iteration_tokens.add(self._num_computed - before)
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
@@ -125,7 +125,7 @@ class Metrics:
             "streamed": counters.streamed,
             "returned_to_device": counters.returned,
             "rows_padded": 0,
-            "tenant_tokens.": 0,  # of no tenant
+            "tenant_tokens.": 0,  # of turns without a tenant
             "chunks_swapped_out": moves.swapped_out,
             "chunks_swapped_in": moves.swapped_in,
             "chunks_reclaimed": moves.reclaimed,

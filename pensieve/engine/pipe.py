@@ -10,11 +10,11 @@ A head is a list whose first item names the kind of frame:
                         `alive`, with `Engine.num_rounds`, if nothing was published for BEAT_SECONDS
                         `died`, with the reason
 
-No frame can become code, whoever wrote it.
+No frame can run code, whoever wrote it.
 
 Both directions are bounded. The service limits the turns in flight (`turns_max`), and refuses messages while
-the engine does not read. The engine's outbox is bounded, and a full pipe stops its writer. Frames above
-FRAME_BYTES_MAX are refused, because only a bug could write them.
+the engine does not read. The engine's outbox is bounded, and a full pipe blocks the thread that writes to it.
+Frames larger than FRAME_BYTES_MAX are refused, because only a bug could write them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pensieve.engine.messages import EngineEvent, EngineMessage
 from pensieve.errors import PensieveError
 
 FRAME_BYTES_MAX = 64 << 20
-BEAT_SECONDS = 0.5  # between frames of an engine that publishes nothing
+BEAT_SECONDS = 0.5  # between `alive` frames of an engine that publishes nothing
 LENGTHS = struct.Struct("<II")
 
 Frame = tuple[list[Any], bytes]  # head and body
@@ -87,7 +87,7 @@ def message_of(frame: Frame) -> EngineMessage:
 
 
 def pack_events(events: Sequence[EngineEvent]) -> bytes:
-    """Pack events into as few frames as possible. An event with bytes has a frame of its own."""
+    """Pack events into as few frames as possible. An event with bytes has a separate frame."""
     packed, items = list[bytes](), list[list[Any]]()
     for each, body in map(codec.encode, events):
         if body:

@@ -23,9 +23,10 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """The most iterations that may be launched and not collected.
+        """The maximum number of iterations that may be launched and not collected.
 
-        1, or 2 if it computes one iteration while the next is planned; more with pipeline stages.
+        It is 2 if the executor computes one iteration while the next is planned, otherwise 1. With pipeline
+        stages it may be higher.
         """
 
     def launch(self, iteration: Iteration) -> None: ...
@@ -35,7 +36,7 @@ class Executor(Protocol):
 
 
 class Preparer(Protocol):
-    """Compiles constraints in threads of its own, before their turns are submitted."""
+    """Compiles constraints in separate threads, before their turns are submitted."""
 
     def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
         """Return whether the constraint is ready; if not, another thread calls `on_ready` later."""
@@ -47,14 +48,14 @@ class Preparer(Protocol):
 
 
 class KvPages(Protocol):
-    """Reads and writes the bytes of pages, for a transfer; all pages are in one process."""
+    """Reads and writes the bytes of pages, for a transfer. All pages must be in one process."""
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the KV of one token, in all layers."""
 
     def read(self, places: Sequence[KvPlace]) -> bytes | bytearray:
-        """Return the concatenated bytes of these places, after the writes of all launched iterations."""
+        """Return the concatenated bytes of these places, after all launched iterations have written."""
 
     def is_intact(self, place: KvPlace, crc: int) -> bool:
         """Whether a host page is unchanged since it was filled. `crc` is the CRC of its present bytes."""
@@ -68,7 +69,7 @@ class Sink(Protocol):
 
 
 class Observer(Protocol):
-    """Is called for everything that happens, in order. It must not influence the engine."""
+    """Is called for everything that happens, in order. An observer must not influence the engine."""
 
     def received(self, message: EngineMessage, now: float) -> None: ...
 

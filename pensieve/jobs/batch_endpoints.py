@@ -1,13 +1,14 @@
 """`/v1/files` and `/v1/batches`: batch jobs in the form of OpenAI's API.
 
-An uploaded file is a job that is only checked. So files are stored, limited, deleted and forgotten like
-jobs, and a client learns of invalid requests before it creates a batch. A batch is a new job with a copy of
-the lines. One file may become several batches, and may be deleted while they run.
+An uploaded file is stored as a job whose lines are only checked. So files are stored, limited, deleted and
+forgotten like jobs, and a client learns of invalid requests before it creates a batch. A batch is a new job
+with a copy of the lines. Several batches may use one file, and the file may be deleted while they run.
 
     file-ID            an uploaded file: a job whose lines are only checked (`is_file`)
     batch_ID           any other job, however it was created
     file-input.JOB     the lines of a job that was created without an uploaded file
-    file-output.JOB    the job's answers so far; file-errors.JOB has its refusals
+    file-output.JOB    the job's answers so far
+    file-errors.JOB    the job's refusals so far
 
 The id of an upload is `file-` and hexadecimal digits, so no id is ambiguous.
 """
@@ -282,7 +283,7 @@ class Batches(_JobEndpoints):
 
 
 async def lines_of(jobs: DaemonJobs, tenant: str, job_id: str) -> AsyncIterator[bytes]:
-    """Yield the lines of the file with their numbers: blank lines were not stored, and become empty."""
+    """Yield the lines of the file. Blank lines were not stored; empty lines replace them."""
     number = 0
     async for page in jobs.lines(tenant, job_id):
         for line in page:

@@ -4,17 +4,18 @@
     jobs thread     the store of jobs (job_store.py), one call at a time
     text pool       reading and tokenizing lines, writing answers
 
-At most two *activities* run at a time: one checks the lines of a job in state `checking`, one runs a job in
-state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their creation. A
-job is skipped while it is paused, or while it cannot continue because its file is locked or its tenant owes
+At most two *activities* run at a time. One checks the lines of a job in state `checking`. The other runs a
+job in state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their
+creation. A job is skipped while it is paused, while its file is locked, or while its tenant has used up its
 tokens.
 
-The store is the truth. An activity begins with the pending lines of its job. If it ends early (pause,
-cancel, deletion, shutdown), the lines without a result are still pending. An operation on a job first
-*holds* the job: its activity is told to end, and no other begins until the operation is done.
+The store determines which lines are pending. An activity begins with the pending lines of its job. If it ends
+early (pause, cancel, deletion, shutdown), the lines without a result are still pending. An operation on a job
+first *holds* the job: its activity is told to end, and no activity of the job begins until the operation is
+done.
 
-A job's turns are background turns: the scheduler gives them the capacity that interactive turns leave free.
-A job starts only as many turns as it expects to fit into `pages_share` of the device tier's pages.
+A job's turns are background turns, which get the capacity that interactive turns leave free. A job has at
+most as many turns at a time as are expected to fit into `pages_share` of the device tier's pages.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from pensieve.jobs.worker import Activity, JobsConfig, StoreThread, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
-JOBS_MAX = 100  # unended jobs per tenant
+JOBS_MAX = 100  # jobs per tenant that have not ended
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 FORGET_SECONDS = 3600.0
@@ -174,7 +175,7 @@ class BatchJobs:
     def _incoming_of(
         self, key: JobKey, header: JobHeader, jobs: Sequence[StoredJob]
     ) -> IncomingFile:
-        """Check that the tenant may have another job, counting the uploads in progress."""
+        """Check that the tenant may have another job. Uploads in progress count as jobs."""
         if key in self._incoming or any(job.key == key for job in jobs):
             raise AlreadyExists(f"job {key.job_id!r} already exists")
         others = [each for each in self._incoming if each.tenant == key.tenant]
@@ -276,7 +277,8 @@ class BatchJobs:
     def _next(self, jobs: Sequence[StoredJob], states: Sequence[JobState]) -> StoredJob | None:
         """Return the next job.
 
-        The tenant served longest ago comes first; of its jobs, a running job, else the oldest waiting job.
+        The tenant that was served longest ago comes first. Of its jobs, a running job comes first, then the
+        oldest waiting job.
         """
         now = self._loop.time()
 
@@ -382,7 +384,7 @@ class BatchJobs:
         before: Collection[JobState],
         outcome: JobOutcome | None = None,
     ) -> JobView:
-        """Change a job's state. WrongJobState, without an effect, if it is in none of the states `before`."""
+        """Change a job's state. WrongJobState, without an effect, unless its state is one of `before`."""
         job = await self._about_job(self._store.jobs.get, key)
         if job.state is not state:
             if job.state not in before:
@@ -441,10 +443,10 @@ class BatchJobs:
 
 
 class IncomingFile:
-    """The upload of a job's file: pieces of any length become numbered lines, a few at a time.
+    """Split the upload of a job's file, which arrives in chunks of any length, into numbered lines.
 
-    Of a line that is too long, only the beginning is kept, up to just over the limit. The line is refused
-    later, and the message names its number. Blank lines have a number and are not stored.
+    If a line is too long, only its beginning is kept, up to just over the limit. The line is refused later,
+    with a message that names its number. Blank lines have a number and are not stored.
     """
 
     def __init__(self, header: JobHeader, bytes_left: int | None = None) -> None:
@@ -470,7 +472,7 @@ class IncomingFile:
         chunks: AsyncIterator[bytes],
         in_thread: Callable[[Callable[[], list[JobLine]]], Awaitable[list[JobLine]]],
     ) -> AsyncIterator[list[JobLine]]:
-        """Yield pages of lines. Chunks are split `in_thread`, because one may have a million lines."""
+        """Yield pages of lines. Chunks are split `in_thread`, because a chunk may have a million lines."""
         page: list[JobLine] = []
         num_stored = 0  # bytes of the file, including blank lines
         async for chunk in chunks:

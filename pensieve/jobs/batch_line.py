@@ -2,10 +2,10 @@
 
     {"custom_id": "a-1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
 
-    answered   {"id": …, "custom_id": "a-1", "response": {"status_code": 200, …, "body": {…}}, "error":
-        null}
-    refused    {"id": …, "custom_id": "a-1", "response": null, "error": {"code", "message", "param",
-        "line"}}
+    answered   {"id": …, "custom_id": "a-1", "error": null,
+                "response": {"status_code": 200, …, "body": {…}}}
+    refused    {"id": …, "custom_id": "a-1", "response": null,
+                "error": {"code", "message", "param", "line"}}
 
 Lines are numbered from 1. Each line is read on its own; the worker finds duplicate custom_ids. Other
 members of a line are ignored.
@@ -142,7 +142,7 @@ def _needed(fields: Fields, name: str) -> str:
 
 
 def _check_batch(request: ParsedRequest) -> None:
-    """Refuse options that need a client who waits for the answer or continues from it."""
+    """Refuse options that only work for a client that waits for the answer or continues from it."""
     for name, given, problem in (
         ("stream", request.stream, "a batch has no streams"),
         ("previous_response_id", request.previous_response_id, "a batch keeps no conversations"),

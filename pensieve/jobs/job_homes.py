@@ -4,9 +4,10 @@ A job stays with the daemon that received its file, its *home*. Calls about a jo
 OwnedElsewhere, and the servers forward them to the home (api/grpc/forwarding.py). While the home is down,
 the call fails with Unavailable, which names the home.
 
-A list has the jobs of every daemon that answers within LIST_SECONDS. The daemons ask each other for
-LIST_PATH over ForwardHttp, on behalf of the caller. A list of files asks SIZES_PATH for the sizes of
-results. If a daemon does not answer that within LIST_SECONDS, the list fails.
+A list has the jobs of every daemon that answers within LIST_SECONDS. The daemons request LIST_PATH from each
+other over ForwardHttp, on behalf of the caller. A list of files also needs the sizes of results, which are
+requested from SIZES_PATH. If a daemon does not answer a request for sizes within LIST_SECONDS, the list
+fails.
 
 Runs on the event loop.
 """
@@ -40,7 +41,7 @@ Given = Iterable[tuple[str, str | bytes]]  # metadata of a client's call, includ
 class JobHomes:
     """Publishes which jobs are here, and finds the homes of other jobs.
 
-    A Forwarder uses it as the `OwnerLookup` of jobs. A job never moves.
+    A Forwarder uses this class as the `OwnerLookup` of jobs. A job never moves to another daemon.
     """
 
     def __init__(self, daemon: Daemon) -> None:
@@ -122,9 +123,9 @@ class JobLists:
         self._jobs, self._homes, self._peers = jobs, homes, peers
 
     async def all(self, tenant: str | None, given: Given) -> list[JobView]:
-        """Return the jobs of a tenant, or of all tenants, without those of daemons that do not answer.
+        """Return the jobs of a tenant, or of all tenants. Jobs of daemons that do not answer are left out.
 
-        Their numbers are creation times in microseconds, so that they are comparable.
+        `number` is the creation time in microseconds, so that jobs of different daemons can be compared.
         """
         query = ALL_TENANTS if tenant is None else ""
         asked = [self._of(address, query, given) for address in await self._homes.others()]
@@ -144,9 +145,9 @@ class JobLists:
     async def sizes(
         self, views: Iterable[JobView], given: Given
     ) -> Mapping[tuple[str, str], ResultBytes]:
-        """Return the sizes of the results of other daemons' jobs, by home and job_id, without deleted jobs.
+        """Return the sizes of the results of other daemons' jobs, by home and job_id.
 
-        Unavailable if a home does not answer.
+        Deleted jobs are left out. Unavailable if a home does not answer.
         """
         ids: dict[str, set[str]] = {}
         for view in views:

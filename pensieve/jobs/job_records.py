@@ -1,8 +1,8 @@
 """The frozen values that the store of batch jobs takes and returns.
 
-A job is a file of requests, one per *line*. Lines are numbered as in the file, from 1; an empty line has a
-number and is not stored. A line is *pending* until it has its single *result*: an answer, or a refusal that
-says what is wrong with it.
+A job is a file of requests, one per *line*. Lines are numbered as in the file, from 1. An empty line has a
+number and is not stored. A line is *pending* until it has its *result*: an answer, or a refusal that says
+what is wrong with the line.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class JobUsage(NamedTuple):
     """Tokens of answered lines."""
 
     prompt_tokens: int = 0
-    # the part that was not computed, because another request of the job had the same tokens
+    # Tokens that were not computed, because another request of the job had the same tokens.
     saved_tokens: int = 0
     output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to create. `sha256` is the hash of the whole file, in hex. `options` are the service's."""
+    """A job to create. `sha256` is the hash of the whole file, in hex. The store only keeps `options`."""
 
     key: JobKey
     name: str = ""

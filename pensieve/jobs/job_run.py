@@ -2,14 +2,15 @@
 
     go               send messages to the engine; called after each frame of its events, and when lines may
                      continue
-    engine_events    take a frame of the engine's events; a line whose choices have all ended is `ready`
-    over             all lines are ready, the engine is lost, or the run was stopped: `changed` is set
+    engine_events    take a frame of the engine's events; a line is `ready` when all its choices have ended
+    over             true if all lines are ready, the engine is lost, or the run was stopped; then `changed`
+                     is set
 
 Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole
 prompt.
 
-Any line that was in the engine when it died may have killed it. `begun` lists those lines, so that they can
-be retried alone (worker.py).
+If the engine dies, any line that was in the engine may be the cause. `begun` has these lines, so that they
+can be retried alone (worker.py).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class JobRun:
         put: Callable[[EngineMessage], None],
         sharing: PrefixSharing = "groups",
     ) -> None:
-        """Prepare a run. May take seconds for many lines; any thread. `name` is unique in this engine."""
+        """Prepare a run, in any thread. Many lines may take seconds. `name` must be unique in this engine."""
         self._put = put
         self.changed = asyncio.Event()
         self.is_over = self.was_lost = self.had_others = False
@@ -87,7 +88,7 @@ class JobRun:
     # -- to the engine --
 
     def go(self) -> None:
-        """Send messages to the engine. Refused ones are retried after its next event or the next `go`."""
+        """Send messages to the engine. Refused messages are sent again after its next event or in `go`."""
         if self.is_over:
             return
         for message in self._batch.go(submits=not self.is_held):
@@ -156,7 +157,7 @@ class JobRun:
 
     @property
     def num_running(self) -> int:
-        """Number of lines of which the engine has begun a choice."""
+        """The number of lines with at least one choice that the engine has begun."""
         return len(set(self._admitted.values()))
 
     # -- inside --

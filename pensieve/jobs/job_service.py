@@ -1,6 +1,6 @@
 """The gRPC JobService: each method converts the request, calls the daemon's jobs, and converts the result.
 
-A caller sees the jobs of its own tenant. An operator may name another tenant; the audit log records such
+A caller sees only the jobs of its tenant. An operator may name another tenant; the audit log records such
 calls. The number of watchers is limited, and a reader that reads nothing for `stall_seconds` is dropped.
 """
 
@@ -189,7 +189,7 @@ def _header(given: pb.JobHeader) -> JobHeader:
 
 
 async def _chunks(requests: AsyncIterator[pb.CreateJobRequest]) -> AsyncIterator[bytes]:
-    """Yield the chunks of a file. If it is incomplete, the client may be gone, and nobody sees the error."""
+    """Yield the chunks of a file. Raises if the file is incomplete, usually because the client is gone."""
     async for each in requests:
         part = each.WhichOneof("part")
         if part == "complete":

@@ -5,45 +5,48 @@
                                  │           │ v          v │
                                  │           └───paused─────┘
                                  v                 v
-                               ended (completed | cancelled | failed | checked)      from each of these four
+                               ended (completed | cancelled | failed | checked)
+
+A job may end in each of the states checking, waiting, running and paused.
 
 Each job has its own database, `DIGEST.db` in the folder `jobs` of the data folder, named by a digest of
 tenant and id:
 
-* Deleting a job removes a file. That needs no space, so it works on a full disk. It erases every byte,
-  however large the job was, and touches no other job.
-* A damaged file affects one job. It can be deleted like any other, and the other jobs continue.
+* Deleting a job removes a file. This needs no space, so it works on a full disk. It erases every byte,
+  however large the job was, and does not affect other jobs.
+* A damaged file affects only its job. The job can be deleted like any other job.
 
 Invariants, whatever happens to the process or the disk:
 
-* Every public method is one transaction. Its effect is complete or absent, and it is on the disk when the
-  method returns (store/connection.py).
-* A line has one text, and one result or none. A second result is ignored, so a caller that does not know
-  whether its write was committed can write again. An ended job takes no results.
-* The counts and sums of a job match its results: they are written in the same transaction.
+* Every public method is one transaction. The effect is complete or absent, and is on the disk when the method
+  returns (store/connection.py).
+* A line has one text, and at most one result. A second result is ignored, so a caller that does not know
+  whether its write was committed can write again. An ended job accepts no results.
+* The counts and sums of a job match its results, because they are written in the same transaction.
 
 Tables:
 
     job        one row: the job without its lines
     lines      the lines of the file, unchanged
-    names      the first line with a custom_id, by the digest of the custom_id, which may be long
-    results    one row for each line with a result; the line is the key, so there is never a second one
+    names      the first line with each custom_id; the key is a digest, because custom_ids may be long
+    results    one row for each line with a result; the key is the line, so there is never a second row
 
-Lines and results are separate, so writing a result rewrites no line. No row is ever deleted: a job is
-deleted with its file. Each text has a checksum, because disks lose bits.
+Lines and results are separate, so writing a result rewrites no line. No row is ever deleted. Deleting a job
+removes its whole file. Each text has a checksum, because disks may damage data.
 
-What a kill -9 leaves, and what the next `open` does:
+After a kill -9, the next `open` treats a job according to its state:
 
-    before create returned, receiving     nothing was acknowledged: the file is removed
+    not created yet, or receiving         the file is removed; nothing was acknowledged to the client
     checking                              kept; the lines are checked again, with the same refusals
     waiting, running, paused              kept, with the committed results; other lines are pending
     ended                                 kept
-    deleting                              the database is removed first; SQLite's side files without a
-                                          database are removed
+    being deleted                         leftover SQLite files are removed; a deletion removes the database
+                                          file first
 
-A job's row is read once when the store is opened (a few milliseconds each) and kept in memory. After a
-failed write it is read again, because the outcome of the write is unknown. Only a few files are open at a
-time. This process must hold the data folder (store/folder.py). One thread at a time may use the store.
+A job's row is read once when the store is opened (a few milliseconds for each job) and kept in memory. After
+a failed write, the row is read again, because it is unknown whether the write was committed. Only a few files
+are open at a time. This process must hold the lock of the data folder (store/folder.py). Only one thread at a
+time may use the store.
 """
 
 from __future__ import annotations
@@ -135,9 +138,9 @@ class JobStore:
 
     @classmethod
     def open(cls, folder: Path, **options: Any) -> JobStore:
-        """Open the jobs of a data folder that this process holds, and repair what a dead process has left.
+        """Open the jobs of a data folder that this process has locked. Clean up after a killed process.
 
-        Unreadable files are listed in `unreadable`, and are tried again when jobs are listed.
+        Unreadable files are listed in `unreadable`. They are tried again when jobs are listed.
         """
         path = folder / JOBS_NAME
         try:
@@ -204,7 +207,7 @@ class JobStore:
     def list_jobs(self, tenant: str | None = None) -> list[StoredJob]:
         """Return the jobs of a tenant, or of all tenants, in the order of their creation.
 
-        A job that cannot be read for now is returned as last read.
+        If a job cannot be read now, its last known state is returned.
         """
         if self.unreadable:
             self._look()
@@ -229,8 +232,8 @@ class JobStore:
     ) -> StoredJob:
         """Change the state of a job. `outcome` is required for `ended`, and only allowed then.
 
-        Repeating the current state changes nothing, not even the outcome. WrongJobState if the change is
-        not allowed, or if a job with pending lines is to be completed.
+        Setting the current state again changes nothing, not even the outcome. WrongJobState if the change is
+        not allowed, or if the outcome is `completed` and lines are pending.
         """
         assert (outcome is not None) == (state is JobState.ENDED)
         with self._writing(key) as (conn, job):
@@ -254,7 +257,7 @@ class JobStore:
         self._remove(path)
 
     def discard(self, key: JobKey) -> None:
-        """Delete a job that is still `receiving` in this process. Other jobs are left alone."""
+        """Delete a job if it is still `receiving` in this process. Otherwise do nothing."""
         path = self._path(key)
         file = self._files.get(path)
         if file is not None and file.job is not None and file.job.state is JobState.RECEIVING:
@@ -293,7 +296,7 @@ class JobStore:
     def received(
         self, key: JobKey, sha256: str = "", options: Mapping[str, Any] | None = None
     ) -> StoredJob:
-        """Note that all lines are there: the job is `checking`, and survives a crash.
+        """Change a job with all its lines from `receiving` to `checking`. From now on it survives a crash.
 
         `sha256` and `options`, if given, replace the earlier values.
         """
@@ -307,7 +310,7 @@ class JobStore:
         return self.get(key)
 
     def name_lines(self, key: JobKey, names: Sequence[tuple[int, str]]) -> list[Duplicate]:
-        """Record the custom_ids of lines, in order. Return the lines whose custom_id an earlier line has.
+        """Record the custom_ids of lines, in order. Return the lines that repeat an earlier custom_id.
 
         Repeating the call returns the same result.
         """
@@ -323,12 +326,12 @@ class JobStore:
         return duplicates
 
     def pending_lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
-        """Return lines without a result after the line `after`, in order, about a MiB. Empty at the end."""
+        """Return lines without a result after the line `after`, in order, about 1 MiB; [] at the end."""
         pending = " AND NOT EXISTS (SELECT 1 FROM results r WHERE r.line = l.line)"
         return self._lines(key, after, limit, pending)
 
     def lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
-        """Return lines after the line `after`, in order, about a MiB. Empty at the end."""
+        """Return lines after the line `after`, in order, about 1 MiB; [] at the end."""
         return self._lines(key, after, limit)
 
     # -- results --
@@ -344,9 +347,9 @@ class JobStore:
     def results(
         self, key: JobKey, after: int = 0, limit: int = 1000, which: ResultKind = ResultKind.ALL
     ) -> list[Result]:
-        """Return results of lines after the line `after`, in the order of lines, about a MiB.
+        """Return results of lines after the line `after`, in the order of lines, about 1 MiB.
 
-        Empty if there are no more results yet.
+        The list is empty if there are no more results yet.
         """
         page = self._page(
             key,
@@ -436,7 +439,7 @@ class JobStore:
             yield conn
 
     def _read(self, path: Path, file: JobFile) -> StoredJob:
-        """Return the job, reading the disk unless the known state is sure."""
+        """Return the job. Read the disk if the state in memory may be wrong."""
         if not file.is_sure:
             with self._opened(path, file).reading() as conn:
                 file.job = _find_job(conn) or file.job
@@ -478,7 +481,7 @@ class JobStore:
                 self._close(path)
 
     def _load(self, path: Path) -> JobFile | None:
-        """Load a job of an earlier process. None if it was still being received; its file is then removed."""
+        """Load a job of an earlier process. If it was still `receiving`, remove its file and return None."""
         file = JobFile(self._writer(path))
         with self._opened(path, file).reading() as conn:
             file.job = _find_job(conn)
@@ -502,7 +505,7 @@ class JobStore:
         )
 
     def _opened(self, path: Path, file: JobFile) -> WriterConnection:
-        """Return a writer to use now. Beyond OPEN_MAX, the least recently used one is closed."""
+        """Return an open writer. If OPEN_MAX are open, the least recently used writer is closed first."""
         self._open.pop(path, None)
         while len(self._open) >= OPEN_MAX:
             self._close(next(iter(self._open)))
@@ -514,7 +517,7 @@ class JobStore:
         if writer is not None:
             with contextlib.suppress(
                 PensieveError
-            ):  # the log stays, and is read at the next opening
+            ):  # SQLite's log stays, and is read at the next opening
                 writer.close()
 
     def _remove(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plug batch jobs into the servers: the gRPC JobService, `/v1/files` and `/v1/batches`, and metrics."""
+"""Add batch jobs to the servers: the gRPC JobService, `/v1/files` and `/v1/batches`, and metrics."""
 
 from __future__ import annotations
 

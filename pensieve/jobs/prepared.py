@@ -1,8 +1,8 @@
 """Turn a line of a job into tokens for the engine, and the engine's answer into a result line.
 
-A line yields the same tokens and seeds whenever it is read. A date in the template is the date of the job's
-creation. A seed that the body does not give follows from the file, the line and the choice. So a line that
-is computed again, for example after a crash, gets the same answer.
+A line gives the same tokens and seeds whenever it is read. If the template writes a date, it is the date of
+the job's creation. If the body has no seed, the seed is derived from the file, the line and the choice. So a
+line that is computed again, for example after a crash, gets the same answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pensieve.jobs.job_records import JobLine, JobUsage, NewAnswer, NewRefusal, 
 from pensieve.sampling import Sampling
 from pensieve.text import CallStyle, ChatTemplate, PartMarker
 
-PROMPT_TAIL_TOKENS = 16  # the generation prompt of a template may begin the thinking
+PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in these last tokens of a prompt
 
 
 @dataclass(frozen=True, slots=True)

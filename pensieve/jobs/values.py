@@ -1,7 +1,7 @@
 """The values that a daemon's jobs exchange with their clients.
 
-A job of another tenant counts as missing: NotFound. WrongJobState: the job's state does not allow the
-operation.
+A job of another tenant counts as missing, so the error is NotFound. The error WrongJobState means that the
+job's state does not allow the operation.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class DaemonJobs(Protocol):
     async def create(self, tenant: str, header: JobHeader, chunks: AsyncIterator[bytes]) -> JobView:
         """Store a job. All its lines are stored when this returns.
 
-        An error of `chunks` or a cancellation leaves no job. AlreadyExists, before any chunk is read, if
-        the tenant has a job with this id.
+        If `chunks` raises or the call is cancelled, no job is stored. If the tenant has a job with this id,
+        AlreadyExists is raised before any chunk is read.
         """
         ...
 
@@ -85,11 +85,11 @@ class DaemonJobs(Protocol):
     def results(
         self, tenant: str, job_id: str, which: ResultKind, after: int
     ) -> AsyncIterator[Sequence[Result]]:
-        """Yield the results so far of lines after `after`, in order, in pages of about a MiB."""
+        """Yield the existing results of lines after `after`, in order, in pages of about 1 MiB."""
         ...
 
     def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
-        """Yield the lines of a job's file, in order, in pages of about a MiB."""
+        """Yield the lines of a job's file, in order, in pages of about 1 MiB."""
         ...
 
     async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
@@ -97,8 +97,8 @@ class DaemonJobs(Protocol):
         ...
 
     def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
-        """Yield the job's state now and after changes, at most once a second. The last state is its end.
+        """Yield the job's state now and after changes, at most once a second, until the job has ended.
 
-        NotFound if it is deleted meanwhile.
+        NotFound if the job is deleted meanwhile.
         """
         ...

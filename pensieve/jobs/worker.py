@@ -1,17 +1,17 @@
-"""Check and run jobs, in activities that end with the job or when they are stopped.
+"""Check and run jobs, in activities (batch_jobs.py) that end with the job or when they are stopped.
 
 **Checking** validates each line before anything is computed.
 
 **Running** gives the pending lines to the engine (job_run.py). If the engine dies, the next run begins when
-it is back. Lines that the engine had begun are then retried alone. A line that was alone in the engine at
-DEATHS_MAX of its deaths is refused. So a request that kills the engine costs a few restarts, and an engine
-that is killed from outside costs no answer.
+the engine is ready again. Lines that the engine had begun are then retried one at a time. A line is refused
+if the engine died DEATHS_MAX times while nothing but this line was in the engine. So a request that kills the
+engine causes only a few restarts, and no answer is lost if the engine is killed for another reason.
 
-**A tenant in debt** (guard/limits.py): nothing more is submitted. Once nothing of the job is in the engine,
-its activity ends, and another tenant's job may run. The job continues when half of the possible savings are
-there.
+**A tenant in debt** has used more tokens than its limit allows (guard/limits.py). Then no more lines are
+submitted. When no line of the job is left in the engine, the activity ends, and another tenant's job may run.
+The job continues when the tenant again has half of the tokens that it can save up.
 
-**A full disk.** Nothing more is submitted until the answers are written. The job's `problem` says so.
+**A full disk.** No more lines are submitted until the answers are written. The job's `problem` says so.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pensieve.text import CallStyle
 TURNS_MAX = 64  # turns of a job at a time
 WINDOW_TOKENS = 16 << 20  # prompt tokens in memory at a time
 LINES_A_HOP = 32  # lines read in the text pool before other work may run
-DEATHS_MAX = 2  # deaths of the engine with a line alone
+DEATHS_MAX = 2  # deaths of the engine while only this line was in it
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 KEEP_SECONDS = 30 * 86_400.0
@@ -61,7 +61,7 @@ RATE_SECONDS = 30.0  # window of `tokens_per_second`
 
 @dataclass(frozen=True)
 class JobsConfig:
-    pages_share: float = 0.5  # the share of the device tier that a job may plan for
+    pages_share: float = 0.5  # fraction of the device tier's pages that a job may use
     turns_max: int = TURNS_MAX
     keep_seconds: float = KEEP_SECONDS  # how long an ended job is kept; 0: forever
     call_style: CallStyle | None = None  # how the model writes tool calls; None: they stay text
@@ -172,7 +172,7 @@ class Worker:
             await self._store.set_state(key, JobState.WAITING)
 
     async def run(self, job: StoredJob, activity: Activity) -> None:
-        """Run the job window by window, until no line is left or its tenant must let others pass."""
+        """Run the job, one window of lines at a time, until no line is left or its tenant is in debt."""
         await self._store.set_state(job.key, JobState.RUNNING)
         while left := await self._window(job, activity):
             await self._run_window(left, job, activity)
@@ -184,7 +184,7 @@ class Worker:
     async def _run_window(
         self, left: dict[int, PreparedLine], job: StoredJob, activity: Activity
     ) -> None:
-        deaths: dict[int, int] = {}  # deaths of the engine by line, when alone
+        deaths: dict[int, int] = {}  # by line: deaths of the engine while only this line was in it
         suspects: list[int] = []  # lines that may have killed the engine
         while left and not activity.stopping:
             await self._until_up(activity)
@@ -201,7 +201,7 @@ class Worker:
 
     @staticmethod
     def _suspects(run: JobRun, before: list[int], deaths: dict[int, int]) -> list[int]:
-        """Return lines to be tried alone. A line that was alone when the engine died comes last."""
+        """Return lines to be tried alone. A line that was alone when the engine died is the last one."""
         if not before:
             return sorted(run.begun)
         for line in run.begun if not run.had_others else ():
@@ -226,7 +226,7 @@ class Worker:
     ) -> bool:
         """Follow a run until it is over, writing its answers, many lines per transaction.
 
-        Returns False if its tenant has no tokens left, so that others may pass.
+        Returns False if the tenant has no tokens left, so that another tenant's job may run.
         """
         if activity.stopping or not self.engine_up.is_set():
             return True
@@ -262,7 +262,7 @@ class Worker:
     async def _write(
         self, ready: Sequence[ReadyLine], run: JobRun, job: StoredJob, activity: Activity
     ) -> None:
-        """Write the results of lines, retrying until the disk accepts them. Submits nothing meanwhile."""
+        """Write the results of lines, and retry until the disk accepts them. Submit nothing meanwhile."""
         tenant = job.key.tenant
         model, style = self._daemon.engine.model_name, self._config.call_style
         writer = ResultWriter(self._texts.template, model, self._now(), style)

@@ -1,26 +1,29 @@
 """Match a request with a full history to a stored conversation, and run the request as a turn there.
 
-Each prefix of the history that ends with a reply has a digest (chain.py). The longest prefix whose digest the
-store knows decides, and only the messages after that prefix are rendered and tokenized:
+Each prefix of the history that ends with a reply has a digest (chain.py). The binder looks for the longest
+prefix whose digest the store knows. That prefix decides what happens:
 
-    conversation ends there, is idle, same session          append to it
-    conversation went on, is busy, or other session         fork there, then append
-    no digest known                                         create a conversation
+    its conversation ends there, is idle, has the same session             append to the conversation
+    its conversation has later messages, is busy, or has another session   fork there, append to the fork
+    the store knows no digest                                              create a conversation
 
-So an edited message, a regenerated reply and a second client with the same history each get a fork that
-shares the common part. Of several choices, only the first may append. If no digest is known, each choice gets
-a conversation of its own, and the other choices begin when the first has computed the prompt. A session is
-the client's own name for a conversation; it keeps equal histories apart.
+Only the messages after the prefix are rendered and tokenized. An edited message, a regenerated reply and a
+second client with the same history each get a fork that shares the common part. A session is a name that the
+client gives to a conversation, to keep equal histories apart.
 
-**Races.** If the conversation changes between lookup and begin, the store refuses the turn, and the binder
-looks again, at most ATTEMPTS_MAX times. The last attempts fork. A fork is reserved until its first turn
-begins.
+If a request asks for several choices, only the first choice may append. If the store knows no digest, each
+choice gets its own conversation. The other choices begin when the first choice has computed the prompt.
 
-**Retries** find their turn by its request_id, which over HTTP comes from the Idempotency-Key. A retry with
-other content is refused. A retry that comes while the first request is about to begin its turn waits for it.
+**Races.** If the conversation changes between the lookup and the start of the turn, the store refuses the
+turn. The binder then looks again, at most ATTEMPTS_MAX times. The last attempts fork. A fork is reserved
+until its first turn begins.
 
-**Cleanup.** If the turn did not begin, failed or was given up, a conversation created for it is deleted,
-unless another request has used the conversation in the meantime.
+**Retries** find their turn by its request_id. Over HTTP, the request_id comes from the Idempotency-Key. A
+retry with other content is refused. A retry that arrives before the first request has begun its turn waits
+for that turn.
+
+**Cleanup.** A conversation that was created for one turn is deleted if the turn did not begin, failed or was
+given up. A conversation that another request has used in the meantime is kept.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class BindingKind(StrEnum):
     APPENDED = "appended"
     FORKED = "forked"
     NEW = "new"
-    KNOWN = "known"  # a retry: an earlier request began the turn
+    KNOWN = "known"  # the request is a retry: an earlier request began the turn
 
 
 class BoundTurn(NamedTuple):
@@ -112,8 +115,8 @@ class Binder:
 
         `chain` comes without its digest. The request_id may be any text.
 
-        This waits for an identical request that is about to begin its turns. It continues after a disconnect,
-        because that is when clients retry.
+        If an identical request is about to begin its turns, this call waits for that request. A request
+        continues after its client disconnects, because that is when clients retry.
         """
         if not request.messages:
             raise InvalidArgument("messages", "at least one message is required")

@@ -8,15 +8,15 @@ that clients change when they send a reply back:
 
     white space around a text    some clients trim it
     thinking                     most clients drop it
-    text beside calls            many clients send null instead
+    text beside tool calls       many clients send null instead
     the order and form of JSON   clients parse and rewrite arguments: keys in any order, 1.0 for 1
-    ids of calls                 some clients make new ids; an answer refers to its call by position
-    the name of the tool         in an answer; the call has the name, too
+    ids of tool calls            some clients make new ids; a tool result refers to its call by position
+    the tool's name in a result  the call has the name, too
 
 Everything else counts. Each part is preceded by its length, so different histories have different bytes.
 
-A bound turn carries a `ChainEnd`: the digest of everything before its reply. Digest and reply make the
-*state*, which the store records in the transaction that stores the reply.
+A turn that the binder begins has a `ChainEnd`: the digest of everything before its reply. This digest and the
+reply give the *state*. The store records the state in the transaction that stores the reply.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DIGEST_BYTES = 16
 LENGTH_BYTES = 8
 UNKNOWN_CALL = b"?"
 
-Piece = tuple[Part, str]  # a stretch of a reply: the text of consecutive tokens of one part
+Piece = tuple[Part, str]  # text of consecutive tokens that belong to one part of a reply
 ReplyReader = Callable[[Sequence[Piece]], Message | None]  # None: no client sends this reply back
 
 
@@ -57,7 +57,7 @@ class ChainEnd:
     def state(self, text: str, stream: Mapping[str, Any]) -> ChainState | None:
         """Return the state after this reply; None if `reply_reader` cannot read the reply.
 
-        Such a reply is stored all the same, but later requests do not find its conversation.
+        A reply without a state is stored, but later requests do not find its conversation.
         """
         try:
             message = self.reply_reader(pieces_of(text, stream))
@@ -85,7 +85,7 @@ def digests(
     template_options: Mapping[str, Any],
     messages: Sequence[Message],
 ) -> list[bytes]:
-    """Return the digests of all prefixes of a history, from the empty to the whole history."""
+    """Return the digests of all prefixes of a history, from the empty prefix to the whole history."""
     found = [_digest(b"", _written(_canonical_json([list(tools), dict(template_options)])))]
     calls: dict[str, int] = {}  # positions by id, in the latest message with calls
     for message in messages:
@@ -109,9 +109,9 @@ def session_digest(session_key: str) -> bytes:
 
 
 def prefix_id(system_prompt: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Make a prefix_id with which conversations with this system prompt and these tools share KV.
+    """Make a prefix_id from a system prompt and tools, so that conversations with equal ones share KV.
 
-    Empty if there are neither. The text counts exactly, white space included, because its tokens are shared.
+    Return "" if there are neither. White space in the text also counts, because its tokens are shared.
     """
     if not (system_prompt or tools):
         return ""

@@ -2,8 +2,8 @@
 
 Eviction (core/eviction.py) decides when a chunk must go, and the policy decides which chunk. A policy
 
-* puts each chunk into a class and gives each class a value that falls with the idle time (`class_of`,
-  `value`; policies/queue.py explains why),
+* puts each chunk into a class (`class_of`) and gives each class a value that falls with the idle time
+  (`value`); policies/queue.py explains why,
 * is told when turns of a conversation begin and end, so that it can learn, and
 * decides whether a copy between the tiers is worth its time.
 
@@ -28,11 +28,11 @@ class EndedTurn(NamedTuple):
 
 
 class RetentionPolicy(Protocol):
-    """Give chunks a value by class and idle time. Within a class, a longer idle chunk is worth less."""
+    """Give chunks a value by class and idle time. Within a class, the value falls with the idle time."""
 
     name: str
     num_classes: int
-    class_ratio: float  # the most by which the value rises from one class to the next
+    class_ratio: float  # the largest factor between the values of neighboring classes
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """Return the class of a chunk, in 0..num_classes - 1.
@@ -44,19 +44,25 @@ class RetentionPolicy(Protocol):
         """Return the retention value of a class's chunks after `idle_seconds`."""
 
     def set_capacity(self, num_tokens: int) -> None:
-        """Set the tokens for which both tiers have room. Called once, before anything else."""
+        """Set how many tokens both tiers can hold together. Called once, before any other method."""
 
     def turn_began(self, conversation_id: str, now: float) -> None:
         """Learn that a turn of the conversation was admitted."""
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
-        """Learn from an ended turn; return how much likelier than others the conversation is to return."""
+        """Learn from an ended turn; return the conversation's ratio.
+
+        The ratio says how much likelier than others the conversation is to return.
+        """
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         """Learn that the conversation `target_id` begins with the history of another."""
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
-        """Return the idle time with which a conversation starts, by the client's expected absence."""
+        """Return the idle time that a conversation has at the end of its turn.
+
+        `away_seconds`: how long the client expects to be away.
+        """
 
     def worth_swapping_in(self, chunk_index: int) -> bool:
         """Whether to copy a needed chunk in from the host; False: recompute it."""
@@ -66,7 +72,7 @@ class RetentionPolicy(Protocol):
 
 
 class StaticPolicy:
-    """Base of policies that learn nothing. They believe announced absences, and copy every chunk."""
+    """Base of policies that learn nothing. They trust announced absences, and copy every chunk."""
 
     def set_capacity(self, num_tokens: int) -> None:
         pass

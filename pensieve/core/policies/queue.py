@@ -6,22 +6,23 @@ There are three roles, each with its own queue and its own condition on a chunk:
     RECLAIM   free a device page     reclaimable: clean, or marked to drop
     DROP      free a host page       droppable: on the host, no copy in flight
 
-The unit in a queue is a branch, not a chunk, because the first chunk of a branch that qualifies is its least
-valuable one. A policy puts (branch, that chunk) into one of a few *classes* (at most 64). All entries of a
-class have the same value at the same idle time, and the value falls with the idle time. So the order in a
-class is the order of idle times and never changes, and the least valuable branch is among the heads of the
-classes.
+The entries of a queue are branches, not chunks. In a branch, the first chunk that qualifies is the least
+valuable chunk that qualifies. A policy puts the branch into a *class* (at most 64), according to that chunk.
+All entries of a class have the same value at the same idle time, and the value falls with the idle time. So a
+class is ordered by idle time, and this order never changes. The least valuable branch is therefore among the
+heads of the classes.
 
 An entry is a *lower bound* of its branch's value. The value rises when a holder becomes active, with time
-(`Branch.weight`), and when the first chunk that qualifies is a later one. A rise updates nothing: the entry
-is corrected when it becomes the least. A fall (one holder fewer, or an earlier chunk qualifies again) offers
-the branch again at once, and the replaced entry becomes stale. Entries of branches that a running turn holds
-are removed when they come up; `offer` brings them back when the branch is idle again.
+(`Branch.weight`), and when the chunk of the entry no longer qualifies. A rise changes no entry: the entry is
+corrected when it becomes the least valuable one. The value falls when the branch loses a holder, or when an
+earlier chunk qualifies again. Then the branch is offered again at once, and its old entry becomes stale.
+Entries of branches that a running turn holds are removed when they become the head of a class. `offer` queues
+such a branch again when it is idle.
 
 So a decision costs O(classes + log branches), amortized over the changes of branches, and never walks over
-the whole cache. Decisions of one plan happen at the same moment: the branch found stays the least as long as
-nothing is queued or pinned and its next chunk has the same class. The value found is exact up to one class (a
-ratio of 1.1 for the policy `value`).
+the whole cache. All decisions of one plan have the same `now`. The branch found remains the least valuable
+one as long as no branch is queued or pinned and its next chunk has the same class. The value found may be off
+by one class (for the policy `value`, a factor of 1.1).
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class RetentionQueue:
             if i < branch.cursors[self.role]:
                 branch.cursors[self.role] = i
             elif branch.entries[self.role] is not None:
-                return  # its entry is for a chunk that is worth no more
+                return  # its entry is for an earlier chunk, which is worth no more
             self.offer(branch, now)
 
     def withdraw(self, branch: Branch) -> None:
@@ -200,7 +201,7 @@ class RetentionQueue:
         self._num_stale = 0
 
     def check(self, idle_branches: list[Branch], now: float) -> None:
-        """Check that every idle branch with a chunk that qualifies is queued, at most at its value."""
+        """Check that each idle branch with a chunk that qualifies has an entry, not above its value."""
         live = sum(entry.branch is not None for heap in self._heaps for entry in heap)
         assert live == self._num_live, "the queue lost count of its entries"
         for branch in idle_branches:

@@ -1,31 +1,31 @@
 """Learn which conversations return, and when, from earlier returns.
 
-A *gap* is the time between two turns of a conversation. Time since the last turn is cut into intervals of
-growing length (`EDGES`). Some of the conversations that are still away when interval i begins return within
-it:
+A *gap* is the time between two turns of a conversation. The time since the last turn is divided into
+intervals of growing length (`EDGES`). The model predicts the probability that a conversation returns in
+interval i, if it has not returned before that interval:
 
-    P(returns in i | away when it begins) = rate_i · ratio        ratio = exp(weights · traits)
+    P(returns in i | not before i) = rate_i · ratio        ratio = exp(weights · traits)
 
 The *rate* says when conversations return. The *ratio* of a conversation says how much likelier than others it
 is to return. (This is a discrete proportional-hazards model.) Times and traits are learned separately, so a
-few hundred gaps are enough to learn from. Each gap that ends in an interval (y = 1) or outlasts it (y = 0) is
-one observation:
+few hundred gaps are enough to learn from. A gap that reaches interval i gives one observation: y = 1 if the
+gap ends in the interval, y = 0 if it lasts longer.
 
     rate_i    = returned_i / sum of the ratios of the gaps that reached i
     weight_j += x_j (y - rate_i · ratio) / sum of x_j² rate_i · ratio      (Newton's step, traits one by one)
 
-The sums begin as a prior (`PRIOR_GAPS` made-up gaps, and `PRIOR_CERTAINTY` for a weight) and fade towards it,
-so the model follows a changing workload. A gap moves from interval to interval, at most once each: the work
-per gap is bounded, and there are never more than 2 · `GAPS_MAX` gaps. A conversation that returns long after
-its KV was dropped counts as much as any other.
+The sums start with a prior (`PRIOR_GAPS` made-up gaps, and `PRIOR_CERTAINTY` for a weight) and fade towards
+it, so the model follows a changing workload. A gap moves through each interval at most once, so the work per
+gap is bounded. There are never more than 2 · `GAPS_MAX` gaps. A conversation whose KV was dropped long before
+its return counts as much as any other.
 
-The model yields the worth of keeping KV whose conversation has been away for t, per second of keeping, if the
-KV is dropped at the best moment u:
+From the model follows how much it is worth to keep KV for another second, if its conversation has been away
+for t. The formula assumes that the KV is dropped at the best time u:
 
-    worth(t) = max over u > t of   P(returns before u | away at t) / E[seconds until it returns, or u]
+    worth(t) = max over u > t of   P(returns before u | away at t) / E[seconds until the return, or until u]
 
-So no horizon has to be chosen: the size of the cache decides how long KV is kept. Where this formula would
-rise with t, its least value so far is used, because a queue needs values that fall with the idle time
+So no horizon has to be chosen: the size of the cache decides how long KV is kept. If the formula would rise
+with t, its lowest value up to t is used, because a queue needs values that fall with the idle time
 (queue.py).
 """
 
@@ -40,11 +40,11 @@ from pensieve.core.policies.protocol import EndedTurn
 EDGES = tuple(4.0 * 1.3**i for i in range(30))  # seconds; the last is two hours
 GAPS_MAX = 200_000
 RATE_MAX = 0.95
-RATIO_STEPS_MAX = 2.0  # traits change a ratio by at most exp of this, either way
+RATIO_STEPS_MAX = 2.0  # limit of |log(ratio)|
 FADE_EVERY_SECONDS = 60.0
 FADE = 0.95  # half in 14 minutes
-# Half of all conversations return, after log-normal times: a rounded fit to a quarter of an hour of a public
-# chat service. At the start, only a client's announced absence counts among the traits.
+# Half of all conversations return, and the times are log-normal. The numbers are rounded from 15 minutes of a
+# public chat service's traffic. At the start, the only trait with a weight is the client's announced absence.
 PRIOR_GAPS, PRIOR_SHARE, PRIOR_MEDIAN_SECONDS, PRIOR_SPREAD = 100.0, 0.5, 120.0, 0.9
 PRIOR_WEIGHTS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 PRIOR_CERTAINTY = 15.0
@@ -52,10 +52,10 @@ MESSAGE_TOKENS, SHORT_MESSAGE_TOKENS, REPLY_TOKENS = 3000, 1500, 250
 
 
 def traits_of(num_turns: int, ended: EndedTurn) -> tuple[float, ...]:
-    """Return the traits of a conversation, to which the weights belong.
+    """Return the traits of a conversation; each has a weight.
 
-    They are the number of turns, the length of the message, whether it was short, the length of the reply
-    (each separately for a first turn and for later turns), and the client's expected absence.
+    The traits are the number of turns, the length of the message, whether the message was short, the length
+    of the reply, and the client's expected absence. All but the last are separate for first and later turns.
     """
     message = _clipped(math.log(max(ended.input_tokens, 1) / MESSAGE_TOKENS), -0.7, 2.5)
     short = float(ended.input_tokens < SHORT_MESSAGE_TOKENS)
@@ -125,7 +125,7 @@ class ReturnModel:
         return gap.length
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        """Give a fork the source's number of turns and traits. Forget an earlier conversation of its id."""
+        """Give a fork the source's turn count and traits. Forget an earlier conversation with its id."""
         if (earlier := self._gaps.pop(target_id, None)) is not None:
             earlier.over = True
         known = self._gaps.get(source_id)
@@ -135,7 +135,7 @@ class ReturnModel:
             self._keep(target_id, gap)
 
     def worth(self, idle_seconds: float) -> float:
-        """Return the expected returns per second of keeping, for a conversation of ratio 1."""
+        """Return the worth per second of keeping the KV of a conversation of ratio 1."""
         return self._worth[bisect_right(EDGES, idle_seconds)]
 
     def likelihood(self, ratio: float, idle_seconds: float) -> float:
@@ -188,7 +188,7 @@ class ReturnModel:
 
     def _worth_by_interval(self) -> list[float]:
         """Compute `worth` at the beginning of each interval, and after the last."""
-        away, waited, before = [1.0], [0.0], 0.0  # shares at each edge, and seconds until then
+        away, waited, before = [1.0], [0.0], 0.0  # at each edge: fraction away, seconds waited
         for index, edge in enumerate(EDGES):
             away.append(away[-1] * (1 - min(self._rate(index), RATE_MAX)))
             waited.append(waited[-1] + (edge - before) * (away[-2] + away[-1]) / 2)

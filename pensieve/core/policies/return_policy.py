@@ -2,17 +2,19 @@
 
     value = cost(l) · sum over the holders of (ratio) · worth(idle time)
 
-Ratio and worth come from a model of returns (return_model.py), so a value is seconds of recompute saved per
-second of keeping. A conversation's ratio is known when its turn ends; ratio and cost determine the class. The
-factor that changes with time is the same for all conversations, so a queue keeps its order (queue.py). A
-client's announced absence is a trait like others: its weight is learned.
+The ratio and the worth come from a model of returns (return_model.py). A value is the seconds of recompute
+saved per second of keeping the chunk. A conversation's ratio is known when its turn ends. Ratio and cost
+determine the class of a chunk. The worth changes with time, but in the same way for all conversations. So a
+queue keeps its order (queue.py). The absence that a client announces is a trait like the others, with a
+learned weight.
 
-The model may be wrong, especially when the workload changes. So the cache follows the model only while it
-would recently have cost less than plain lru, and follows lru otherwise (shadow_cache.py).
+The model may be wrong, especially when the workload changes. So the cache follows the model only while the
+model would recently have cost less than plain lru (shadow_cache.py). Otherwise the cache follows lru.
 
-If the seconds of a copy between the tiers are known (`CostProfile.copy_seconds`), they are compared with
-those of recomputing. A chunk is recomputed if that is faster than copying it in. A chunk is not copied to the
-host if the copy costs more than the later copy-in saves, times the probability that its conversation returns.
+If the time of a copy between the tiers is known (`CostProfile.copy_seconds`), it is compared with the time to
+recompute a chunk. A needed chunk is recomputed if that is faster than the copy from the host. The expected
+gain of a copy to the host is the time saved by the later copy back, times the probability that the
+conversation returns. If the copy costs more than that, it is not made.
 """
 
 from __future__ import annotations

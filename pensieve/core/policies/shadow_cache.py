@@ -1,15 +1,17 @@
 """Compare lru with learned values by two shadow caches, which hold only names and sizes.
 
-One shadow cache keeps the conversations that were active last, as `lru` does. The other keeps those with the
-highest learned values. Both see every turn, whichever of them the real cache follows. Each is charged the
-seconds in which a returning conversation would have been recomputed. Charges fade, so the `Trial` tells which
-of the two was better recently:
+One shadow cache keeps the conversations that were active last, as `lru` does. The other keeps the
+conversations with the highest learned values. Both see every turn. When a conversation returns, each shadow
+cache is charged the seconds that recomputing its missing tokens would take. Charges fade with time, so the
+`Trial` tells which shadow cache was better recently:
 
-    not trusted    the cache follows lru, until the learned values are charged less than `PROOF` of lru's
-    charge trusted        the cache follows the learned values, until they are charged more than lru
+    not trusted    the real cache follows lru, until the charge of the learned values is less than PROOF times
+                   the charge of lru
+    trusted        the real cache follows the learned values, until their charge exceeds the charge of lru
 
-A shadow cache keeps a conversation as one unit, evicts its leading tokens first, and ignores shared chunks.
-Both shadow caches make the same errors. A turn costs O(buckets), amortized.
+A shadow cache treats a conversation as one unit, evicts its leading tokens first, and ignores that chunks may
+be shared. Both shadow caches have the same inaccuracy, so they can be compared. A turn costs O(buckets),
+amortized.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ class _Cached:
 
 
 class ShadowCache:
-    """Conversations of at most `tokens_max` tokens in total, in buckets of equal value at equal idle time.
+    """Conversations with at most `tokens_max` tokens in total, in buckets.
 
-    The least valuable of the buckets' oldest conversations is evicted first.
+    Conversations of one bucket have the same value at the same idle time. The oldest conversations of all
+    buckets are compared, and the least valuable of these is evicted first.
     """
 
     def __init__(self, value: BucketValue) -> None:
@@ -57,7 +60,7 @@ class ShadowCache:
             self._evict(now)
 
     def remove(self, conversation_id: str) -> int | None:
-        """Remove a conversation; return how many of its tokens were missing, None if all were."""
+        """Remove a conversation; return how many of its tokens were missing; None: all of them."""
         bucket = self._bucket_of.pop(conversation_id, None)
         if bucket is None:
             return None
@@ -68,7 +71,7 @@ class ShadowCache:
         return cached.num_missing
 
     def _evict(self, now: float) -> None:
-        """Evict the excess tokens, as far as the least valuable conversation has them."""
+        """Evict tokens of the least valuable conversation: the excess, or all that it has."""
         least, victim_id, victim = math.inf, "", None
         for bucket, conversations in self._buckets.items():
             conversation_id, cached = next(iter(conversations.items()))

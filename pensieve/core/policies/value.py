@@ -1,4 +1,4 @@
-"""The policy `value`: keep the chunks that cost most to recompute per idle second.
+"""The policy `value`: keep the chunks with the highest recompute cost per idle second.
 
     retention_value = cost(l) / T, summed over the holders     (seconds of recompute per second idle)
 
