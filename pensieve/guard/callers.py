@@ -40,8 +40,8 @@ class Access(Enum):
     """Who may make a call."""
 
     ANYBODY = auto()
-    CALLER = auto()  # with any token; without one if the daemon has no tokens
-    REPLICA = auto()  # other daemons and scrapers: with an admin token; without one if there are no tokens
+    CALLER = auto()  # with any token, if the daemon uses tokens
+    REPLICA = auto()  # daemons and scrapers: with an admin token, if the daemon uses tokens
     PEER = auto()  # with the token of another daemon; if there are none, like CALLER
     OPERATOR = auto()  # with an admin token, or on the local socket
 
@@ -148,7 +148,7 @@ def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
 
 
 def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
-    """Return the limits of each tenant. Raises ConfigError if two tokens of a tenant have different limits."""
+    """Return the limits of each tenant. Raises ConfigError if a tenant's tokens have different limits."""
     found: dict[str, Limits] = {}
     for token in tokens:
         if found.setdefault(token.tenant, token.limits) != token.limits:

@@ -1,8 +1,8 @@
 """The limits of tenants, and their usage.
 
-    turns_max             simultaneous turns and WarmConversation calls, waiting ones included
-    tokens_per_second     mean rate of new and sampled tokens; WarmConversation is charged for the tokens
-                          that it computes, any other change of the history for one token
+    turns_max             simultaneous turns and warm-ups (KV computed in advance), waiting ones included
+    tokens_per_second     mean rate of new and sampled tokens, and of tokens that warm-ups compute; any other
+                          call that changes the history is charged one token
     requests_per_second   mean rate of calls, except health checks and the operator's methods
     calls_max             simultaneous calls; a stream counts until its client has received the end
     storage_bytes         size of the conversations; above it, new data is refused, but the replies of

@@ -183,7 +183,7 @@ class IncomingBodies:
         return _whole(raw)
 
     def _enter_call(self, source: BodySource, peer: str) -> None:
-        """Count the call until its transport ends, because the client may leave the answer unread for long."""
+        """Count the call until its transport ends: the client may leave the answer unread for long."""
         calls = self._strangers_calls
         if calls[peer] >= self._strangers.calls_max:
             raise QueueFull("too many calls without a token; try again later")
