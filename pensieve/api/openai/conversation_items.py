@@ -28,7 +28,7 @@ PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6}
 class Place:
     """The number of a message in a conversation, and the ids of its items.
 
-        msg_1f0c53a9d2b7e684-3-1     tag of the conversation, number of the message, number of the item (from 0)
+        msg_1f0c53a9d2b7e684-3-1     tag of the conversation, message number, item number (from 0)
 
     A client's message is one item. A reply may have several items: thinking, text, calls. Number 0 is
     reserved for instructions, because a conversation may get instructions when it already has items.
