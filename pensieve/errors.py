@@ -18,7 +18,7 @@
     │   ├── Loading               the model is being loaded, also after a restart; the request had no effect
     │   ├── OwnedElsewhere        another daemon owns the conversation; `address` is the owner's address
     │   └── StoreUnavailable      the history could not be written (I/O error, locked)
-        │       ├── DiskFull          the disk of the history is full; reading and deleting still work
+    │       ├── DiskFull          the disk of the history is full; reading and deleting still work
     │       └── ErasurePending    deleted text is gone from the history, but not yet erased from its files
     ├── TurnInterrupted           the turn was stopped: conversation deleted, or no client read the reply
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
@@ -29,8 +29,8 @@
     ├── StoreError                the history on disk cannot be used
     │   ├── StoreTooNew           written by a newer version
     │   ├── StoreCorrupt          a page or a record fails its check
-    │   │   └── BackupDamaged     a file of a backup fails its check; the message names it
-    │   └── StoreLocked           another process holds the data folder; the message names it
+    │   │   └── BackupDamaged     a file of a backup fails its check; the message names the file
+    │   └── StoreLocked           another process uses the data folder; the message names the process
     ├── DeviceError               the device failed, or has too little memory
     └── ServerFault               an unexpected error; the server's log has the incident id of the message
 
@@ -324,7 +324,7 @@ class StoreCorrupt(StoreError):
 
 
 class BackupDamaged(StoreCorrupt):
-    """A file of a backup fails its check; the message names it."""
+    """A file of a backup fails its check. The message names the file."""
 
     reason = "BACKUP_DAMAGED"
 

@@ -128,7 +128,7 @@ class Addresses:
         return [home, *names]
 
     def id_beside(self, key: str) -> str:
-        """Return a random id with the same home as `key`. A fork needs the home of its original."""
+        """Return a random id with the same home as `key`. Used for a fork: the home has its history."""
         home = self.order(key)[0]
         drawn = new_id()
         for _ in range(IDS_DRAWN_MAX):

@@ -2,7 +2,7 @@
 
 scripts/generate_sync_client makes client.py from this file, base_client.py from aio_base_client.py, and
 jobs.py from aio_jobs.py. It removes `async`, `await` and the prefix `Async`. So the three source files
-contain only code that has the same form for tasks and threads. The gRPC calls have not; they are in
+contain only code that has the same form for tasks and threads. The gRPC calls differ; they are in
 aio_connection.py and connection.py. turn_progress.py decides what a turn does when its stream ends.
 """
 

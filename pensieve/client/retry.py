@@ -93,7 +93,7 @@ class Deadline:
         self._end: float | None = None
 
     def left(self) -> float | None:
-        """Return the remaining seconds, at least 0; None without a timeout. The first call starts it."""
+        """Return the remaining seconds, at least 0. None: no timeout. The first call starts the timeout."""
         if self.seconds is None:
             return None
         if self._end is None:

@@ -2,7 +2,7 @@
 
 Requests arrive over ASGI and are sent to the daemon with aiohttp. Hop-by-hop headers are not forwarded. If
 the client disconnects, its task is cancelled, and the request to the daemon with it. If the daemon does not
-answer, the client gets a 503. If its response has already begun, the client's connection is cut off.
+answer, the client gets a 503. If the daemon fails during its response, the client's connection is cut off.
 
 A replica has one HttpForward, for one event loop. Connections to the daemon are reused.
 """

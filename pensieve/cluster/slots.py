@@ -6,7 +6,7 @@
 
 A replica takes the first free folder and locks it. The lock belongs to an open file, which the daemon
 inherits from the replica. So the lock lasts until both processes have ended, even if they are killed. Two
-daemons never use one folder, also if their replicas start at the same time. A folder is skipped if a daemon
+daemons never use one folder, even if their replicas start at the same time. A folder is skipped if a daemon
 that is not part of the cluster uses it.
 """
 

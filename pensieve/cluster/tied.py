@@ -3,7 +3,7 @@
     python -m pensieve.cluster.tied PARENT_PID PROGRAM [ARGUMENT ...]
 
 A Ray replica may be killed with SIGKILL. Its daemon would survive: it would keep the GPU, and write to a
-history that other daemons continue. So this program asks the kernel to kill it when its parent ends. The
+history that other daemons continue. So this program asks the kernel for a SIGKILL when its parent ends. The
 kernel watches the *thread* that started this process, and child_process.py keeps this thread until the child
 ends.
 """

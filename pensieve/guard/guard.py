@@ -5,16 +5,16 @@
     send      count an answer, or a piece of a stream, as unread until the client has received it
     end       count an error, log it if the operator needs it, send it to the client; audit the call
 
-A call counts from authentication until its client has received the end of the answer, or has disconnected. If
-a tenant has more than `calls_max` calls, the next call is refused before its request is received. For methods
-that clients retry after a disconnect, the limit is twice as high. Calls and errors of a tenant in debt are
-delayed (limits.py).
+A call counts from authentication until its client has received the end of the answer, or has disconnected. A
+call above the tenant's limit `calls_max` is refused before its request is received. For methods that clients
+retry after a disconnect, the limit is twice as high. Calls and errors of a tenant in debt are delayed
+(limits.py).
 
 The daemon that forwards a call authenticates, counts, admits and audits it. The owner of the conversation
 applies only the limits of request bodies. If the daemons share no secret, the owner audits the call, too.
 
 An answer is refused if its tenant would then have more than `unread_bytes` of unread answers. A piece of a
-stream waits instead. A client that reads too slowly for too long is cancelled (conversations/followers.py).
+stream waits instead. A stream whose client reads too slowly is cancelled (conversations/followers.py).
 
 A PensieveError is sent to the client unchanged. Any other exception becomes a ServerFault with an incident
 id. The log has this id and the traceback. A disconnect is not an error.

@@ -1,18 +1,18 @@
 """Parse request bodies of Anthropic's API into the same `ParsedRequest` as OpenAI's.
 
-Each parameter is honoured, has no effect on any answer (`metadata`, `cache_control`, `service_tier`), or is
-refused by name. The defaults are the model's, not Anthropic's. Two parameters depend on the model's chat
-template:
+Some parameters have no effect on any answer (`metadata`, `cache_control`, `service_tier`). All others are
+honoured, or refused by name. The defaults are the model's, not Anthropic's. Two parameters depend on the
+model's chat template:
 
     thinking               sets the template's switch for thinking, if any; `budget_tokens` has no effect
     output_config.effort   sets the template's `reasoning_effort`; `high` is the API's default and is always
                            accepted
 
-Adjacent messages with the same role are merged:
+Adjacent messages with the same role are merged. The result is, by role:
 
-    system       become a system message
-    user         become a tool message for each `tool_result`, then a user message with the text
-    assistant    become one message with thinking, text and tool calls
+    system       a system message
+    user         a tool message for each `tool_result`, then a user message with the text
+    assistant    one message with thinking, text and tool calls
 
 Text blocks are joined with line ends. Text blocks of the assistant are joined without line ends, because a
 reply has several text blocks only if calls or thinking are between them. A `tool_result` must answer a

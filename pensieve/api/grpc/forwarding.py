@@ -6,8 +6,7 @@
 A conversation stays with its owner, the daemon that has its KV. A client may call any daemon, but a forwarded
 call takes longer. The forwarder passes bytes and errors on unchanged, for gRPC and HTTP (http_forwarding.py).
 A forwarded call is never forwarded again, because two daemons that disagree about the owner would forward it
-forever. The initial metadata of the answer name the owner, so that a client or router can call the owner
-directly.
+forever. The answer's initial metadata name the owner, so that a client or router can call the owner directly.
 
 Until the answer begins, the owner is watched (peers.py). If the owner cannot be reached, the call is retried
 until the owner's lease expires, and for at least PATIENCE_SECONDS. The client gets an error if an answer
@@ -95,7 +94,7 @@ class ForwardedCall(Protocol):
 
 
 class Unreachable(Exception):
-    """The owner cannot be reached, and has not executed the call, or the call may be repeated."""
+    """The owner cannot be reached. Another daemon may safely execute the call."""
 
 
 class NotOwner(Exception):

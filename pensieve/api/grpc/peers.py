@@ -1,4 +1,4 @@
-"""Connect to the other daemons that share the history, and detect when a daemon no longer runs.
+"""Connect to the other daemons that share the history, and detect when a daemon no longer responds.
 
 A suspended process (SIGSTOP) still accepts connections. So while a forwarded call waits for its answer,
 `OwnerWatch` tries once a second to claim the conversation. The claim fails while the owner's lease is valid.
@@ -110,7 +110,7 @@ class Wait:
         """`tell` is called when the owner has lost the conversation."""
         self.owner, self.tenant, self.tell = owner, tenant, tell
         self.is_over = False  # the owner has lost the conversation
-        self.next_owner: OwnedElsewhere | None = None  # if `is_over`; None: this daemon
+        self.next_owner: OwnedElsewhere | None = None  # if `is_over`; None: it is this daemon
 
 
 class OwnerWatch:

@@ -164,7 +164,7 @@ class Upload:
             yield bytes(data)
 
     def _take(self, piece: PartBegan | PartData) -> bool:
-        """Store a piece of a field. Return whether the file begins with this piece."""
+        """Store a piece of a field. Return whether this piece begins the file."""
         if isinstance(piece, PartBegan) and piece.name == "file":
             self._field, self.filename = "", piece.filename
             return True

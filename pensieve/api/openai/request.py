@@ -2,10 +2,11 @@
 
     body ──parse──> ParsedRequest: a turn or a raw prompt, number of choices, streaming, conversation
 
-Each parameter is honoured, has no effect on any answer (`user`, `metadata`, `service_tier`, …), or is refused
-by name. Clients of other servers send further fields that have no effect (IGNORED); `ParsedRequest.ignored`
-lists them. `stream` and the parameters of stored conversations (`previous_response_id`, `conversation`,
-`background`) are read here. An endpoint that does not support such a parameter refuses it.
+Some parameters have no effect on any answer (`user`, `metadata`, `service_tier`, …). All others are honoured,
+or refused by name. Clients of other servers send further fields without effect (IGNORED).
+`ParsedRequest.ignored` lists these. `stream` and the parameters of stored conversations
+(`previous_response_id`, `conversation`, `background`) are read here. An endpoint that does not support such a
+parameter refuses it.
 
 Sampling parameters have the same names as in `Sampling`, except the maximum length and logprobs, whose names
 differ between endpoints. Parameters that OpenAI's API lacks (`top_k`, `min_p`, `repetition_penalty`,
