@@ -1,40 +1,40 @@
 """All errors, as one tree of classes, each with a gRPC status and an exit code.
 
     PensieveError
-    ├── InvalidArgument           a field of a request is wrong; `field` names it
+    ├── InvalidArgument           a field of a request is invalid; `field` names the field
     ├── NotFound                  no such conversation, message or revision
     ├── AlreadyExists             the id is taken
-    │   └── PrefixTaken           the prefix_id already stands for another system prompt or other tools
-    ├── TurnRunning               a turn of this conversation is running; `turn_id` names it
-    ├── StaleRevision             expected_revision is not the present revision
-    ├── WrongJobState             the state of the job does not allow this: for example, it has ended
+    │   └── PrefixTaken           the prefix_id is in use with another system prompt or other tools
+    ├── TurnRunning               a turn of this conversation is running; `turn_id` names the turn
+    ├── StaleRevision             expected_revision is not the current revision
+    ├── WrongJobState             the job's state does not allow the operation; for example, the job has ended
     ├── ContextFull               the turn does not fit the context; `tokens_max` is the limit
     ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; retry later
     ├── StorageFull               the tenant's conversations have reached their size limit; delete some
-    ├── DeadlineExceeded          the timeout has passed; the message says what stays in the history
+    ├── DeadlineExceeded          the timeout has passed; the message says what the history keeps
     ├── Unauthenticated           the token is missing or unknown
-    ├── PermissionDenied          the token does not allow this
-    ├── Unavailable               the daemon is draining or out of reach, or its disk cannot be written
-    │   ├── Loading               the model is being loaded, at the start or again; nothing was done
-    │   ├── OwnedElsewhere        another daemon has the conversation; `address` is that daemon's
+    ├── PermissionDenied          the token does not allow the call
+    ├── Unavailable               the daemon is draining or unreachable, or cannot write to its disk
+    │   ├── Loading               the model is being loaded, also after a restart; the request had no effect
+    │   ├── OwnedElsewhere        another daemon owns the conversation; `address` is the owner's address
     │   └── StoreUnavailable      the history could not be written (I/O error, locked)
-        │       ├── DiskFull          the disk of the history is full; reading and deleting still work
+    │       ├── DiskFull          the disk of the history is full; reading and deleting still work
     │       └── ErasurePending    deleted text is gone from the history, but not yet erased from its files
-    ├── TurnInterrupted           the turn was stopped: its conversation was deleted, or no client read it
+    ├── TurnInterrupted           the turn was stopped: conversation deleted, or no client read the reply
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
     ├── ConfigError               a flag, variable or file has an invalid value
     ├── AddressInUse              the address to listen on is taken
     ├── ModelError                the model cannot be loaded, or cannot be served exactly
-    │   └── UnsupportedModel      it loads, but cannot be served exactly; the message says why
+    │   └── UnsupportedModel      the model loads, but cannot be served exactly; the message says why
     ├── StoreError                the history on disk cannot be used
     │   ├── StoreTooNew           written by a newer version
     │   ├── StoreCorrupt          a page or a record fails its check
-    │   │   └── BackupDamaged     a file of a backup fails its check; the message names it
-    │   └── StoreLocked           another process holds the data folder; the message names it
-    ├── DeviceError               the device failed or lacks memory
-    └── ServerFault               an unexpected error in the server; its log has the id in the message
+    │   │   └── BackupDamaged     a file of a backup fails its check; the message names the file
+    │   └── StoreLocked           another process uses the data folder; the message names the process
+    ├── DeviceError               the device failed, or has too little memory
+    └── ServerFault               an unexpected error; the server's log has the incident id of the message
 
-An error outside of this tree is a bug.  Clients get it as a ServerFault, with the status INTERNAL.
+Any other exception is a bug. Clients receive a ServerFault, with the status INTERNAL.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CLIENT_CHARACTERS_MAX = 400
 def one_line(error: BaseException) -> str:
     """Return the start of an error's message as one line.
 
-    Use it for libraries whose messages have several paragraphs.
+    Use this function for errors of libraries whose messages have several paragraphs.
     """
     text = _unbroken(error)
     if len(text) <= ONE_LINE_CHARACTERS_MAX:
@@ -55,13 +55,13 @@ def one_line(error: BaseException) -> str:
 
 
 def whole_line(error: BaseException) -> str:
-    """Return the whole message of an error in one line; the class comes first if it is not in this tree."""
+    """Return the whole message of an error in one line. If it is no PensieveError, its class comes first."""
     text = _unbroken(error)
     return text if isinstance(error, PensieveError) else f"{type(error).__name__}: {text}"
 
 
 def shortened(text: str) -> str:
-    """Return a text in one line of bounded length, for a client."""
+    """Return a text for a client: one line of at most CLIENT_CHARACTERS_MAX characters."""
     text = " ".join(text.split()).encode("utf-8", "replace").decode()
     most = CLIENT_CHARACTERS_MAX
     return text if len(text) <= most else text[: most - 1] + "…"
@@ -72,13 +72,13 @@ def _unbroken(error: BaseException) -> str:
 
 
 class PensieveError(Exception):
-    """The root of the tree.  Only its subclasses are raised.
+    """The base class. Only subclasses are raised.
 
     Attributes:
         grpc_status: the gRPC status that carries the error.
         exit_code: the exit code of a command that ends with the error.
-        reason: one word for programs, the same in every version.
-        retry_after_seconds: when a retry may succeed; None if the server has not said.
+        reason: an identifier for programs, the same in every version.
+        retry_after_seconds: seconds after which a retry may succeed; None if the server has not said.
     """
 
     grpc_status = "INTERNAL"
@@ -93,7 +93,7 @@ class InvalidArgument(PensieveError):
     grpc_status = "INVALID_ARGUMENT"
     exit_code = 2
     reason = "INVALID_ARGUMENT"
-    is_too_long = False  # the text fits no context, whatever its tokens are
+    is_too_long = False  # True: the text has so many characters that no context can hold it
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -116,7 +116,7 @@ class AlreadyExists(PensieveError):
 
 
 class PrefixTaken(AlreadyExists):
-    """The prefix_id already stands for another system prompt or other tools."""
+    """The prefix_id is in use with another system prompt or other tools."""
 
     grpc_status = "FAILED_PRECONDITION"
     reason = "PREFIX_TAKEN"
@@ -141,7 +141,7 @@ class StaleRevision(PensieveError):
     reason = "STALE_REVISION"
 
     def __init__(self, expected: int, actual: int, sentence: str = "") -> None:
-        """`sentence`: the message, if something other than the revision has changed."""
+        """`sentence`: replaces the message, if not the revision but something else has changed."""
         super().__init__(
             sentence or f"expected revision {expected}, but the conversation is at {actual}"
         )
@@ -150,7 +150,7 @@ class StaleRevision(PensieveError):
 
 
 class WrongJobState(PensieveError):
-    """The state of the job does not allow this; the message names the state."""
+    """The state of the job does not allow the operation. The message names the state."""
 
     grpc_status = "FAILED_PRECONDITION"
     reason = "JOB_STATE"
@@ -176,7 +176,7 @@ class QueueFull(PensieveError):
 
     grpc_status = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
-    limit = ""  # of the tenant, as named in the token file; empty: a limit of the daemon
+    limit = ""  # name of the tenant's limit in the token file; empty: a limit of the daemon
 
 
 class StorageFull(PensieveError):
@@ -187,7 +187,7 @@ class StorageFull(PensieveError):
 
 
 class DeadlineExceeded(PensieveError):
-    """The timeout has passed; for a turn, the message says what stays in the history."""
+    """The timeout has passed. For a turn, the message says what the history keeps."""
 
     grpc_status = "DEADLINE_EXCEEDED"
     reason = "DEADLINE_EXCEEDED"
@@ -201,18 +201,18 @@ class Unauthenticated(PensieveError):
 
 
 class PermissionDenied(PensieveError):
-    """The token does not allow this."""
+    """The token does not allow the call."""
 
     grpc_status = "PERMISSION_DENIED"
     reason = "PERMISSION_DENIED"
 
 
 class Unavailable(PensieveError):
-    """The daemon is draining or out of reach; the SDK has retried as its `Retry` says."""
+    """The daemon is draining or unreachable. The SDK raises this only after the retries of its `Retry`."""
 
     grpc_status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
-    may_have_arrived = True  # False: the request certainly did not reach a daemon
+    may_have_arrived = True  # False: the request has certainly not reached a daemon
 
 
 class Loading(Unavailable):
@@ -222,9 +222,9 @@ class Loading(Unavailable):
 
 
 class OwnedElsewhere(Unavailable):
-    """Another daemon, `replica` at `address`, has the conversation; only that daemon may write to it.
+    """Another daemon owns the conversation: `replica` at `address`. Only the owner may write to it.
 
-    For a batch job, `kind` is "job" and `conversation_id` is the job's id.
+    For a batch job, `kind` is "job" and `conversation_id` is the id of the job.
     """
 
     reason = "OWNED_ELSEWHERE"
@@ -239,13 +239,13 @@ class OwnedElsewhere(Unavailable):
 
 
 class StoreUnavailable(Unavailable):
-    """The history cannot be written now: the disk is full or fails, or another program locks it."""
+    """The history cannot be written at the moment: the disk is full or fails, or the history is locked."""
 
     reason = "STORE_UNAVAILABLE"
 
 
 class DiskFull(StoreUnavailable):
-    """The disk of the history is full; conversations can be read and deleted."""
+    """The disk of the history is full. Conversations can still be read and deleted."""
 
     reason = "DISK_FULL"
 
@@ -257,14 +257,14 @@ class ErasurePending(StoreUnavailable):
 
 
 class TurnInterrupted(PensieveError):
-    """The turn was stopped: its conversation was deleted, or no client read it."""
+    """The turn was stopped: the conversation was deleted, or no client read the reply."""
 
     grpc_status = "ABORTED"
     reason = "TURN_INTERRUPTED"
 
 
 class TurnFailed(PensieveError):
-    """The engine could not finish the turn; `reason` says why in one word, such as NAN_LOGITS."""
+    """The engine could not finish the turn. `reason` is an identifier such as NAN_LOGITS."""
 
     grpc_status = "INTERNAL"
 
@@ -298,7 +298,7 @@ class ModelError(PensieveError):
 
 
 class UnsupportedModel(ModelError):
-    """The model loads, but cannot be served exactly; the message says why."""
+    """The model loads, but cannot be served exactly. The message says why."""
 
     reason = "MODEL_UNSUPPORTED"
 
@@ -324,19 +324,19 @@ class StoreCorrupt(StoreError):
 
 
 class BackupDamaged(StoreCorrupt):
-    """A file of a backup fails its check; the message names it."""
+    """A file of a backup fails its check. The message names the file."""
 
     reason = "BACKUP_DAMAGED"
 
 
 class StoreLocked(StoreError):
-    """Another process has the data folder; the message names the process."""
+    """Another process uses the data folder. The message names the process."""
 
     reason = "STORE_LOCKED"
 
 
 class DeviceError(PensieveError):
-    """The device failed, or lacks memory."""
+    """The device failed, or has too little memory."""
 
     grpc_status = "UNAVAILABLE"
     exit_code = 6
@@ -344,4 +344,4 @@ class DeviceError(PensieveError):
 
 
 class ServerFault(PensieveError):
-    """An unexpected error in the server; its log has the details."""
+    """An unexpected error in the server. The server's log has the details."""

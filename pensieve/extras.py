@@ -1,7 +1,8 @@
-"""Import packages that may be missing, and say what to install.
+"""Import a package of an extra. If the package is missing, install it or say what to install.
 
-In the environment of `scripts/run`, the program that PENSIEVE_ADD_EXTRA names installs an extra when it is
-first needed."""
+`scripts/run` sets PENSIEVE_ADD_EXTRA to the path of a program that installs an extra. Without this variable,
+a missing package is an error.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pensieve.errors import ConfigError
 
 DISTRIBUTION = "pensieve-serve"
 ADD = "PENSIEVE_ADD_EXTRA"
-# Packages that every daemon needs, by the name of their module.
+# Packages that every daemon needs: the name of the module, and the name of the package.
 PACKAGES = {
     "torch": "torch",
     "transformers": "transformers",
@@ -32,12 +33,12 @@ PACKAGES = {
 
 
 def need(extra: str, module: str, purpose: str) -> ModuleType:
-    """Import a module of an extra.  `purpose` is the subject of the error message."""
+    """Import a module of an extra. `purpose` is the subject of the error message."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != module.split(".")[0]:
-            raise  # the module exists, and one of its own imports is missing
+            raise  # the module exists, but imports another module that is missing
     program = os.environ.get(ADD)
     names = " ".join(f"'{each}'" for each in requirements(extra))
     if not program:
@@ -55,7 +56,7 @@ def package_of(error: ModuleNotFoundError) -> str | None:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra, as pip writes them."""
+    """Return the requirements of an extra, in the format of `pip install`."""
     found = re.compile(r"^(?P<package>[^;]+?) *; .*extra == ['\"](?P<extra>[^'\"]+)['\"]")
     lines = metadata.requires(DISTRIBUTION) or []
     return [

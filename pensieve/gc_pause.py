@@ -1,12 +1,13 @@
 """Move full garbage collections to times when no client waits.
 
-Reference counts free nearly all objects here. A full collection finds little, but visits every live object
-and stops the process: for 25 to 130 ms in a service with a few hundred streams, for longer in an engine with
-100,000 conversations, and about once a second by default. No stream gets a token meanwhile.
+Reference counts free nearly all objects here. A full collection finds little garbage, but visits every live
+object and stops the process meanwhile. By default, Python does this about once a second. A collection takes
+25 to 130 ms in a service with a few hundred streams, and longer in an engine with 100,000 conversations. No
+stream gets a token in this time.
 
-So a process calls `freeze` once it has started. The objects that are alive then are never visited again.
-Young objects are still collected, in larger portions. A full collection starts by itself only after some ten
-million more allocations than frees. A process calls `collect` when it is idle.
+So a process calls `freeze` after its start. Later collections never visit the objects that are alive then.
+Young objects are still collected, in larger portions. A full collection starts by itself only when about ten
+million more objects were allocated than freed. Otherwise a process calls `collect` when it is idle.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def freeze() -> None:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect nothing while modules are imported, and exempt their objects from later collections."""
+    """Collect no garbage inside the block, which imports modules. Exempt their objects from collections."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

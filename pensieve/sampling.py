@@ -1,8 +1,8 @@
 """The sampling parameters of a turn, and their defaults, each defined once.
 
-The fields of `Sampling` drive the translation from protobuf, the JSON parsers, the flags of `pensieve
-chat`, the SDK's reference, the table in docs/http.md and `Sampling.problem`. `problem` checks a request
-when it enters the daemon. The engine and the sampler do not check it again.
+These parts are made from the fields of `Sampling`: the translation from protobuf, the JSON parsers, the flags
+of `pensieve chat`, the SDK's reference, the table in docs/http.md and `Sampling.problem`. `problem` checks
+the values when a request arrives. The engine and the sampler do not check them again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOGIT_BIAS_MAX = 1024
 LOGPROBS_MAX = 20
 STOP_TOKEN_IDS_MAX = 64
 
-# Defaults: docs/models.md, Sampling. `scripts/measure loops` compares values.
+# docs/models.md, section Sampling, explains these defaults. `scripts/measure loops` compares other values.
 OURS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 MAX_TOKENS = 1024
@@ -34,8 +34,8 @@ class Parameter(NamedTuple):
     low: float = -math.inf
     high: float = math.inf
     low_excluded: bool = False
-    metavar: str = ""  # of the flag of `pensieve chat`; "": no flag
-    common: bool = False  # shown in `pensieve chat --help`, else only in --help-all
+    metavar: str = ""  # of the flag of `pensieve chat`; "": there is no such flag
+    common: bool = False  # shown in `pensieve chat --help`; otherwise only in --help-all
 
 
 def _parameter(default: Any, *given: Any, **more: Any) -> Any:
@@ -44,7 +44,7 @@ def _parameter(default: Any, *given: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling values of one turn. The defaults are neutral: greedy, without penalties and cuts."""
+    """The sampling parameters of one turn. The defaults are greedy decoding without penalties or limits."""
 
     temperature: float = _parameter(
         0.0,
@@ -223,17 +223,18 @@ class Sampling:
 
 
 class DefaultSampling(NamedTuple):
-    """The sampling values for a request that gives none. They are the same for every API."""
+    """The sampling parameters of a request that sets none. They are the same for every API."""
 
     sampling: Sampling
-    from_model: bool  # the model's files name the values
+    from_model: bool  # the values come from the model's files
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> DefaultSampling:
-    """Return the defaults of a model with this generation_config.json; {} if it has none.
+    """Return the defaults of a model. `generation_config`: its generation_config.json; {} if it has none.
 
-    A config that sets `do_sample` or a value of sampling is used as transformers uses it: fields that it
-    lacks are neutral. Any other model gets ours, because greedy replies of small models loop.
+    If the config sets `do_sample`, `temperature`, `top_p`, `top_k` or `min_p`, it is used as in transformers:
+    parameters that it does not set are neutral. Otherwise the defaults are OURS, because small models repeat
+    themselves with greedy decoding.
 
     Raises ValueError if a value is out of bounds.
     """
@@ -268,13 +269,13 @@ NUMBERS = tuple(
     for each in fields(Sampling)
     if parameter_of(each).high < math.inf
 )
-# Annotations are strings in this module.
+# The types are compared as text, because annotations are strings in this module.
 FLOATS = tuple(each.name for each in fields(Sampling) if each.type == "float")
 INTEGERS = tuple(each.name for each in fields(Sampling) if each.type == "int")
 
 
 class SamplingOptions(TypedDict, total=False):
-    # For type checkers. The docstring is made from the fields of `Sampling`.
+    # The fields are for type checkers. The docstring is made from the fields of `Sampling` below.
 
     temperature: float | None
     top_p: float | None

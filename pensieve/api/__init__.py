@@ -1,1 +1,1 @@
-"""Servers: gRPC, and OpenAI's and Anthropic's APIs over HTTP. They parse requests and render replies."""
+"""The servers: gRPC, and OpenAI's and Anthropic's APIs over HTTP."""

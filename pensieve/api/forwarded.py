@@ -14,11 +14,11 @@ FORWARDED = "pensieve.forwarded"  # key in the ASGI scope
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """The caller that another daemon named, and the next owner if this daemon could not answer."""
+    """A request that another daemon has forwarded to this one, with the caller that it named."""
 
     caller: Caller
     retry_key: str
-    elsewhere: OwnedElsewhere | None = None  # the next owner, if not this daemon
+    elsewhere: OwnedElsewhere | None = None  # the owner, if this daemon could not answer
 
 
 class HttpRequest(Protocol):
@@ -36,4 +36,4 @@ class HttpRequest(Protocol):
 
 class ForwardHttp(Protocol):
     async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
-        """Have the owner answer; return False if this daemon is the owner now and must answer."""
+        """Let the owner answer. Return False if this daemon has become the owner and must answer itself."""

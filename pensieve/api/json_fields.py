@@ -4,9 +4,9 @@
 * A bool is not a number, and 1.0 is not an integer. Numbers are finite and fit a double.
 * Errors name a member by its path: `messages[2].content[0].type`.
 
-`read_json` refuses JSON that Python's parser would accept: duplicate names in an object, NaN and Infinity,
-more than OBJECTS_MAX objects. `check_json` checks a whole value: its strings must be valid UTF-8, and its
-depth and number of values are limited.
+`read_json` refuses some JSON that Python's parser would accept: duplicate names in an object, NaN and
+Infinity, and more than OBJECTS_MAX objects. `check_json` checks a whole value. Its strings must be valid
+Unicode, and its depth and its number of values are limited.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pensieve.text.message import DEPTH_MAX, plain_text
 
 VALUES_MAX = 16_384  # per parameter; an object, a list and each value in them count as one
 MESSAGES_VALUES_MAX = 1 << 16  # for the messages of a request
-LISTS_OF_TOKENS = ("prompt", "tokens")  # checked where they are read
-NAME_CHARACTERS_MAX = 80  # longest quotation in an error
+LISTS_OF_TOKENS = ("prompt", "tokens")  # the code that reads these lists checks them
+NAME_CHARACTERS_MAX = 80  # of a text that an error quotes
 
 
 class Refusal(InvalidArgument):
@@ -34,7 +34,7 @@ class Refusal(InvalidArgument):
 
 
 def quoted(text: str) -> str:
-    """Return a client's text as a short ASCII literal, for errors."""
+    """Return a client's text as a short ASCII literal, for error messages."""
     return ascii(text if len(text) <= NAME_CHARACTERS_MAX else text[:NAME_CHARACTERS_MAX] + "...")
 
 
@@ -75,7 +75,7 @@ class Fields:
         self._path = path
 
     def where(self, name: str) -> str:
-        """Return the path of a member, for errors."""
+        """Return the path of a member, for error messages."""
         plain = name.isidentifier() and len(name) <= NAME_CHARACTERS_MAX
         shown = name if plain else quoted(name)
         return f"{self._path}.{shown}" if self._path else shown
@@ -131,7 +131,7 @@ class Fields:
         return None if found is None else Fields(found, self.where(name))
 
     def only(self, name: str, *allowed: Any, problem: str = "") -> None:
-        """Take a member, and refuse values other than these, which have no effect."""
+        """Take a member that has no effect. Raises Refusal if its value is not one of `allowed`."""
         found = self.take(name)
         if found is None or any(type(found) is type(each) and found == each for each in allowed):
             return
@@ -154,7 +154,7 @@ class Fields:
 
 
 def checked_fields(given: Any, histories: Collection[str] = ("messages", "input")) -> Fields:
-    """Return the members of a body; members named in `histories` may have more JSON values."""
+    """Return the members of a body. Members named in `histories` may have MESSAGES_VALUES_MAX values."""
     fields = Fields(given)
     for name, value in given.items():
         plain_text(name, "body")
@@ -164,14 +164,14 @@ def checked_fields(given: Any, histories: Collection[str] = ("messages", "input"
     return fields
 
 
-# Some readers treat these as line ends, but JSON does not require to escape them.
+# JSON does not require escapes for these characters, but some programs treat them as line ends.
 LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
-OBJECTS_MAX = 65_536  # per text, members included
+OBJECTS_MAX = 65_536  # objects and their members in a text
 
 
 def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -> Any:
-    """Parse JSON; raises Refusal for the parameter `where`."""
+    """Parse JSON. Raises Refusal with `where` as the name of the parameter."""
     try:
         written = text if isinstance(text, str) else text.decode("utf-8")
         return json.loads(
@@ -185,23 +185,23 @@ def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -
         problem = "is nested too deeply"
     except _NotOurs as error:
         problem = str(error)
-    except ValueError:  # Python refuses to parse such long integers
+    except ValueError:  # Python does not parse integers with so many digits
         problem = "holds a number that is too large"
     raise Refusal(where, problem, "invalid_json")
 
 
 def one_line(value: Mapping[str, Any]) -> bytes:
-    """Return a value as one line of JSON with its line end, and no other line end inside."""
+    """Return a value as one line of JSON, with a line end and no character inside that looks like one."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(LINE_ENDS).encode() + b"\n"
 
 
 class _NotOurs(ValueError):
-    """JSON that Python's parser accepts and we refuse."""
+    """The text is JSON that Python's parser accepts but `read_json` refuses."""
 
 
 class _Objects:
-    """Builds the objects of one text from the pairs that the parser finds."""
+    """Builds the objects of a text from their pairs. The parser calls it for each object."""
 
     def __init__(self, objects_max: float) -> None:
         self._objects_max = self._left = objects_max

@@ -19,8 +19,8 @@ class Plugin(Protocol):
     def add_service(self, server: Any, forwarder_of: Callable[[Any], Any] | None) -> None:
         """Add the service to a gRPC server.
 
-        `forwarder_of` makes a `Forwarder` from an `OwnerLookup` (api/grpc/forwarding.py). None if no other
-        daemon shares the history.
+        `forwarder_of` makes a `Forwarder` from an `OwnerLookup` (api/grpc/forwarding.py). It is None if no
+        other daemon shares the history.
         """
         ...
 
@@ -34,5 +34,5 @@ class Plugin(Protocol):
         ...
 
     async def samples(self) -> Samples:
-        """Return samples. Called at most every few seconds, so it may take a while."""
+        """Return samples. This is called at most once in a few seconds, so it may be slow."""
         ...

@@ -14,19 +14,19 @@ from pensieve.text.reply_pieces import Piece, ReplyPieces
 
 
 class ReplyTokens(NamedTuple):
-    """Some tokens of a reply, or all of them.
+    """Some or all tokens of a reply.
 
-    Text without a token (`ReplyStream.tail`) has entries in `texts` and `parts` only.
+    The text of `ReplyStream.tail` belongs to no token, so it has entries in `texts` and `parts` only.
     """
 
     token_ids: Sequence[int]
-    texts: Sequence[str]  # released by each token
-    finish: FinishReason = FinishReason.STOP  # of HAS_REPLY; only for a whole reply
+    texts: Sequence[str]  # of each token: the text that became complete with it
+    finish: FinishReason = FinishReason.STOP  # one of HAS_REPLY; only used for a whole reply
     parts: Sequence[Part] = ()  # of each token; empty: all text
     logprobs: Sequence[tuple[float, Sequence[Logprob]]] = ()  # of each token, if requested
 
     def is_of(self, *parts: Part) -> list[bool]:
-        """Return for each token whether it belongs to one of these parts."""
+        """For each token, return whether it belongs to one of these parts."""
         if not self.parts:
             return [Part.TEXT in parts] * len(self.texts)
         return [each in parts for each in self.parts]
@@ -36,7 +36,7 @@ class ReplyTokens(NamedTuple):
         return sum(self.is_of(Part.THINKING))
 
     def pieces(self, cutter: ReplyPieces) -> list[Piece]:
-        """Return the pieces that these tokens release, after the tokens that `cutter` has seen."""
+        """Return the pieces of these tokens. `cutter` must have seen all earlier tokens of the reply."""
         found: list[Piece] = []
         for text, part in zip(self.texts, self.parts, strict=True):
             found += cutter.push(text, part)
@@ -47,7 +47,7 @@ NO_TOKENS = ReplyTokens((), ())
 
 
 class PromptTokens(NamedTuple):
-    """Length of the prompt, and its part that was cached."""
+    """The number of tokens of a prompt, and how many of them were cached."""
 
     num_tokens: int
     num_cached: int = 0
@@ -64,7 +64,7 @@ class ReplyStream:
         followers: TurnFollowers,
         write: Callable[[ReplyTokens], Awaitable[None]],
     ) -> None:
-        """Call `write` with tokens as they arrive, until the turn ends; then read `tail`."""
+        """Call `write` with tokens as they arrive, until the turn ends. Then use `tail`."""
 
         async def write_tokens(start: int, stop: int) -> None:
             await write(self.tokens(start, stop))
@@ -86,7 +86,7 @@ class ReplyStream:
         return ReplyTokens((), (live.tail,), parts=(live.parts[live.num_tokens - 1],))
 
     def whole(self, finish: FinishReason | None = None, tail: str | None = None) -> ReplyTokens:
-        """Return the whole reply; pass `finish` and `tail` for a turn that is about to end."""
+        """Return the whole reply. If the turn is about to end, pass its `finish` and `tail`."""
         live = self.live
         tail = live.tail if tail is None else tail
         found = self.tokens(0, live.num_tokens)
@@ -94,13 +94,13 @@ class ReplyStream:
         if tail and texts:
             texts[-1] += tail
         finish = finish or live.finish
-        if finish not in HAS_REPLY:  # it was cancelled
+        if finish not in HAS_REPLY:  # the turn was cancelled
             finish = FinishReason.STOP
         return ReplyTokens(found.token_ids, texts, finish, found.parts, found.logprobs)
 
     @property
     def prompt(self) -> PromptTokens:
-        """Prompt figures of an ended turn."""
+        """The numbers of prompt tokens. The turn must have ended."""
         figures = self.live.figures
         num_cached = int(figures.get("device_tokens", 0)) + int(figures.get("host_tokens", 0))
         return PromptTokens(int(figures.get("prompt_tokens", 0)), num_cached)

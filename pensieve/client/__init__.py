@@ -15,24 +15,24 @@
 The SDK imports neither torch nor the server. Threads may share a `Client`. An `AsyncClient` belongs to the
 event loop of its first call; the tasks of that loop may share it.
 
-**Retries.** Each message carries a request_id, so the server adds a repeated message only once. After a
-broken connection or a restart, the client sends the request again. The turn then continues where it was, or
-a `Restarted` event says that the reply begins again. By default, the client retries an unreachable daemon
-for 11 to 23 seconds. It waits up to ten minutes for a daemon that is loading its model. A `timeout` limits
-both; `Retry` changes them.
+**Retries.** Each message has a request_id, so the server adds a repeated message only once. After a broken
+connection or a restart, the client sends the request again. The turn then continues where it was, or a
+`Restarted` event says that the reply begins again. By default, the client retries an unreachable daemon for
+11 to 23 seconds, and waits up to ten minutes for a daemon that is loading its model. `Retry` changes these
+times. A `timeout` limits the whole call, retries included.
 
     Client("127.0.0.1:50051", timeout=120, retry=Retry(retries=12))  # retries for 31 to 63 s
 
-**Several daemons** that share one history can be given together. The hash of a conversation's id chooses
-its address. While that address is down, the client uses the next one. `client.addresses` shows the state of
-each.
+**Several daemons** that share one history can be given together. A hash of the conversation's id chooses the
+address for its requests. While this address is down, the client uses another one. `client.addresses` shows
+the state of each address.
 
     Client("gpu1:50051,gpu2:50051,gpu3:50051")  # or a list
 
-**Stopping a turn early.** A timeout, `close`, the end of a `with` block, a `break`, an exception, a
-cancelled task, Ctrl-C, and the end of the client or of the program all stop the turn at once. You can then
-send the next message. If you stop a `send`, the text already delivered stays in the history. If you stop an
-`ask`, nothing stays and you can retry it. `keep_partial` overrides both.
+**Stopping a turn early.** All of these stop a turn at once: a timeout, `close`, the end of a `with` block, a
+`break`, an exception, a cancelled task, Ctrl-C, and the end of the client or the program. You can then send
+the next message. If you stop a `send`, the history keeps the text that was already delivered. If you stop an
+`ask`, the history keeps nothing, and you can retry it. `keep_partial` overrides both defaults.
 
     try:
         reply = trip.ask("Tell me everything.", timeout=10)
@@ -43,18 +43,19 @@ send the next message. If you stop a `send`, the text already delivered stays in
         if enough(delta):
             break  # the history keeps the delivered pieces, with the finish reason "cancelled"
 
-Close an `AsyncClient` (`async with`) before its event loop ends; afterwards it cannot tell the server to
-stop a turn. The server stops such a turn a few seconds later, as it does for a broken connection.
+Close an `AsyncClient` (`async with`) before its event loop ends. Afterwards, it cannot tell the server to
+stop a turn. The server then stops the turn a few seconds later, as after a broken connection.
 
-`cancel` also stops a turn, but keeps all generated text. The loop then reads that text to its end.
+`cancel` also stops a turn, but keeps all generated text. The loop over the turn then reads the rest of this
+text.
 
-**One turn at a time.** A message to a conversation with a running turn raises TurnRunning, which names that
-turn. The client does not retry it, because that turn may take any time. If this client is just stopping
-that turn, it waits up to two seconds instead.
+**One turn at a time.** A message to a conversation with a running turn raises TurnRunning, which names the
+running turn. The client does not retry the message, because the running turn may take long. There is one
+exception: if this client is already stopping the running turn, it waits up to two seconds for its end.
 
-**Ctrl-C.** A KeyboardInterrupt may strike while gRPC holds an internal lock, which then stays locked. The
-program can still end, but it cannot use the connection again. To keep the connection, have the SIGINT
-handler start a thread that calls `turn.cancel()`.
+**Ctrl-C.** A KeyboardInterrupt may be raised while gRPC holds an internal lock, which then stays locked. The
+program can still end, but it cannot use the connection again. To keep the connection, install a SIGINT
+handler that starts a thread, and call `turn.cancel()` in this thread.
 """
 
 from pensieve.client.addresses import AddressState

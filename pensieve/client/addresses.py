@@ -1,32 +1,33 @@
 """Choose an address for each request of a client with one or several addresses. No sockets.
 
-**Home.** A request about a conversation or a job goes to the address with the highest `score` for its id
-(rendezvous hashing), unless a daemon has named another of these addresses as the home. Lower scores order
-the fallbacks. So all clients with the same list agree, in any language. If an address leaves, only its own
-keys move; if one is added, it takes an equal share from all others. Other requests go to the first address
-of the list that works, and stay there.
+**Home.** Each conversation and job has a home: the address where its requests go first. It is the address
+with the highest `score` for the id (rendezvous hashing), unless a daemon has named another address of the
+list. If the home fails, the address with the next lower score is used. All clients with the same list choose
+the same addresses, in any language. If an address is removed, only its own conversations and jobs move. A new
+address takes an equal share from all others. Requests without an id go to the first address of the list that
+works, and stay there.
 
-**Failures.** A failed address is avoided for a pause. The pause doubles with each failure in a row, with
-jitter and a limit (those of `Retry`). Afterwards, one request checks the daemon's health, and the address
-counts as failed until the check succeeds. So at most one request waits for a host that swallows packets.
-Meanwhile each conversation uses the next address in its own order. A broken stream or a timeout without an
-answer proves nothing: such an address is in *doubt*, and is checked before its next use.
+**Failures.** A failed address is avoided for a pause. The pause doubles with each failure in a row; `Retry`
+sets its jitter and limit. After the pause, one request checks the daemon's health. The address counts as
+failed until such a check succeeds. So at most one request waits for a host that does not respond. Meanwhile,
+each conversation uses the next address in its own order. After a broken stream or a timeout, the address may
+still work. It is *in doubt*, and is checked before its next use.
 
     works --failed--> avoided --pause over, one request checks--> works, or avoided for longer
     works --doubt---> in doubt --next request checks------------> works, or avoided
 
 **One request.** A `Route` tries each address once, without pauses, in order. If all fail, the request waits
-as with one address (`Retry`) and starts a new round. A turn stays at the address where its stream began; a
-recovered home is used from the next turn on. The same request_id goes to every address, so daemons with one
-history store the message once.
+as with one address (`Retry`) and starts a new round. A turn stays at the address where its stream began. If
+its home has recovered, the next turn uses the home again. All addresses get the same request_id, so daemons
+that share a history store the message once.
 
 **Why not gRPC's `ring_hash`** (requestHashHeader). Python's gRPC 1.85 reads the header only if
 GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY was set before the process first imported grpc. A library
-cannot promise that, and without it each call fails ("hash attribute not present"). It also cannot learn a
-home, keep a turn at its address, send CancelTurn there, or use a health service.
+cannot ensure this, and without the variable each call fails ("hash attribute not present"). Besides,
+`ring_hash` cannot learn a home, keep a turn at its address, send CancelTurn there, or use a health service.
 
-Thread-safe. A lock guards the state; finalizers never take it. At most HOMES_MAX learned homes are kept
-(LRU).
+Thread-safe. A lock guards the state; finalizers never take this lock. At most HOMES_MAX learned homes are
+kept (LRU).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from pensieve.errors import (
 )
 
 HOMES_MAX = 10_000
-IDS_DRAWN_MAX = 1_000  # bound for `id_beside`; N addresses need N draws on average
+IDS_DRAWN_MAX = 1_000  # limit of `id_beside`, which needs N draws on average with N addresses
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,7 +61,7 @@ class AddressState:
     """What a client knows about one of its addresses. From `client.addresses`.
 
     Args:
-        address: the address as the client was given it.
+        address: the address as it was given to the client.
         state: "not used yet", "works", "in doubt" (its health is checked before its next use) or "avoided".
         num_failures: failures in a row; 0 if the address works.
         seconds_left: seconds until an avoided address is checked again.
@@ -88,7 +89,7 @@ class _Standing:
 
 
 class Choice(NamedTuple):
-    """An address for a request. `look_first`: use it only if its health service says that it serves."""
+    """An address for a request. `look_first`: check its health first, and use it only if it serves."""
 
     name: str
     look_first: bool
@@ -104,7 +105,7 @@ class Addresses:
         self._retry = retry
         self._clock = clock
         self._standings = {name: _Standing() for name in self.names}
-        # learned from daemons, only where the hash differs
+        # Homes that daemons have named, by key; only those that differ from the hash.
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._default = self.names[0]  # address for requests without a key
         self._lock = threading.Lock()
@@ -115,7 +116,7 @@ class Addresses:
         return len(self.names) > 1
 
     def order(self, key: str) -> list[str]:
-        """Return the addresses for a key, best first. An empty key: the request is about no conversation."""
+        """Return the addresses for a key, best first. `key`: id of the conversation or job; empty if none."""
         if not self.are_several:
             return list(self.names)
         with self._lock:
@@ -127,7 +128,7 @@ class Addresses:
         return [home, *names]
 
     def id_beside(self, key: str) -> str:
-        """Return a random id with the same home as `key`, for a fork whose history is stored there."""
+        """Return a random id with the same home as `key`. Used for a fork: the home has its history."""
         home = self.order(key)[0]
         drawn = new_id()
         for _ in range(IDS_DRAWN_MAX):
@@ -137,7 +138,7 @@ class Addresses:
         return drawn
 
     def learn(self, key: str, name: str) -> bool:
-        """Remember the home of a key, as a daemon has named it. Return False for an unknown address."""
+        """Remember the home of a key that a daemon has named. Return False for an unknown address."""
         if name not in self._standings or not key:
             return False
         with self._lock:
@@ -149,7 +150,7 @@ class Addresses:
         return True
 
     def choose(self, order: Sequence[str], tried: Sequence[str]) -> Choice | None:
-        """Return the first usable address of `order` that is not in `tried`; None if all were tried."""
+        """Return the first usable address of `order` that is not in `tried`. None if all were tried."""
         if not self.are_several:
             return Choice(order[0], False)
         left = [name for name in order if name not in tried]
@@ -179,7 +180,7 @@ class Addresses:
             standing, now = self._standings[name], self._clock()
             standing.error, standing.is_doubtful = error, False
             if not standing.num_failures or now >= standing.avoided_until:
-                self._avoid(standing, now)  # otherwise another request has counted this failure
+                self._avoid(standing, now)  # otherwise, the failure was already counted
 
     def doubt(self, name: str, error: str) -> None:
         """Note that a call was lost. The address is checked before its next use."""
@@ -216,21 +217,21 @@ class Route:
     """The addresses that one request tries."""
 
     def __init__(self, addresses: Addresses, key: str, at: str = "") -> None:
-        """Begin with `at`, if given: the address where a turn of the same conversation is being read."""
+        """`at`: the address where a turn of the same conversation is being read; it is tried first."""
         self.key = key
         self._stays = False
         self.at = at  # the address of the last try
         self._addresses = addresses
         self._first = at
-        self._has_answered = False  # whether this try got an answer
-        self._tried: dict[str, PensieveError] = {}  # this round's failures
-        # Of these, the addresses whose daemon answered that it does not serve.
+        self._has_answered = False  # the address of the last try has answered
+        self._tried: dict[str, PensieveError] = {}  # failures of this round, by address
+        # Failed addresses whose daemon answered that it does not serve.
         self._reached: list[str] = []
         self._last: PensieveError | None = None  # error of the last try
 
     @property
     def are_several(self) -> bool:
-        """Whether another address could be tried."""
+        """Whether the client has more than one address."""
         return self._addresses.are_several
 
     def choose(self) -> Choice:
@@ -242,10 +243,10 @@ class Route:
         if self._first:
             order = [self._first, *(name for name in order if name != self._first)]
         choice = self._addresses.choose(order, [*self._tried])
-        if choice is None:  # the others were only checked for health
+        if choice is None:  # all addresses were tried, at least with a health check
             if not self._reached and self._last is not None:
                 raise self._last
-            # A daemon that answers but does not serve gives the best reason for waiting.
+            # Wait at a daemon that answers, even if it does not serve yet: for example, it loads its model.
             choice = Choice(
                 next((name for name in order if name in self._reached), order[0]), False
             )
@@ -253,7 +254,7 @@ class Route:
         return choice
 
     def answered(self, home: str = "") -> None:
-        """Note that the daemon has answered. `home` is where it says that the conversation is."""
+        """Note that the daemon has answered. `home`: the conversation's address, if the daemon named it."""
         if not self._has_answered:
             self._has_answered = True
             self.begin_round()
@@ -275,7 +276,7 @@ class Route:
     def goes_on(self, error: PensieveError, repeat: bool = True) -> bool:
         """Note why a try failed. Return whether to send the same request to another address at once.
 
-        Without `repeat`, it goes on only if this address has certainly not acted on the request.
+        If `repeat` is False, this needs certainty that the failed address has not acted on the request.
         """
         if not self.at or error is self._last:  # the client is closed, or no address is left
             return False
@@ -285,7 +286,7 @@ class Route:
             self._tried[self.at], self._first = error, ""
             if self._addresses.learn(self.key, error.address) and error.address not in self._tried:
                 self._first = error.address
-            # bounded: two daemons might name each other forever
+            # Only addresses that were not tried: two daemons might name each other forever.
             return self._is_one_left and not self._has_answered
         if isinstance(error, DeadlineExceeded) and not self._has_answered:
             self._addresses.doubt(self.at, str(error))
@@ -302,22 +303,22 @@ class Route:
         return self._is_one_left and (repeat or is_waited_for(error) or not error.may_have_arrived)
 
     def stay(self) -> None:
-        """Use only this address from now on: it may have acted on the request, so no other address may."""
+        """Use only this address from now on. It may have acted on the request, so no other address may."""
         self._stays = True
 
     def doubt(self, error: PensieveError) -> None:
-        """Note a timeout after which the daemon did not say what became of the turn."""
+        """Note that the turn timed out and the daemon did not confirm its end."""
         if self.at:
             self._addresses.doubt(self.at, str(error))
 
     def begin_round(self) -> None:
-        """Allow all addresses again, after a pause."""
+        """Allow all addresses again. Call this after a pause."""
         self._tried.clear()
         self._reached.clear()
         self._last = None
 
     def explained(self, error: PensieveError) -> PensieveError:
-        """Return the error for the caller, with each address that was tried and why it failed."""
+        """Return the error for the caller. Its text lists the addresses and why each of them failed."""
         if not self.are_several:
             return error
         if isinstance(error, OwnedElsewhere):
@@ -356,17 +357,17 @@ class Route:
 
 
 def score(key: str, name: str) -> int:
-    """Return how strongly a key belongs to an address: an integer below 2 ** 64.
+    """Return the score of an address for a key, an integer below 2 ** 64. The highest score is the home.
 
-    It is the first 8 bytes, big-endian, of SHA-256(name + "\\n" + key), in UTF-8. Names contain no newline,
-    so no two pairs hash the same bytes.
+    The score is the first 8 bytes, big-endian, of SHA-256(name + "\\n" + key), in UTF-8. Names contain no
+    newline, so different pairs hash different bytes.
     """
     digest = hashlib.sha256(f"{name}\n{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def ranked(key: str, names: Iterable[str]) -> list[str]:
-    """Return the addresses for a key, its home first. The order of `names` does not matter."""
+    """Return the addresses for a key, highest score first. The order of `names` does not matter."""
     return sorted(names, key=lambda name: (score(key, name), name), reverse=True)
 
 

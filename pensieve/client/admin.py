@@ -1,6 +1,6 @@
-"""The SDK's client for operators: the methods of AdminService, as `pensieve admin` uses them.
+"""The SDK's client for operators: the methods of AdminService. `pensieve admin` uses it.
 
-It connects like `Client`, usually to the daemon's admin socket (unix:PATH). The answers are messages of
+It connects like `Client`, usually to the daemon's admin socket (unix:PATH). Most methods return messages of
 admin.proto.
 """
 
@@ -49,7 +49,8 @@ class Admin(Client):
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
         """Return at most `limit` conversations with KV in the cache.
 
-        The largest come first, or, with `least_valuable`, those that would be evicted first.
+        The largest come first. With `least_valuable`, the conversations that would be evicted first come
+        first.
         """
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
@@ -66,9 +67,9 @@ class Admin(Client):
         return self.call(lambda at: _stub(at).ExplainConversation, request, LOOK_SECONDS)
 
     def evict(self, conversation_id: str, tenant: str = "", to_host: bool = False) -> int:
-        """Evict the KV of a conversation, and return the number of chunks that lost their pages.
+        """Evict the KV of a conversation, and return the number of evicted chunks.
 
-        With `to_host`, the chunks are swapped out from the device to the host instead, and counted.
+        With `to_host`, the chunks are swapped out to the host instead. The result is their number.
         """
         destination = pb.EvictConversationRequest.Destination
         request = pb.EvictConversationRequest(
@@ -82,7 +83,7 @@ class Admin(Client):
         return answer.chunks_moved if to_host else answer.chunks_dropped
 
     def check(self) -> list[str]:
-        """Check the daemon's bookkeeping and return the problems found, normally none."""
+        """Check the consistency of the daemon's tables, and return the problems found."""
         return list(
             self.call(lambda at: _stub(at).CheckIntegrity, pb.CheckIntegrityRequest()).problems
         )

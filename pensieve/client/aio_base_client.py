@@ -66,17 +66,17 @@ class AsyncBaseClient:
 
     @property
     def addresses(self) -> tuple[AddressState, ...]:
-        """The client's addresses and the state of each. Sends nothing."""
+        """The client's addresses and the state of each address. Sends nothing."""
         return self._connection.addresses.states()
 
     def address_of(self, conversation_id: str) -> str:
-        """Return the address where requests about `conversation_id` go first, as far as this client knows."""
+        """Return the address to which this client first sends requests about `conversation_id`."""
         return self._connection.addresses.order(conversation_id)[0]
 
     async def close(self) -> None:
         """Close the connection. Running calls end, and later calls raise InvalidArgument.
 
-        Turns that are being read are stopped, as if by their own `close`.
+        Turns that are being read are stopped, as if each of them was closed.
         """
         await self._connection.close()
 
@@ -90,13 +90,13 @@ class AsyncBaseClient:
     ) -> Response:
         """Call a gRPC method with this client's token and timeout. Failures raise a PensieveError.
 
-        `method` gets a link (the channel to one address) and returns the stub's method to call. The request
-        goes to the home of the conversation or job that it names, or to the next address while the home is
-        unreachable.
+        `method` gets a link (the channel to one address) and returns the stub's method to call. `request`
+        names a conversation or job, whose home gets the request. While the home is unreachable, the next
+        address gets it.
 
         With `repeat`, the request may be sent more than once, as `retry` allows. Pass it only for methods
-        that are safe to call twice. A server that is loading its model has not acted on the request, so the
-        client waits for it with any method.
+        that are safe to call twice. Without `repeat`, the client still waits for a server that is loading its
+        model, because such a server has not acted on the request.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         route = self._connection.route(key_of(request))
@@ -115,9 +115,9 @@ class AsyncBaseClient:
         key: str,
         timeout: float | None = None,
     ) -> Response:
-        """Call a method that takes a stream of requests about the conversation `key`, otherwise like `call`.
+        """Like `call`, for a method that takes a stream of requests about the conversation `key`.
 
-        `requests` creates the stream again for each try.
+        `requests` is called for each try and returns a new stream.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         route = self._connection.route(key)
@@ -156,7 +156,7 @@ class AsyncBaseClient:
         timeout: float | None,
         page_size: int = PAGE_SIZE,
     ) -> AsyncIterator[Page]:
-        """Iterate over the pages of a list. Each page is one call with this `timeout`, made when needed."""
+        """Iterate over the pages of a list. Each page is one call with this `timeout`."""
         request.page_size = page_size
         while True:
             page = await self.call(method, request, timeout, repeat=True)

@@ -1,13 +1,15 @@
 """The gRPC channels of an `AsyncClient`, one to each address. All of it runs on one event loop.
 
-It differs from connection.py, which serves threads, in five ways:
+This module differs from connection.py, the counterpart for threads, in five points:
 
-* The first call opens the channel, because gRPC binds a channel to the running loop.
-* When the client is closed, gRPC raises CancelledError in tasks that were not cancelled. Those tasks get a
+* The first call opens the channel, because gRPC binds a channel to the running event loop.
+* When the client is closed, gRPC raises CancelledError in tasks that were not cancelled. These tasks get a
   PensieveError instead.
-* A dropped stream must be cancelled explicitly, because gRPC's own task keeps it alive.
-* A finalizer, which may run in any thread, asks the loop for a task that stops the turn.
-* After the loop has ended nothing can be sent. So only `close` stops the turns of a program that ends.
+* If an AsyncStream is dropped, its gRPC call must be cancelled explicitly: a task of gRPC keeps the call
+  alive.
+* A finalizer may run in any thread. It asks the event loop to start a task that stops the turn.
+* After the event loop has ended, nothing can be sent. So at the end of a program, only `close` stops its
+  turns.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         self._links: dict[str, AsyncLink] = {}  # by address, opened on first use
 
     def link(self, name: str) -> AsyncLink:
-        """Return the channel to an address, opening it on first use."""
+        """Return the channel to an address. It is opened on first use."""
         if name not in self._links:
             self._check_open()
             self._loop = asyncio.get_running_loop()
@@ -93,7 +95,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         return self._links[name]
 
     async def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Ask the health service of an address. Return why the address takes no turns, or None."""
+        """Check the health of an address. Return the reason why it accepts no turns; None if it does."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = await check(
@@ -109,7 +111,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         return Unavailable(NOT_SERVING)
 
     async def _chosen(self, route: Route, deadline: Deadline) -> AsyncLink:
-        """Return the channel for the next try of a request, checking health where the route asks for it."""
+        """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
             if not choice.look_first:
@@ -117,7 +119,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
             error = await self.serves(choice.name, seconds)
-            # a daemon without a health service counts as serving
+            # Any other error: the daemon answers, but has no health service. It counts as serving.
             if not isinstance(error, Unavailable | DeadlineExceeded):
                 route.serves()
                 return self.link(choice.name)
@@ -183,7 +185,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
     async def end_turn(
         self, request: pb.CancelTurnRequest, route: Route
     ) -> pb.CancelTurnResponse | None:
-        """Have the server stop a turn. None if the server does not answer within END_SECONDS."""
+        """Ask the server to stop a turn. None if the server does not answer within END_SECONDS."""
         ending = self.begin_ending(request, route)
         await self._wait([ending], Deadline(None))
         return ending.answer
@@ -195,13 +197,13 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         self._endings.add(ending)
         try:
             self._loop.call_soon_threadsafe(self._start, ending, request, route.at)
-        except RuntimeError:  # the loop is closed, and the connection with it
+        except RuntimeError:  # the event loop is closed, so the connection is, too
             self._endings.discard(ending)
             ending.over.set()
         return ending
 
     async def wait_for_endings(self, conversation_id: str, deadline: Deadline) -> None:
-        """Wait until the stopped turns of this conversation have ended, at most END_SECONDS."""
+        """Wait for this conversation's turns that are being stopped, at most END_SECONDS."""
         endings = [e for e in self._endings.copy() if e.conversation_id == conversation_id]
         if endings:
             await self._wait(endings, deadline)
@@ -218,7 +220,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
                 if error is not None and not route.goes_on(error):
                     await asyncio.sleep(tries.pause(route.explained(error)))
                     route.begin_round()
-        except (PensieveError, grpc.aio.UsageError):  # gave up; UsageError: the channel is closed
+        except (PensieveError, grpc.aio.UsageError):  # retries ended; UsageError: channel is closed
             pass
         finally:
             self._endings.discard(ending)
@@ -237,7 +239,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             ), None
         except grpc.aio.AioRpcError as failure:
             error = error_of_call(failure, deadline)
-        if isinstance(error, NotFound):  # no conversation was created, so nothing stays
+        if isinstance(error, NotFound):  # the turn never created its conversation: nothing to stop
             return pb.CancelTurnResponse(), None
         return None, error
 
@@ -265,7 +267,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             await link.channel.close()
 
     def _check_cancelled(self) -> None:
-        """Raise InvalidArgument if a CancelledError comes from `close` and not from a cancel of this task."""
+        """Raise InvalidArgument if `close` caused a CancelledError, and not a cancellation of this task."""
         task = asyncio.current_task()
         if self._closed and not (task is not None and task.cancelling()):
             raise InvalidArgument("client", "was closed") from None
@@ -308,7 +310,7 @@ class AsyncStream(Generic[Response]):
         return None if response is grpc.aio.EOF else cast("Response", response)
 
     def cancel(self) -> None:
-        """Stop reading. The server notices that the reader is gone."""
+        """Stop reading. The server sees that the reader has disconnected."""
         self._cancelled = True
         self._responses.cancel()
 

@@ -1,4 +1,4 @@
-"""Shared by both clients' connections: addresses, TLS, token, gRPC options, and the turns being read."""
+"""What the connections of both clients share: addresses, TLS, token, gRPC options, turns being read."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
 )
-# With another daemon to go to, a host that swallows packets must be noticed sooner.
+# With several addresses, a host that does not respond must be detected sooner.
 SEVERAL_OPTIONS = (
     *(each for each in OPTIONS if not each[0].startswith("grpc.keepalive")),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.min_reconnect_backoff_ms", 3_000),  # also the limit for one connection attempt
 )
-# Ray Serve's name on gRPC; with another name, Ray scatters calls silently.
+# Ray Serve's metadata key for session affinity. With another key, Ray sends calls to arbitrary replicas.
 SESSION_KEY = "session_id"
-HOME_KEY = "pensieve-home"  # in the answer to a forwarded call: the conversation's address
+HOME_KEY = "pensieve-home"  # response metadata of a forwarded call: the conversation's address
 CHECK_SECONDS = 2.0  # timeout of a health check
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 NOT_SERVING = "the daemon is not serving at present"
@@ -47,7 +47,7 @@ AnyEnding = TypeVar("AnyEnding")
 
 
 def names_of(address: Address | None) -> tuple[str, ...]:
-    """Return a client's addresses from comma-separated text or a list; None takes the default."""
+    """Return a client's addresses from comma-separated text or a list. None: the default address."""
     if address is None:
         address = os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS
     given = address.split(",") if isinstance(address, str) else list(address)
@@ -62,15 +62,15 @@ def names_of(address: Address | None) -> tuple[str, ...]:
 
 
 def target_of(address: str) -> str:
-    """Return the gRPC target for an address, with or without the grpc:// that `pensieve serve` prints."""
+    """Return the gRPC target for an address. The address may have the prefix grpc:// of `pensieve serve`."""
     return address.removeprefix("grpc://")
 
 
 def credentials_of(tls: Tls) -> grpc.ChannelCredentials | None:
-    """Return the credentials for a `tls` argument; None means a connection without TLS.
+    """Return the credentials for a `tls` argument. None: a connection without TLS.
 
-    True trusts the system's certificate authorities. A path trusts the CA certificate in that file. gRPC
-    credentials are used as they are.
+    `tls`: False (no TLS), True (trust the system's certificate authorities), the path of a CA certificate to
+    trust, or gRPC credentials.
     """
     if tls is False:
         return None
@@ -88,13 +88,13 @@ def metadata_of(token: str | None) -> Metadata:
     """Return the header that carries the token, with surrounding whitespace removed."""
     token = (token or "").strip()
     if not all("!" <= character <= "~" for character in token):
-        # The message does not repeat the token, which is a secret.
+        # The message must not contain the token, which is a secret.
         raise InvalidArgument("token", "must be printable ASCII without spaces")
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def key_of(request: object) -> str:
-    """Return the id that routes a request, of its conversation or job; empty if it has neither."""
+    """Return the id of a request's conversation or job, which decides its address; empty if it has none."""
     for name in ("conversation_id", "job_id"):
         if key := getattr(request, name, ""):
             return str(key)
@@ -102,17 +102,17 @@ def key_of(request: object) -> str:
 
 
 def routed(metadata: Metadata, key: str) -> Metadata:
-    """Add the routing key to a call's metadata, unless it is not a valid id."""
+    """Add the routing key to a call's metadata, if the key is a valid id."""
     return (*metadata, (SESSION_KEY, key)) if ID_PATTERN.fullmatch(key) else metadata
 
 
 def home_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Return the conversation's address that a daemon has sent; empty if it sent none."""
+    """Return the conversation's address from response metadata; empty if the daemon sent none."""
     return next((str(value) for name, value in metadata or () if name == HOME_KEY), "")
 
 
 class BaseConnection(Generic[AnyStream, AnyEnding]):
-    """Base of both clients' connections: addresses, token, and the turns that are being read."""
+    """Base class of both clients' connections: addresses, token, and the turns that are being read."""
 
     def __init__(self, addresses: Addresses, token: str | None, tls: Tls) -> None:
         self.addresses = addresses
@@ -120,18 +120,18 @@ class BaseConnection(Generic[AnyStream, AnyEnding]):
         self._closed = False
         self._credentials = credentials_of(tls)
         self._options = SEVERAL_OPTIONS if addresses.are_several else OPTIONS
-        self._endings: set[AnyEnding] = set()  # of stopped turns
+        self._endings: set[AnyEnding] = set()  # turns that the server is being asked to stop
         self._reading: dict[TurnCourse, AnyStream] = {}  # turns that are being read
-        self._attached: dict[str, TurnCourse] = {}  # the latest of each conversation
+        self._attached: dict[str, TurnCourse] = {}  # by conversation, its latest turn of `_reading`
 
     def route(self, key: str) -> Route:
-        """Return the route for a conversation or job, beginning where a turn of it is being read."""
+        """Return the route for a conversation or job. If a turn is being read, its address comes first."""
         course = self._attached.get(key)
         at = course.route.at if course is not None else ""
         return Route(self.addresses, key, at)
 
     def begin_reading(self, course: TurnCourse, stream: AnyStream) -> None:
-        """Note that a turn is being read. Other calls of its conversation then go to the same address."""
+        """Note that a turn is being read. Other calls of its conversation then go to the turn's address."""
         self._reading[course] = stream
         self._attached[course.request.conversation_id] = course
 

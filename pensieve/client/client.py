@@ -50,19 +50,19 @@ class Client(BaseClient):
     """A connection to a Pensieve daemon, or to several daemons that share one history.
 
     Several threads may share one client. Nothing is sent before the first call. Use `with`, or call
-    `close`: both stop the turns that are being read and free the connection. Every failure raises a
-    subclass of `pensieve.errors.PensieveError`.
+    `close`. Both stop the turns that are being read and close the connection. Every failure raises a subclass
+    of `pensieve.errors.PensieveError`.
 
     Args:
         address: HOST:PORT or unix:PATH, optionally with grpc:// before it. Pass several as a list or
             separated by commas. Default: $PENSIEVE_DAEMON, else 127.0.0.1:50051.
         token: the access token, if the daemon requires one.
-        tls: False turns TLS off. True trusts the system's certificate authorities. A path names a CA
-            certificate to trust instead. gRPC channel credentials are used as they are.
-        timeout: default seconds for each call or turn, retries included. None waits without limit.
+        tls: False: no TLS. True: trust the system's certificate authorities. A path: trust the CA certificate
+            in this file. gRPC channel credentials are also accepted.
+        timeout: default timeout in seconds for each call or turn, retries included. None: no timeout.
         retry: how often and when a request is retried while the server is unavailable, and how long the
             client waits for a server that is loading its model.
-        sleep: waits between tries; for tests.
+        sleep: the function that waits between tries; for tests.
     """
 
     def conversation(self, conversation_id: str | None = None) -> Conversation:
@@ -90,8 +90,8 @@ class Client(BaseClient):
     def prefixes(self, timeout: float | None = None) -> Iterator[PrefixState]:
         """Iterate over the declared prefixes of this client's tenant, oldest first.
 
-        The listed prefixes lack messages, tools and options; `get` of a prefix returns them. `timeout`
-        applies to each page that is fetched.
+        The messages, tools and options of these prefixes are left empty. `Prefix.get` returns them.
+        `timeout` applies to each page that is fetched.
         """
         request = pb.ListPrefixesRequest()
         for page in self.pages(lambda at: at.stub.ListPrefixes, request, timeout):
@@ -117,7 +117,7 @@ class Client(BaseClient):
         return False
 
     def server_info(self, timeout: float | None = None) -> ServerInfo:
-        """Return which model the daemon serves, and how. Works while the model is loading."""
+        """Return which model the daemon serves, and how. This also works while the model is loading."""
         request = pb.GetServerInfoRequest()
         answer = self.call(lambda at: at.stub.GetServerInfo, request, timeout, repeat=True)
         return info_of(answer.server)
@@ -126,12 +126,12 @@ class Client(BaseClient):
 class Conversation:
     """A conversation on the server, identified by its id. Create it with `Client.conversation`.
 
-    The object holds no state: two objects with the same id are the same conversation. Each method that
-    calls the server takes a `timeout` in seconds, retries included; None uses the client's default.
+    The object has no state of its own: two objects with the same id are the same conversation. Each method
+    that calls the server takes a `timeout` in seconds, retries included; None uses the client's default.
 
-    The client retries `get`, `messages`, `warm`, `cancel` and turns while the server is unavailable. It
-    does not retry `create`, `delete`, `fork` and `rewind`: if the first try had succeeded, the second would
-    fail.
+    The client retries `get`, `messages`, `warm`, `cancel` and turns while the server is unavailable. It does
+    not retry `create`, `delete`, `fork` and `rewind`. If the first try of these had succeeded without an
+    answer, a second try would fail.
     """
 
     def __init__(self, client: Client, conversation_id: str) -> None:
@@ -154,19 +154,19 @@ class Conversation:
     ) -> ConversationState:
         """Create the conversation with settings that never change.
 
-        Only needed for such settings: by default, the first `send` creates a conversation without any.
+        Without settings, this call is not needed: by default, the first `send` creates the conversation.
 
         Args:
             system_prompt: the first message, with the role "system".
             tools: tools that the model may call, each as the JSON schema that its chat template expects.
             template_options: variables for the model's chat template.
             metadata: any JSON object. The server keeps it and returns it with the state.
-            prefix_id: the id of a declared prefix, which brings its own system prompt, tools and options.
-                Any other name groups conversations with the same system prompt and tools, so that the
-                server computes their common beginning once.
-            messages: a history to begin with, after the system prompt, in the form that `send` takes. A
-                user's message must be able to follow it. It may fill the model's context. `rewind` never
-                removes it.
+            prefix_id: the id of a declared prefix, whose system prompt, tools and options are used. Any other
+                name groups conversations with the same system prompt and tools: the server computes their
+                common beginning only once.
+            messages: an initial history after the system prompt, in the form that `send` takes. A user's
+                message must be able to follow. The history may be as long as the model's context. `rewind`
+                never removes it.
 
         Raises:
             AlreadyExists: a conversation with this id exists.
@@ -217,22 +217,21 @@ class Conversation:
         for example. An assistant message may have `tool_calls` and `reasoning_content`.
 
         Args:
-            request_id: identifies this message. A message sent again with the same id is added only once,
-                and gets the same turn as its answer. Random by default.
+            request_id: identifies this message. If a message is sent again with the same id, it is not added
+                again, and the answer is the first turn. Random by default.
             expected_revision: refuse the message unless the conversation is at this revision.
             create_if_missing: create the conversation if it does not exist (the default).
-            expected_return_seconds: cache hint: in how many seconds the next message is expected.
-            last_turn: cache hint: no further message is expected.
-            priority: -8 to 8. A turn with a higher priority runs first, and may suspend one with a lower
+            expected_return_seconds: a cache hint: the time in seconds until the next message is expected.
+            last_turn: a cache hint: no further message is expected.
+            priority: -8 to 8. Turns with a higher priority run first, and may suspend turns with a lower
                 priority.
             metadata: any JSON object of at most 16 KiB. `messages` returns it with this turn's messages.
             constraint: the form of the reply: {"json_schema": schema}, {"json_object": True}, {"regex":
                 "…"}, {"choice": ["yes", "no"]} or {"grammar": "…"}.
             timeout: seconds for the whole turn, retries included.
-            keep_partial: which part of the reply stays if the turn is stopped early (see the class of the
-                returned turn). True keeps the message and the delivered text. False keeps nothing, as if the
-                message had never been sent. Default: True for `send`; False for `ask`, whose caller sees no
-                partial text.
+            keep_partial: what the history keeps if the turn is stopped early (see `Turn`). True: the
+                message and the delivered text. False: nothing, as if the message had never been sent. The
+                default is True for `send`, and False for `ask`, whose caller sees no partial text.
             (and the sampling parameters)
 
         Raises:
@@ -252,9 +251,9 @@ class Conversation:
     def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
         """Send a message and wait for the whole reply. Takes the arguments of `send`.
 
-        If the timeout passes or the caller is interrupted, the server stops the turn and keeps nothing of
-        it, unless `keep_partial` is True. A reply that was complete when the timeout passed is still
-        returned, a moment late.
+        If the timeout passes or the caller is interrupted, the server stops the turn. With `keep_partial`,
+        the history keeps the text so far; by default, it keeps nothing. If the reply was already complete
+        when the timeout passed, it is still returned, a moment late.
         """
         options.setdefault("keep_partial", False)
         return self.send(message, **options).reply
@@ -269,9 +268,9 @@ class Conversation:
     ) -> Iterator[Message]:
         """Iterate over the messages of the conversation, oldest first.
 
-        With `include_token_ids`, each message carries its exact tokens. With `cut_replies`, the model's
-        thinking and tool calls are in `thinking` and `tool_calls`, not in the text of the reply. Pages of
-        `page_size` messages are fetched as the iteration reaches them; `timeout` applies to each.
+        With `include_token_ids`, each message has its exact tokens. With `cut_replies`, the model's thinking
+        and tool calls are in `thinking` and `tool_calls`, not in the text of the reply. The iteration fetches
+        pages of `page_size` messages. `timeout` applies to each page.
         """
         request = pb.ListMessagesRequest(
             conversation_id=self.conversation_id,
@@ -312,7 +311,7 @@ class Conversation:
         *,
         expected_revision: int | None = None,
     ) -> ConversationState:
-        """Remove all messages after `to_revision` and return the new state. Revision 0 is the beginning.
+        """Remove all messages after `to_revision` and return the new state. Revision 0 is before all turns.
 
         With an `expected_revision`, nothing is removed unless the conversation is at this revision.
 
@@ -328,7 +327,7 @@ class Conversation:
         return state_of(answer.conversation)
 
     def warm(self, timeout: float | None = None) -> None:
-        """Ask the server to bring the conversation's KV to the device before its next message."""
+        """Ask the server to bring the conversation's KV to the device, in advance of the next message."""
         request = pb.WarmConversationRequest(conversation_id=self.conversation_id)
         self.client.call(lambda at: at.stub.WarmConversation, request, timeout, repeat=True)
 
@@ -352,21 +351,23 @@ class Turn:
     reconnects to the turn and delivers no piece twice. Only one thread at a time may iterate.
 
     These stop a turn early: `close`, the end of its `with`, a `break` out of the loop over
-    `send(...)`, a timeout, and an exception such as CancelledError or KeyboardInterrupt while it waits for
-    a piece. The server stops the turn at once. The text already delivered stays in the history, or nothing
-    does (`keep_partial`). If nothing was delivered, nothing stays. You can then send the next message.
+    `send(...)`, a timeout, and an exception such as CancelledError or KeyboardInterrupt while the iteration
+    waits for a piece. The server stops the turn at once. Depending on `keep_partial`, the history keeps the
+    text already delivered, or nothing. If no text was delivered, the history keeps nothing. You can then send
+    the next message.
 
-    Stopping waits up to two seconds for the server. A server that does not answer in that time stops the
-    turn when it notices that nobody reads, and keeps nothing of it. A reply that was already complete stays
-    whole.
+    The client waits up to two seconds until the server has stopped the turn. If the server does not answer in
+    this time, it stops the turn later, when it notices that nobody reads, and the history keeps nothing. If
+    the reply was already complete, the history keeps all of it.
 
-    `cancel` also stops a turn, but keeps all generated text. The iteration goes on to the end of that text.
+    `cancel` also stops a turn, but keeps all generated text. The iteration then continues to the end of this
+    text.
     """
 
     def __init__(self, conversation: Conversation, course: TurnCourse) -> None:
         self.conversation_id = course.request.conversation_id
         self.request_id = course.request.request_id
-        # While connected to the turn.
+        # The open stream; None while not connected.
         self._stream: Stream[pb.SendMessageResponse] | None = None
         self._connection = conversation.client._connection
         self._sleep = conversation.client._sleep
@@ -425,7 +426,7 @@ class Turn:
         """Return the whole reply, reading the turn to its end if necessary.
 
         Raises:
-            TurnInterrupted: the turn was stopped early. The message says how much of it the history keeps.
+            TurnInterrupted: the turn was stopped early. The message says what the history keeps of the turn.
         """
         for _ in self:
             pass
@@ -436,13 +437,13 @@ class Turn:
     def cancel(self) -> bool:
         """Stop the turn and keep its generated text. Return whether there was a turn to stop.
 
-        Any thread may call it. A turn that has not started yet is stopped as soon as it does.
+        Any thread may call this. If the turn has not started yet, it is stopped when it starts.
         """
         self._course.cancelling = True
         return self._cancel(self.turn_id) if self.turn_id else True
 
     def close(self) -> None:
-        """Stop reading. If the turn has not ended, the server stops it; `keep_partial` decides what stays."""
+        """Stop reading and stop the turn, if it has not ended. `keep_partial` decides what is kept."""
         self._detach()
         if (request := self._course.leave()) is not None:
             self._course.was_ended(self._connection.end_turn(request, self._course.route))
@@ -459,18 +460,18 @@ class Turn:
         self.close()
 
     def __del__(self) -> None:
-        """Stop a turn that was dropped. Only the next call of this conversation can wait for its end."""
+        """Stop the turn if its object was dropped. The next call of this conversation waits for the end."""
         self._connection.end_reading(self._course)
         if (request := self._course.leave()) is not None:
             self._connection.begin_ending(request, self._course.route)
 
     def _attached(self) -> Stream[pb.SendMessageResponse] | None:
-        """Return the open stream, connecting if needed. None if another thread has closed the turn."""
+        """Return the open stream, and connect if necessary. None if another thread has closed the turn."""
         if self._stream is None:
             course, connection = self._course, self._connection
             request, deadline = course.request, course.deadline
             connection.wait_for_endings(request.conversation_id, deadline)
-            course.was_sent = True  # set before sending: an interrupt may come in between
+            course.was_sent = True  # before sending, because an interrupt may come during the call
             self._stream = connection.stream(
                 lambda at: at.stub.SendMessage, request, deadline, course.route
             )
@@ -498,17 +499,17 @@ class Turn:
 
 
 class Prefix:
-    """A prefix on the server, identified by its id: the messages, tools and options that begin conversations.
+    """A prefix on the server, identified by its id: messages, tools and options that begin conversations.
 
-    Create it with `Client.prefix`. The server tokenizes the prefix once and computes its KV once, for
-    all conversations that are created with its id as `prefix_id`:
+    Create it with `Client.prefix`. Pass its id as `prefix_id` to create conversations that begin with
+    the prefix. The server tokenizes the prefix and computes its KV only once for all of them:
 
         rules = client.prefix("rules")
         rules.create(system_prompt="Answer in one sentence.", keep_warm=True)
         client.conversation("trip-42").create(prefix_id="rules")
 
-    The object holds no state. The client retries `get` while the server is unavailable, but not `create`
-    and `delete`.
+    The object has no state of its own. While the server is unavailable, the client retries `get`, but not
+    `create` and `delete`.
     """
 
     def __init__(self, client: Client, prefix_id: str) -> None:
@@ -534,7 +535,7 @@ class Prefix:
             system_prompt: the first message, with the role "system".
             tools: tools that the model may call, each as the JSON schema that its chat template expects.
             template_options: variables for the model's chat template.
-            messages: few-shot turns, in the form of OpenAI's API (see `send` of a conversation). A user's
+            messages: few-shot turns, in the form of OpenAI's API (see `Conversation.send`). A user's
                 message must be able to follow them.
             keep_warm: compute the KV now, and again whenever it is lost.
             timeout: seconds for the call; None uses the client's default.

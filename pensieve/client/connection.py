@@ -1,17 +1,17 @@
 """The gRPC channels of a `Client`, one to each address. All blocking I/O of the SDK is here.
 
-aio_connection.py is the counterpart for asyncio, with the same names. Everything above these two files is
-written once, in aio.py, and generated for threads. A failed call raises a PensieveError. After `close`,
-only requests that stop turns are sent.
+aio_connection.py is the counterpart for asyncio, with the same names. The code that uses these two files is
+written once, in aio.py, and generated for threads. A failed call raises a PensieveError. After `close`, only
+requests that stop turns are sent.
 
-**Stopped turns.** A thread per turn sends its CancelTurn. A caller that stops a turn waits for that thread,
-at most END_SECONDS. So does the next call of this client in the same conversation, for a turn that was
-dropped. It is a thread because Ctrl-C may have struck inside gRPC and left a gRPC lock held: then only that
-thread hangs.
+**Stopped turns.** For each turn to stop, a new thread sends CancelTurn. A caller that stops a turn waits for
+this thread, at most END_SECONDS. If the turn's object was dropped, the next call in the same conversation
+waits. A separate thread is needed because Ctrl-C may have interrupted gRPC and left a lock of gRPC held. Then
+only this thread hangs.
 
-**End of the program.** A client that was not closed stops its turns when the program ends, after all
-non-daemon threads, and the program waits for that. Python 3.12 starts no thread at that time, so a standby
-thread does it.
+**End of the program.** If a client was not closed, its turns are stopped when the program ends, after all
+non-daemon threads have ended. The program waits for this. Python 3.12 can start no thread at this time, so a
+standby thread, started earlier, stops the turns.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         _open.add(self)
 
     def link(self, name: str) -> Link:
-        """Return the channel to an address, opening it on first use."""
+        """Return the channel to an address. It is opened on first use."""
         if (link := self._links.get(name)) is not None:
             return link
         with self._opening:
@@ -132,7 +132,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             return self._links[name]
 
     def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Ask the health service of an address. Return why the address takes no turns, or None."""
+        """Check the health of an address. Return the reason why it accepts no turns; None if it does."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = check(
@@ -145,7 +145,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         return Unavailable(NOT_SERVING)
 
     def _chosen(self, route: Route, deadline: Deadline) -> Link:
-        """Return the channel for the next try of a request, checking health where the route asks for it."""
+        """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
             if not choice.look_first:
@@ -153,7 +153,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
             error = self.serves(choice.name, seconds)
-            # a daemon without a health service counts as serving
+            # Any other error: the daemon answers, but has no health service. It counts as serving.
             if not isinstance(error, Unavailable | DeadlineExceeded):
                 route.serves()
                 return self.link(choice.name)
@@ -212,7 +212,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     # -- stopping turns --
 
     def end_turn(self, request: pb.CancelTurnRequest, route: Route) -> pb.CancelTurnResponse | None:
-        """Have the server stop a turn. None if the server does not answer within END_SECONDS."""
+        """Ask the server to stop a turn. None if the server does not answer within END_SECONDS."""
         ending = self.begin_ending(request, route)
         ending.over.wait(END_SECONDS)
         return ending.answer
@@ -221,16 +221,16 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         """Begin to stop a turn without waiting. A finalizer may call this, so it must take no lock."""
         ending = Ending(request.conversation_id)
         self._endings.add(ending)
-        _open.add(self)  # again: a connection that is collected with its turn has left the weak set
+        _open.add(self)  # again: during garbage collection, it has already left the weak set
         try:
-            # Not threading.Thread, which takes locks until the thread runs.
+            # Not threading.Thread: its `start` takes locks.
             _thread.start_new_thread(self._end, (ending, request, route.at))
         except RuntimeError:  # the program is ending
             _standby.act(partial(self._end, ending, request, route.at))
         return ending
 
     def wait_for_endings(self, conversation_id: str, deadline: Deadline) -> None:
-        """Wait until the stopped turns of this conversation have ended, at most END_SECONDS."""
+        """Wait for this conversation's turns that are being stopped, at most END_SECONDS."""
         self._wait(
             [e for e in self._endings.copy() if e.conversation_id == conversation_id], deadline
         )
@@ -244,7 +244,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
                 if error is not None and not route.goes_on(error):
                     time.sleep(tries.pause(route.explained(error)))
                     route.begin_round()
-        except (PensieveError, ValueError):  # gave up; ValueError: the channel is closed
+        except (PensieveError, ValueError):  # the retries ended; ValueError: the channel is closed
             pass
         finally:
             self._endings.discard(ending)
@@ -263,7 +263,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             ), None
         except grpc.RpcError as failure:
             error = error_of_call(failure, deadline)
-        if isinstance(error, NotFound):  # no conversation was created, so nothing stays
+        if isinstance(error, NotFound):  # the turn never created its conversation: nothing to stop
             return pb.CancelTurnResponse(), None
         return None, error
 
@@ -287,7 +287,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     def _leave(self) -> list[Ending]:
         """Begin to stop the turns that are being read. Return all turns that are being stopped."""
         for course, stream in self._reading.copy().items():
-            # First, so that the reader does not do it, too.
+            # Before the streams are cancelled, so that their readers do not stop the turns, too.
             if (request := course.end_request()) is not None:
                 self.begin_ending(request, course.route)
             if self._closed:
@@ -328,5 +328,5 @@ class Stream(Generic[Response]):
             raise error_of_call(failure, self._deadline) from None
 
     def cancel(self) -> None:
-        """Stop reading. The server notices that the reader is gone."""
+        """Stop reading. The server sees that the reader has disconnected."""
         self._responses.cancel()

@@ -1,12 +1,13 @@
 """Convert a gRPC status to the error of `pensieve.errors` that the server raised.
 
-The server sends with each error a reason, its details, and perhaps a retry delay. A reason that
-`pensieve.errors` has becomes that class again, with its attributes. Everything else (a proxy's answer, a
-newer server's reason, unreadable details) becomes the class for its status code. So every failure raises a
-PensieveError.
+The server sends a reason with each error, its details, and perhaps a retry delay. The reason selects the
+class in `pensieve.errors`, and the details become its attributes. If the reason is missing or unknown (an
+answer of a proxy, a newer server, unreadable details), the status code selects the class. So every failure
+raises a PensieveError.
 
-A call that was cut off on the way (CANCELLED without a cancel of this client, a reset stream) carries no
-reason. It becomes UNAVAILABLE: the same request may succeed over a new connection.
+If the connection breaks, there is no reason: the stream is reset, or the status is CANCELLED although this
+client has cancelled nothing. Such a failure becomes UNAVAILABLE, because the same request may succeed over a
+new connection.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NO_CONNECTION = "failed to connect to all addresses"  # gRPC's message if it has
 
 @dataclass
 class Details:
-    """The google.rpc messages of a status. A missing `info` is empty; the others are then None."""
+    """The google.rpc messages of a status. A missing `info` is empty; other missing messages are None."""
 
     info: status_pb2.ErrorInfo = field(default_factory=status_pb2.ErrorInfo)
     bad_request: status_pb2.BadRequest | None = None
@@ -68,7 +69,7 @@ def error_of(
     trailing: Iterable[tuple[str, Any]] | None,
     timeout: float | None = None,
 ) -> errors.PensieveError:
-    """Return the error for a status. `timeout` is the call's, in seconds."""
+    """Return the error for a status. `timeout`: of the call, in seconds."""
     text = text or code.name
     details = _details(trailing or ())
     info = details.info
@@ -85,7 +86,7 @@ def error_of(
 
 
 def _error_of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
-    """Return the error for a reason of this project, with its attributes."""
+    """Return the error for a reason that `pensieve.errors` defines, with its attributes."""
     reason, causes = details.info.reason, dict(details.info.metadata)
     kind = BY_REASON.get(reason)
     if kind is errors.TurnRunning:
@@ -133,7 +134,7 @@ def _error_of_code(
 
 
 def _why_unreachable(text: str) -> str:
-    """Explain gRPC's message about a failed connection; unknown messages are returned unchanged."""
+    """Return a clearer text for gRPC's message about a failed connection. Other messages are not changed."""
     if found := re.search(r"(?:errors resolving|lookup failed for) (\S+?)(?::\d+)?: ", text):
         return f"no address is known for the host name {found[1]!r} (DNS)"
     found = re.search(r"(?:ipv4|ipv6|unix):(\S+): ", text)
@@ -182,7 +183,7 @@ def _details(trailing: Iterable[tuple[str, Any]]) -> Details:
                     case "RetryInfo":
                         details.retry = status_pb2.RetryInfo.FromString(each.value)
         except DecodeError:
-            return details  # unknown format: use only the status code
+            return details  # the format is unknown, so only the status code is used
     return details
 
 

@@ -25,9 +25,9 @@ from pensieve.v1 import jobs_pb2 as pb
 class Jobs:
     """The batch jobs of a client's tenant: `client.jobs`.
 
-    A job is a file of requests in OpenAI's Batch format, one JSON object per line. The daemon computes it
-    in the background; conversations go first. The job continues when its client disconnects. Each line gets
-    exactly one result, an answer or an error, also after crashes.
+    A job is a file of requests in OpenAI's Batch format, one JSON object per line. The daemon runs it in the
+    background, with a lower priority than conversations. The job continues if its client disconnects. Each
+    line gets exactly one result, an answer or an error, even if the daemon crashes.
 
         job = client.jobs.create("requests.jsonl", job_id="nightly")
         for job in client.jobs.watch("nightly"):
@@ -36,8 +36,8 @@ class Jobs:
             print(json.loads(line)["custom_id"])
 
     Each method takes a `timeout` in seconds, retries included; None uses the client's default. The client
-    retries all methods but `delete` while the server is unavailable. Broken streams continue where they
-    broke. An operator's client may pass the `tenant` of a job; by default it is the client's own.
+    retries all methods except `delete` while the server is unavailable. A broken stream continues where it
+    broke. An operator may pass the `tenant` of a job; by default, it is the tenant of the client.
     """
 
     def __init__(self, client: BaseClient) -> None:
@@ -57,12 +57,12 @@ class Jobs:
 
         Args:
             source: the path of the file, its bytes, or an iterable of its pieces. If the connection breaks,
-                a file or bytes are sent again to the same daemon, which stores one job. The pieces of an
-                iterable are sent only once.
+                a file or bytes are sent again to the same daemon, which stores only one job. The pieces of
+                an iterable are not sent again.
             job_id: the id of the job; random by default.
             name: a name for people.
-            endpoint: the url that each line must have, such as "/v1/chat/completions". By default, each
-                line names its own.
+            endpoint: the `url` that each line must have, such as "/v1/chat/completions". By default, the
+                lines may have different urls.
             check_only: only check the lines for errors; compute nothing.
 
         Raises:
@@ -101,7 +101,7 @@ class Jobs:
                 route.begin_round()
 
     def _found(self, job_id: str) -> Job | None:
-        """Return the job; None if the daemon has discarded the incomplete upload of an earlier try."""
+        """Return the job. None if the daemon has discarded the incomplete upload of an earlier try."""
         try:
             return self.get(job_id)
         except NotFound:
@@ -118,7 +118,7 @@ class Jobs:
         return job_of(answer.job)
 
     def list(self, *, all_tenants: bool = False, timeout: float | None = None) -> Iterator[Job]:
-        """Iterate over the jobs, newest first. Operators may list those of `all_tenants`.
+        """Iterate over the jobs, newest first. Operators may list the jobs of `all_tenants`.
 
         `timeout` applies to each page that is fetched.
         """
@@ -134,7 +134,7 @@ class Jobs:
         return job_of(answer.job)
 
     def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
-        """Continue a paused job when its turn in the queue of jobs comes."""
+        """Put a paused job back into the queue of jobs."""
         request = pb.ResumeJobRequest(**_job_fields(job_id, tenant))
         answer = self._client.call(lambda at: at.jobs_stub.ResumeJob, request, timeout, repeat=True)
         return job_of(answer.job)
@@ -167,7 +167,7 @@ class Jobs:
 
         Args:
             kind: "all", "answers" or "errors".
-            after_line: skip the results of lines up to this line number of the file.
+            after_line: skip the results of the lines up to this line number of the file.
         """
         if kind not in RESULT_KINDS:
             raise InvalidArgument("kind", f"must be one of {', '.join(RESULT_KINDS)}")
@@ -198,7 +198,7 @@ class Jobs:
     def watch(
         self, job_id: str, *, tenant: str = "", timeout: float | None = None
     ) -> Iterator[Job]:
-        """Iterate over the job's state as it changes, until the job ends. Updates come about once a second.
+        """Iterate over the job's state until the job ends. There is about one update per second.
 
         Raises:
             NotFound: there is no such job, or it was deleted.

@@ -1,7 +1,7 @@
 """Build and check the requests that the SDK sends.
 
-An invalid argument (an unknown option, text that UTF-8 cannot express, an impossible id) raises
-InvalidArgument here, and nothing is sent.
+Invalid arguments raise InvalidArgument before anything is sent. Examples: an unknown option, text that is not
+valid Unicode, or a malformed id.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class PagedResponse(Protocol):
 
 
 class ConstraintInput(TypedDict, total=False):
-    """The required form of a reply: exactly one of these."""
+    """The required form of a reply. Set exactly one of these fields."""
 
     json_schema: str | Mapping[str, Any]  # the reply is JSON that this schema accepts
     json_object: bool  # True: the reply is a JSON object
-    regex: str  # the whole reply matches
+    regex: str  # the whole reply matches this expression
     choice: Sequence[str]  # the reply is one of these texts
     grammar: str  # the reply follows this grammar
 
 
 class SendOptions(SamplingOptions, total=False):
-    """The options of `Conversation.send`. `send` and `SamplingOptions` explain them."""
+    """The options of `Conversation.send`, explained there and in `SamplingOptions`."""
 
     request_id: str | None
     expected_revision: int | None
@@ -77,8 +77,8 @@ NOT_SAMPLING = SendOptions.__annotations__.keys() - SamplingOptions.__annotation
 
 
 def explains_sampling(method: F) -> F:
-    """Insert the sampling parameters into a method's docstring, in place of SAMPLING_LINE."""
-    if method.__doc__ is not None:  # None under python -OO
+    """Replace SAMPLING_LINE in a method's docstring by the list of sampling parameters."""
+    if method.__doc__ is not None:  # it is None with python -OO
         method.__doc__ = method.__doc__.replace(SAMPLING_LINE, indent(SAMPLING_HELP, " " * 12))
     return method
 
@@ -156,7 +156,7 @@ def _tool_call(given: Mapping[str, Any]) -> pb.ToolCall:
 
 
 def sampling_of(given: Mapping[str, Any]) -> pb.Sampling:
-    """Build the wire's Sampling from fields by name. None values count as missing."""
+    """Build a protobuf Sampling from fields by name. None values count as missing."""
     sampling = pb.Sampling()
     known = {field.name for field in pb.Sampling.DESCRIPTOR.fields}
     for name, value in given.items():
@@ -177,7 +177,7 @@ def sampling_of(given: Mapping[str, Any]) -> pb.Sampling:
 
 
 def constraint_of(given: Mapping[str, Any]) -> pb.Constraint:
-    """Build the wire's Constraint. A schema may be JSON text or the value itself."""
+    """Build a protobuf Constraint. A schema may be JSON text or a dict."""
     kinds = [field.name for field in pb.Constraint.DESCRIPTOR.fields]
     if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= set(kinds):
         raise InvalidArgument(
@@ -237,7 +237,7 @@ def _begin_with(
 def import_requests(
     request: pb.CreateConversationRequest,
 ) -> Callable[[], Iterator[pb.ImportConversationRequest]] | None:
-    """Return a function that makes the pieces of an import, or None if one request is enough."""
+    """Return a function that yields the requests of an import; None if one request is enough."""
     pieces = list(_pieces(request.messages))
     if len(pieces) <= 1:
         return None
@@ -303,11 +303,10 @@ def fork_request(
 
 
 class JobUpload:
-    """The messages of a CreateJob call that uploads a file. `messages` makes them again for each try.
+    """The messages of a CreateJob call that uploads a file. Call `messages` for each try.
 
-    A file or bytes can be sent again; the pieces of an iterable cannot. If the file cannot be read or the
-    iterable fails, the messages end without the last one, so that the daemon stores nothing. The error is
-    kept in `error`.
+    A file or bytes can be sent again; the pieces of an iterable cannot. If reading the source fails, the
+    last message is not sent, so that the daemon stores nothing. The exception is kept in `error`.
     """
 
     def __init__(
@@ -361,7 +360,7 @@ class JobUpload:
 
 
 def struct(name: str, value: Mapping[str, Any]) -> struct_pb2.Struct:
-    """Convert a mapping to a JSON object of the wire. `name` is the argument that an error names."""
+    """Convert a mapping to a protobuf Struct. An error names the argument `name`."""
     given = struct_pb2.Struct()
     try:
         json_format.ParseDict(dict(value), given)
@@ -371,7 +370,7 @@ def struct(name: str, value: Mapping[str, Any]) -> struct_pb2.Struct:
 
 
 def check_text(name: str, text: str) -> str:
-    """Return the text, if UTF-8 can express it. NUL is allowed."""
+    """Return the text. Raises InvalidArgument if it cannot be encoded as UTF-8. NUL is allowed."""
     if not isinstance(text, str):
         raise InvalidArgument(name, f"must be a text, not {type(text).__name__}")
     try:
@@ -382,7 +381,7 @@ def check_text(name: str, text: str) -> str:
 
 
 def check_id(given: str, name: str = "conversation_id") -> str:
-    """Return the id, if it is valid for a conversation, prefix, request or job."""
+    """Return the id of a conversation, prefix, request or job. Raises InvalidArgument if it is malformed."""
     if not isinstance(given, str) or not ID_PATTERN.fullmatch(given):
         raise InvalidArgument(name, "must be 1 to 128 characters of A-Z a-z 0-9 . _ ~ -")
     return given

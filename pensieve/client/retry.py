@@ -1,4 +1,4 @@
-"""Decide whether and when to retry a request, and track how much of its timeout is left."""
+"""Decide whether and when a request is retried, and track how much of its timeout is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pensieve.errors import InvalidArgument, Loading, PensieveError, QueueFull, Unavailable
 
 END_SECONDS = 2.0  # limit for waiting until the server has stopped a turn
-LOADING_PAUSE_SECONDS = 1.0  # if the server names no delay
+LOADING_PAUSE_SECONDS = 1.0  # if the server sends no retry delay
 
 
 @dataclass(frozen=True)
@@ -20,23 +20,23 @@ class Retry:
         client = Client("127.0.0.1:50051", retry=Retry(retries=12))  # a restart may take a minute
         client = Client("127.0.0.1:50051", retry=Retry(retries=0))  # no error is retried
 
-    Only temporary errors are retried: UNAVAILABLE, and a full queue if the server names a retry delay. The
-    pause doubles from `first_seconds` up to `most_seconds`. Random jitter shortens it to between 50 and 100
-    %. It is never shorter than the server's delay. By default, an unreachable server is retried for 11 to
-    23 seconds, 17 on average.
+    Only temporary errors are retried: UNAVAILABLE, and a full queue if the server sends a retry delay. The
+    pause starts at `first_seconds` and doubles up to `most_seconds`. Random jitter shortens each pause to
+    between 50 and 100 % of this value, but never below the server's retry delay. By default, an unreachable
+    server is retried for 11 to 23 seconds, 17 on average.
 
-    A server that is loading its model is asked every one to two seconds, for `loading_seconds` in total.
-    This does not count as retries. So a turn survives a restart if the daemon listens again within the
-    retries, however long its model takes to load.
+    While a server is loading its model, it is asked again every one to two seconds, for `loading_seconds` in
+    total. These requests do not count as retries. So a turn survives a restart, however long the model takes
+    to load. The daemon only has to listen again before the retries end.
 
-    A client with several addresses sends a request to each of them before it counts a failure. It avoids a
-    failed address for pauses that grow in the same way.
+    A client with several addresses sends a request to each address before it counts a failure. The pauses
+    for which it avoids a failed address grow in the same way.
 
-    The timeout of a call or turn limits everything: if a pause would outlast it, the last error is raised
-    at once.
+    The timeout of a call or turn includes all pauses. If a pause would outlast the timeout, the last error is
+    raised at once.
 
     Args:
-        retries: how often a request is retried after its first failure; 0 never retries.
+        retries: how often a request is retried after its first failure. 0: never.
         first_seconds: the pause after the first failure.
         most_seconds: the longest pause, unless the server asks for a longer one.
         loading_seconds: how long to wait for a server that is loading its model.
@@ -50,10 +50,10 @@ class Retry:
     drawn: Callable[[], float] = field(default=random.random)
 
     def pause(self, error: PensieveError, num_tries: int, left: float | None) -> float | None:
-        """Return the seconds to wait before another try, or None to give up.
+        """Return the seconds to wait before another try. None: give up.
 
-        `num_tries` counts the failures so far, this one included. `left` is the rest of the timeout in
-        seconds. A pause that would outlast the timeout is not begun.
+        `num_tries` is the number of failures so far, including `error`. `left` is the remaining timeout in
+        seconds. If the pause would outlast the timeout, the result is None.
         """
         worthwhile = isinstance(error, Unavailable) or (
             isinstance(error, QueueFull) and error.retry_after_seconds is not None
@@ -72,9 +72,9 @@ class Retry:
     def loading_pause(
         self, error: PensieveError, waited: float, left: float | None
     ) -> float | None:
-        """Like `pause`, for a server that is loading its model; None gives up.
+        """Like `pause`, for a server that is loading its model.
 
-        `waited` counts the seconds of such pauses so far. `left` is the rest of the timeout in seconds.
+        `waited` is the sum of such pauses so far, in seconds. `left` is the remaining timeout in seconds.
         """
         if not self.retries or waited >= self.loading_seconds:
             return None
@@ -83,7 +83,7 @@ class Retry:
 
 
 class Deadline:
-    """The timeout of one call or turn. It starts with the first call of `left`; None means no limit."""
+    """The timeout of one call or turn. It starts at the first call of `left`. None: no timeout."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         if seconds is not None and not seconds > 0:
@@ -93,7 +93,7 @@ class Deadline:
         self._end: float | None = None
 
     def left(self) -> float | None:
-        """Return the remaining seconds, at least 0, or None without a limit. The first call starts it."""
+        """Return the remaining seconds, at least 0. None: no timeout. The first call starts the timeout."""
         if self.seconds is None:
             return None
         if self._end is None:
@@ -111,10 +111,10 @@ class Tries:
         self._retry = retry
         self._deadline = deadline
         self._num_tries = 0
-        self._waited = 0.0  # seconds, while the server was loading its model
+        self._waited = 0.0  # seconds of waiting for a server that is loading its model
 
     def pause(self, error: PensieveError) -> float:
-        """Count a failure and return the seconds to wait before the next try. Raise the error to give up."""
+        """Count a failure and return the seconds to wait before the next try. Raise `error` to give up."""
         left = self._deadline.left()
         if isinstance(error, Loading):
             self._num_tries = 0

@@ -1,22 +1,23 @@
-"""Decide what a turn's reader gets, and what happens when its connection breaks. No sockets.
+"""Decide what the reader of a turn gets, and what happens when the connection breaks. No I/O.
 
-After a failure, the client sends the same request again; its request_id makes that safe. The `started`
-event then shows one of three cases:
+After a failure, the client sends the same request again, with the same request_id. The `started` event then
+shows one of three cases:
 
-* The same attempt, from its first token: the part that the reader has already seen is skipped.
-* The turn has finished meanwhile and is replayed: that part is skipped, too.
-* A later attempt: the part that the reader has seen is void, and a `Restarted` says so.
+* The same attempt is running. Its stream begins at the first token again; the tokens that the reader has
+  already received are skipped.
+* The turn has finished meanwhile, and its reply is replayed. The received tokens are skipped, too.
+* A later attempt is running. The received tokens are invalid, and the reader gets a `Restarted`.
 
-In the first two cases, the stream must repeat the reader's tokens and text exactly, and must not end
-sooner. Otherwise the reader would hold a reply that is not in the history: a ServerFault.
+In the first two cases, the stream must repeat the received tokens and text exactly. Otherwise the reader has
+a reply that is not in the history, which is reported as a ServerFault.
 
-The retry count is reset whenever the reply becomes longer than in any earlier attempt. A new attempt that
-only repeats the beginning is no progress, because the turn itself may be what crashes the engine.
+The retry count is reset when the reply becomes longer than in all earlier attempts. A new attempt that only
+repeats the beginning does not count as progress, because the turn itself may crash the engine each time.
 
-A reader that stops early tells the server how much of the reply it has received. With `keep_partial`, that
-part stays in the history. Without it, nothing of the turn stays. A timeout also stops the turn. But if the
-server answers that the reply was already complete, the client reads the rest and raises no timeout. After a
-timeout, the caller would send the message again.
+A reader that stops early tells the server how much of the reply it has received. With `keep_partial`, the
+history keeps this part. Without it, the history keeps nothing of the turn. A timeout also stops the turn. But
+if the server answers that the reply was already complete, the client reads the rest instead of raising the
+timeout. Otherwise the caller would send the message again.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ReplyAccumulator:
 
     @property
     def attempt(self) -> int:
-        """The attempt that those tokens are from; 0 before the first."""
+        """The number of the attempt that these tokens come from; 0 before the first attempt."""
         return self._started.attempt if self._started is not None else 0
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -137,11 +138,11 @@ class ReplyAccumulator:
 
 
 class TurnCourse:
-    """Decides what a turn does next; the sync and the asyncio client carry out the decision.
+    """Decides what a turn does next. The sync and the asyncio client carry out the decision.
 
     A turn is under way until it has a reply, has failed, or was stopped by its reader. A failed turn raises
-    the same error each time. A cancel is remembered over connections and attempts: the turn is cancelled as
-    soon as it starts.
+    the same error each time. If `cancel` is called before the turn starts, the turn is cancelled when it
+    starts, even over a new connection or in a new attempt.
     """
 
     def __init__(
@@ -152,24 +153,21 @@ class TurnCourse:
         route: Route,
         keep_partial: bool = True,
     ) -> None:
-        """Begin a turn that was not sent yet.
-
-        `keep_partial`: the delivered part of the reply stays in the history if the reader stops early.
-        """
+        """`keep_partial`: if the reader stops early, the history keeps the delivered part of the reply."""
         self.request = request
         self.route = route
         self.deadline = Deadline(timeout)
         self.progress = ReplyAccumulator()
         self.cancelling = False
-        # Set just before sending: stopping a turn that the server does not know does no harm.
+        # Set just before the request is sent. Stopping a turn that the server does not know is harmless.
         self.was_sent = False
         self._keep_partial = keep_partial
         self._tries = Tries(retry, self.deadline)
         self._failure: PensieveError | None = None
         self._left = False
-        self._is_late = False  # timed out, but the reply was complete
+        self._is_late = False  # the turn has timed out, but its reply was complete
         self._fate = (
-            ""  # the part of a stopped turn that stays in the history, once the server has said so
+            ""  # what the history keeps of a stopped turn; empty until the server has answered
         )
 
     @property
@@ -181,7 +179,7 @@ class TurnCourse:
 
     @property
     def standing(self) -> str:
-        """How far the turn is, for people."""
+        """The progress of the turn, as readable text."""
         if self.progress.reply is not None:
             return f"ended ({self.progress.reply.finish_reason})"
         if self._failure is not None:
@@ -237,7 +235,7 @@ class TurnCourse:
 
     @property
     def was_left(self) -> bool:
-        """Whether nobody reads the turn any more; another thread may have closed it."""
+        """Whether the reader has stopped. Another thread may have closed the turn."""
         return self._left
 
     def leave(self) -> pb.CancelTurnRequest | None:
@@ -260,15 +258,15 @@ class TurnCourse:
         return request
 
     def question(self) -> pb.CancelTurnRequest | None:
-        """Return the request that stops the turn again, if the server has not said yet which part stays.
+        """Return a request that stops the turn again, if the server has not yet said what the history keeps.
 
-        Another thread may be stopping the turn while this one waits for the reply. Both must learn the
-        outcome.
+        Another thread may be stopping the turn while this thread waits for the reply. Both threads must learn
+        what the history keeps.
         """
         return self.end_request() if self._left and not self._fate else None
 
     def was_ended(self, answer: pb.CancelTurnResponse | None) -> None:
-        """Note the server's answer to the request that stops the turn; None if it did not answer."""
+        """Note the server's answer to the request that stops the turn. None: the server did not answer."""
         if answer is not None:
             self._fate = WHAT_STAYS.get(answer.finish_reason, ALL_STAYS)
 
@@ -279,7 +277,7 @@ class TurnCourse:
         )
 
     def time_is_over(self, error: PensieveError, answer: pb.CancelTurnResponse | None) -> None:
-        """Raise the timeout error, or go on reading if the server says that the reply is complete."""
+        """Raise the timeout error. Return instead if the server says that the reply is complete."""
         self.was_ended(answer)
         if answer is None:
             self.route.doubt(error)

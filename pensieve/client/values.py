@@ -1,4 +1,4 @@
-"""The values that the SDK returns: small frozen dataclasses, made from messages of the wire."""
+"""The values that the SDK returns: small frozen dataclasses, made from protobuf messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import jobs_pb2
 
 T = TypeVar("T")
-WHOLE_MAX = 2.0**53  # above this, a double may have lost digits of a whole number
+WHOLE_MAX = 2.0**53  # above this, a double may not be the exact number that was sent
 TEXT_CHARACTERS_MAX = 60
 ITEMS_MAX = 6
 
 
 def _names(enum: Any, prefix: str) -> dict[Any, str]:
-    """Return the names of an enum's values in lower case, without the unspecified value."""
+    """Return the names of an enum's values in lower case, without `prefix` and the unspecified value."""
     return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
 
 
@@ -40,7 +40,7 @@ RESULT_KINDS: dict[str, jobs_pb2.ResultKind.ValueType] = {
 
 
 def shown(value: Any) -> str:
-    """Format a dataclass for `__repr__`: its class, and the fields that are not empty or at their default."""
+    """Format a dataclass for `__repr__`: its class, and the fields that differ from their default."""
     named = {each.name: (getattr(value, each.name), each.default) for each in fields(value)}
     parts = [
         f"{name}={_short(given)}"
@@ -74,7 +74,8 @@ class TokenLogprob:
 
     Attributes:
         logprob: log probability of the sampled token.
-        alternatives: (token id, log probability) of the most probable tokens, as many as were requested.
+        alternatives: (token id, log probability) of each of the most probable tokens. `logprobs` of the
+            request sets their number.
     """
 
     logprob: float
@@ -89,8 +90,8 @@ class Delta:
     Attributes:
         text: the new text.
         token_ids: the tokens of this text.
-        kind: "text", "thinking" or "tool_call"; "unknown" for a kind that only a newer server has.
-        logprobs: one for each token, if `logprobs` was requested.
+        kind: "text", "thinking" or "tool_call"; "unknown" if the server is newer and has another kind.
+        logprobs: one entry for each token, if the request set `logprobs`.
     """
 
     text: str
@@ -125,11 +126,10 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many tokens a turn read and wrote, where they came from, and how long it took.
+    """The number of tokens of a turn, where the KV of its prompt came from, and its times.
 
     Attributes:
-        prompt_tokens: all tokens that the reply could see: new, device, host and recomputed tokens
-            together.
+        prompt_tokens: all tokens before the reply: the sum of new, device, host and recomputed tokens.
         new_tokens: tokens of this turn's messages.
         device_tokens: earlier tokens whose KV was on the device.
         host_tokens: earlier tokens whose KV was swapped in from the host.
@@ -137,12 +137,12 @@ class Usage:
         recompute_reason: "dropped", "engine_restarted" or "fingerprint_changed"; empty if nothing was
             recomputed.
         output_tokens: tokens of the reply.
-        queue_seconds: wait before the turn's first token was computed.
-        first_token_seconds: from the request's arrival to the first token of the reply.
-        total_seconds: from the request's arrival to the end of the reply.
+        queue_seconds: time before the computation of the turn began.
+        first_token_seconds: time from the arrival of the request to the first token of the reply.
+        total_seconds: time from the arrival of the request to the end of the reply.
         suspensions: how often the turn was suspended because other turns needed its memory.
         shared_tokens: the part of the device and host tokens that was computed for another conversation
-            with the same beginning. Later turns count them as their own.
+            with the same beginning. Later turns of this conversation count these tokens as its own.
         shared_from: the source of the shared tokens: "prefix:" and the id of a declared prefix, or the id
             of a conversation with the same prefix_id.
     """
@@ -170,13 +170,13 @@ class Reply:
     Attributes:
         text: the whole text.
         token_ids: the tokens of this text.
-        finish_reason: "stop" (the model or a stop string ended it), "length", "repetition" (it
+        finish_reason: "stop" (the model or a stop string ended the reply), "length", "repetition" (the reply
             only repeated itself) or "cancelled".
-        usage: how many tokens were read and written, and how long it took.
+        usage: the number of tokens, and the times.
         revision: the conversation's revision after this turn.
         turn_id: the server's id of the turn.
         request_id: the client's id of the message.
-        replayed: True if the turn had already finished before this request; nothing was computed for it.
+        replayed: True if the turn had already finished before this request, so nothing was computed.
     """
 
     text: str
@@ -195,22 +195,22 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of the history. Its tokens are `num_tokens` of the conversation, from `first_token` on.
+    """A message of the history.
 
     Attributes:
         index: position in the history, from 0.
         role: "system", "user", "assistant" or "tool".
         text: the content.
-        tool_call_id: for a tool's result: the call that it answers.
+        tool_call_id: for the result of a tool: the id of the tool call.
         revision: the conversation's revision after this message was added.
         first_token: position of the message's first token in the conversation.
-        num_tokens: number of tokens, including those of the chat template.
-        token_ids: the tokens themselves; empty without `include_token_ids`.
+        num_tokens: number of tokens, including the tokens that the chat template adds.
+        token_ids: the tokens; empty without `include_token_ids`.
         finish_reason: for a reply: "stop", "length", "repetition" or "cancelled".
         metadata: the metadata that was sent with the turn; empty for replies.
-        tool_calls: tool calls in the form of OpenAI's API: those that a client sent, and with `cut_replies`
-            also those of the model. Without it, the model's calls are in the text of its reply.
-        thinking: reasoning text that a client sent, or the model's own with `cut_replies`.
+        tool_calls: tool calls in the form of OpenAI's API. Calls that a client sent are always here. Calls of
+            the model are here only with `cut_replies`; otherwise they are in `text`.
+        thinking: reasoning text that a client sent. The model's own is here only with `cut_replies`.
         name: the speaker's name, if a client sent one.
     """
 
@@ -247,8 +247,8 @@ class ConversationState:
         running_turn_id: the turn that is running; empty if none.
         created_at: time of creation, in UTC.
         updated_at: time of the last change, in UTC.
-        title: for lists: the `title` of the metadata, else the first words of the first user message. Empty
-            before the first message, and in the results of `create`, `fork` and `rewind`.
+        title: the `title` of the metadata, or else the first words of the first user message. Empty before
+            the first message, and in the results of `create`, `fork` and `rewind`.
     """
 
     conversation_id: str
@@ -274,15 +274,15 @@ class PrefixState:
     Attributes:
         prefix_id: its id.
         num_messages: number of messages in the prefix.
-        num_tokens: number of tokens in the prefix; 0 if the chat template writes nothing fixed before a
-            message.
-        num_conversations: conversations that were created from it, and their forks.
-        keep_warm: whether the daemon keeps its KV.
-        created_at: when it was declared, in UTC.
-        messages: its messages; empty in a list, like the next two fields. A system message without text
-            stands for the tokens of the tools.
-        tools: as given to `create`.
-        template_options: as given to `create`.
+        num_tokens: number of tokens in the prefix; 0 if the chat template writes no constant text before the
+            first message.
+        num_conversations: number of conversations that were created from the prefix, and of their forks.
+        keep_warm: whether the daemon keeps the KV of the prefix.
+        created_at: when the prefix was declared, in UTC.
+        messages: the messages; empty in a list. A system message without text stands for the tokens of the
+            tools.
+        tools: as given to `create`; empty in a list.
+        template_options: as given to `create`; empty in a list.
     """
 
     prefix_id: str
@@ -304,23 +304,22 @@ class ServerInfo:
     Attributes:
         model: a hub id, the name of a folder, or "built-in".
         fingerprint: identifies model, tokenizer and chat template.
-        state: "loading", "serving", "restarting", "draining" or "read_only"; "unknown" for a state that
-            only a newer server has.
-        dtype: the data type of the computation, such as "bfloat16"; empty until the model is loaded, like
-            the next two fields.
-        weights: "native" or "int8".
-        device: "cpu", or "cuda:0".
+        state: "loading", "serving", "restarting", "draining" or "read_only"; "unknown" if the server is newer
+            and has another state.
+        dtype: the data type of the computation, such as "bfloat16"; empty until the model is loaded.
+        weights: "native" or "int8"; empty until the model is loaded.
+        device: "cpu" or "cuda:0"; empty until the model is loaded.
         context_max_tokens: the largest context of a conversation; 0 until the model is loaded.
         version: version of pensieve.
         torch_version: version of torch.
         transformers_version: version of transformers.
         uptime_seconds: seconds since the daemon started.
-        sampling: the sampling parameters of a message that sets none, by field. None: the daemon is of an
-            earlier version.
-        sampling_from_model: whether the model's files name these values; otherwise they are Pensieve's.
-        layers: the form in which the model's layers run; empty until the model is loaded, or from an
-            earlier version.
-        kv_dtype: the data type of the KV cache, such as "bfloat16" or "int8"; empty likewise.
+        sampling: the default sampling parameters, by name; None if the daemon has an earlier version.
+        sampling_from_model: True: the defaults come from the model's files. False: they are Pensieve's.
+        layers: how the model's layers run. Empty until the model is loaded, and if the daemon has an earlier
+            version.
+        kv_dtype: the data type of the KV cache, such as "bfloat16" or "int8". Empty in the same cases as
+            `layers`.
     """
 
     model: str
@@ -343,30 +342,30 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A batch job at one moment.
+    """The state of a batch job at one moment.
 
     Attributes:
-        job_id: its id.
-        tenant: the tenant that owns it.
+        job_id: the id of the job.
+        tenant: the tenant that owns the job.
         name: as given to `create`.
         sha256: hash of the file, in hexadecimal digits.
         num_bytes: length of the file.
         endpoint: as given to `create`.
         check_only: as given to `create`.
-        state: "receiving", "checking", "waiting" (for its turn in the queue of jobs), "running", "paused"
-            or "ended"; "unknown" for a state that only a newer server has.
-        outcome: after the end: "completed", "cancelled", "failed" or "checked"; empty before; "unknown"
-            likewise.
-        problem: why the job failed, in one line; normally empty.
+        state: "receiving", "checking", "waiting" (in the queue of jobs), "running", "paused" or "ended";
+            "unknown" if the server is newer and has another state.
+        outcome: empty until the job has ended; then "completed", "cancelled", "failed" or "checked", or
+            "unknown" if the server is newer and has another outcome.
+        problem: why the job failed, in one line; empty if it did not fail.
         num_lines: lines with a request.
         num_answered: lines with an answer.
         num_refused: lines with an error.
         num_running: lines that are being computed.
         prompt_tokens: prompt tokens of the answered lines.
-        saved_tokens: the part of the prompt tokens that was not computed, because another request of the
-            job has the same beginning.
+        saved_tokens: the part of the prompt tokens that was not computed, because other requests of the job
+            have the same beginning.
         output_tokens: tokens of the answers.
-        tokens_per_second: recent speed, prompt and output tokens; 0 while the job does not run.
+        tokens_per_second: recent rate of prompt and output tokens; 0 while the job does not run.
         seconds_left: estimated time to the end; None if unknown.
         created_at: when the upload of the file began, in UTC.
         started_at: when the job first ran; None before.
@@ -399,26 +398,26 @@ class Job:
 
 
 def _value(kind: type[T], given: Any, **others: Any) -> T:
-    """Build a value from the wire's fields of the same names, and from `others`."""
+    """Build a value from the protobuf fields with the same names, and from `others`."""
     names = kind.__annotations__.keys() & given.DESCRIPTOR.fields_by_name.keys() - others.keys()
     return kind(**{name: getattr(given, name) for name in names}, **others)
 
 
 def plain(struct: Any) -> dict[str, Any]:
-    """Convert a JSON object of the wire to a dict. Whole numbers become int: 7, not 7.0."""
+    """Convert a protobuf Struct to a dict. Whole numbers become int: 7, not 7.0."""
     text = json_format.MessageToJson(struct)
     value: dict[str, Any] = json.loads(text, parse_float=_number)
     return value
 
 
 def _number(text: str) -> float | int:
-    """Return a whole number as int. The wire has only doubles."""
+    """Return a whole number as int. In a Struct, all numbers are doubles."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < WHOLE_MAX else number
 
 
 def state_of(given: pb.Conversation) -> ConversationState:
-    """Convert a conversation of the wire."""
+    """Convert a protobuf Conversation."""
     return _value(
         ConversationState,
         given,
@@ -431,12 +430,12 @@ def state_of(given: pb.Conversation) -> ConversationState:
 
 
 def prefix_of(given: pb.Prefix) -> PrefixState:
-    """Convert a declared prefix of the wire."""
+    """Convert a protobuf Prefix."""
     return _value(PrefixState, given, created_at=given.create_time.ToDatetime(UTC))
 
 
 def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
-    """Convert a declared prefix of the wire with its messages, tools and options."""
+    """Convert a protobuf Prefix with its messages, tools and options."""
     return replace(
         prefix_of(given.prefix),
         messages=tuple(message_of(each) for each in given.messages),
@@ -446,7 +445,7 @@ def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
 
 
 def info_of(given: pb.ServerInfo) -> ServerInfo:
-    """Convert a server description of the wire. `sampling` has only the fields that are set."""
+    """Convert a protobuf ServerInfo. `sampling` has only the fields that are set."""
     sampling = {each.name: value for each, value in given.default_sampling.ListFields()}
     return _value(
         ServerInfo,
@@ -458,7 +457,7 @@ def info_of(given: pb.ServerInfo) -> ServerInfo:
 
 
 def message_of(given: pb.Message) -> Message:
-    """Convert a message of the wire. A role that only a newer server has is "unknown"."""
+    """Convert a protobuf Message. A role that this version does not know is "unknown"."""
     return _value(
         Message,
         given,
@@ -479,18 +478,18 @@ def message_of(given: pb.Message) -> Message:
 
 
 def finish_reason_of(number: int) -> str:
-    """Return the name of a finish reason; empty for messages that are no reply."""
+    """Return the name of a finish reason; empty for a message that is not a reply."""
     return FINISH_REASONS.get(number, "unknown")
 
 
 def usage_of(given: pb.Usage) -> Usage:
-    """Convert a usage of the wire."""
+    """Convert a protobuf Usage."""
     reason = RECOMPUTE_REASONS.get(given.recompute_reason, "unknown")
     return _value(Usage, given, recompute_reason=reason)
 
 
 def job_of(given: jobs_pb2.Job) -> Job:
-    """Convert a job of the wire."""
+    """Convert a protobuf Job."""
     return _value(
         Job,
         given,

@@ -4,12 +4,11 @@
         └───────────exits, or takes too long─────────────────────────┘
 
 Each child has a thread, which starts the process, reads its log to the end of file, and waits for its exit.
-Only this thread writes the state; the actor's loop reads `exit_code` (None until the end) and awaits
-`ready`. The thread must outlive the child, because tied.py kills the child when the thread that started it
-ends.
+Only this thread writes the state. The actor's event loop reads `exit_code` (None until the exit) and awaits
+`ready`. The thread must outlive the child: tied.py kills a child whose starting thread has ended.
 
-The child's log goes to the actor's standard error, where Ray keeps its logs. The last lines are kept for
-the error of a failed start.
+The child's log is copied to the actor's standard error, which is in Ray's logs. If the start fails, the last
+lines of the log become the error message.
 
 The child does not get Ray's token, because anybody with that token can run programs on all nodes.
 """
@@ -30,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pensieve.errors import Unavailable
 
 LINES_KEPT = 20
-NOT_STARTED = -1  # exit code if the system could not start it
+NOT_STARTED = -1  # exit code of a child that the system could not start
 RAY_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 READY = re.compile(r"ready grpc://")
 URL = re.compile(r"(?P<scheme>grpc|https?)://(?P<place>[^\s,\"]+)")
@@ -71,7 +70,8 @@ class ChildProcess:
     async def stop(self, seconds: float) -> None:
         """Drain the child. If it has not ended after `seconds`, kill it.
 
-        It gets only one SIGTERM, however many callers stop it: a second signal would interrupt its turns.
+        Several callers may stop the child, but it gets only one SIGTERM: a second one would interrupt its
+        turns.
         """
         if not self._is_stopping:
             self._is_stopping = True
@@ -82,11 +82,11 @@ class ChildProcess:
         await self._ended.wait()
 
     def kill(self) -> None:
-        """Kill the child, as if it had ended by itself: `lost` reports it."""
+        """Kill the child. `lost` reports this as an unexpected end."""
         self._signal(signal.SIGKILL)
 
     async def lost(self) -> bool:
-        """Wait for the child's end. Return whether it was unexpected."""
+        """Wait until the child has ended. Return whether its end was unexpected."""
         await self._ended.wait()
         return not self._is_stopping
 
@@ -115,7 +115,7 @@ class ChildProcess:
             self._lines.append(f"{self._command[0]}: {error}")
         finally:
             self.exit_code = exit_code
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop is closed, so nobody waits
                 self._loop.call_soon_threadsafe(self._set_ended)
 
     def _run_child(self) -> int:

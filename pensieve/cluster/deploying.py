@@ -1,7 +1,7 @@
 """Deploy a configuration to a Ray cluster, and read the cluster's state.
 
-Ray's controller does the work, and continues when this process ends. Its reports become lines for people.
-The environment must hold Ray's credentials before Ray is imported.
+Ray's controller does the work, and continues if this process ends. `Report` receives its progress as readable
+lines. The environment must contain Ray's credentials before Ray is imported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReplicaState(NamedTuple):
 
 
 class ClusterState(NamedTuple):
-    # Ray's word: DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED, …; "" if nothing is deployed
+    # Ray's name of the state: DEPLOYING, RUNNING, UNHEALTHY, DEPLOY_FAILED, …; "" if nothing is deployed
     status: str
     message: str
     wanted: int  # number of replicas that should run
@@ -54,7 +54,7 @@ class ClusterState(NamedTuple):
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Connect this process to the Ray at `address` for the length of the block."""
+    """Connect this process to the Ray cluster at `address` until the end of the block."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
@@ -74,10 +74,11 @@ def connected(address: str) -> Iterator[None]:
 
 
 def deploy(config: ServeDeploySchema) -> None:
-    """Pass the configuration to Ray's controller. Running parts that are unchanged stay.
+    """Pass the configuration to Ray's controller. Unchanged replicas keep running.
 
-    Ray's proxies take their options only when Serve starts. Ray silently ignores changed options, so
-    `check_options` refuses them. The file does not mention rolls, but replicas that a roll has created stay.
+    Ray's proxies read their options only when Serve starts. Ray silently ignores changed options, so
+    `check_options` refuses them. Replicas that `roll` has created also keep running, although the file does
+    not mention their generation.
     """
     if (running := serve_api._get_global_client(raise_if_no_controller_running=False)) is not None:
         details = running.get_serve_details()
@@ -94,14 +95,14 @@ def deploy(config: ServeDeploySchema) -> None:
 
 
 def wait_until_running(seconds: float, report: Report) -> ClusterState:
-    """Report each step. Unavailable if Ray gives up or it takes too long."""
+    """Report each step until the application runs. Raises Unavailable if Ray gives up or time runs out."""
     return _wait(seconds, report, lambda state: _progress(state, set()))
 
 
 def roll(seconds: float, report: Report) -> ClusterState:
-    """Replace every replica with Ray's rolling update: each one ends when it has drained.
+    """Replace every replica with Ray's rolling update: each old replica ends when it has drained.
 
-    The update changes a variable in their environment.
+    Ray updates the replicas because an environment variable of the application changes.
     """
     before = look()
     if before.status != "RUNNING":
@@ -191,7 +192,7 @@ def _wait(
 
 
 def _progress(state: ClusterState, old: set[str]) -> tuple[bool, str]:
-    """Return whether all wanted processes and none of `old` are running, and a line for people."""
+    """Return whether all wanted processes run and none of `old` does, and a readable line about it."""
     status = state.status.lower() or "waiting"
     line = f"{status}: {state.running} of {state.wanted} processes running"
     left = sum(each.name in old for each in state.replicas)
@@ -205,7 +206,7 @@ def _word(value: Any) -> str:
 
 
 def _cause(message: str) -> str:
-    """Return the last line of a traceback, which has the reason."""
+    """Return the last line of a traceback, which names the error."""
     lines = [each.strip() for each in message.splitlines() if each.strip()]
     ours = [each for each in lines if each.startswith("pensieve.errors.")]
     return (ours or lines or ["Ray gives no reason"])[-1].removeprefix("pensieve.errors.")

@@ -1,17 +1,18 @@
 """The Ray Serve application: `pensieve.cluster.deployments:build` is the import path in the YAML file.
 
-It has one deployment, `Replica`. Ray's proxies send calls with the same session id to the same replica, by
-Ray's consistent hashing, and other calls to any replica. The daemon there forwards the call to the
-conversation's owner, if that is another daemon. Ray decides the number, place and resources of replicas:
-`args` gives the usual values, and `deployments` in the YAML file overrides them, including autoscaling.
+It has one deployment, `Replica`. Ray's proxies send all calls with the same session id to the same replica,
+by Ray's consistent hashing. Other calls go to any replica. If another daemon owns the conversation of a call,
+the replica's daemon forwards the call to the owner. Ray decides how many replicas run, on which nodes and
+with which resources. `args` has the usual values. `deployments` in the YAML file overrides them, and can
+enable autoscaling.
 
-A replica is a Ray actor. It exits when its daemon ends. Ray notices at its next health check, after at most
-HEALTH_PERIOD, and routers at their next call. The actor does not just report a failing health check: Ray
-would wait for three failures, and send calls to the dead daemon meanwhile.
+A replica is a Ray actor, which exits when its daemon ends. Ray notices the exit at its next health check,
+after at most HEALTH_PERIOD. Routers notice it at their next call. Reporting a failed health check instead
+would be slower: Ray waits for three failures, and meanwhile sends calls to the dead daemon.
 
-A replica notices that Ray wants to end it (`is_wanted_to_end`), and drains by itself. If it left this to Ray,
-Ray would wait only until its timeout and could then kill the replica during a call. Ray's timeout is longer
-than the drain.
+A replica detects that Ray wants to end it (`is_wanted_to_end`), and drains its daemon itself. Without this,
+Ray would wait for running calls, and kill the replica with its calls at a timeout. This timeout is longer
+than the drain of the daemon.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from pensieve.cluster.settings import LOOPBACK, REPLICA, ClusterSettings, settin
 
 log = logging.getLogger("ray.serve")
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
-ONGOING_MAX = 100_000  # requests per replica, out of the way of the daemon's own limits
+ONGOING_MAX = 100_000  # requests per replica; more than the daemon's own limits allow
 LOOK_SECONDS = 0.25
 HEALTH_PERIOD = 2.0
 
@@ -108,7 +109,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_period_s=HEALTH_PERIOD,
         health_check_timeout_s=30.0,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
-        # One at a time, without an extra replica, because each replica needs its own GPU.
+        # Update replicas one at a time, and start no extra replica: there may be no GPU for it.
         rolling_update_percentage=0.01,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )

@@ -1,17 +1,15 @@
 """Pensieve's gRPC services in Ray Serve's gRPC proxy, as raw bytes.
 
-`grpc_options.grpc_servicer_functions` names `add_services`. Ray replaces the behaviour of each method by
-its own, which routes the call to a replica. This module wraps that behaviour and adds the features that Ray
-lacks:
+`grpc_options.grpc_servicer_functions` names `add_services`. Ray replaces the handler of each method by its
+own handler, which routes the call to a replica. This module wraps Ray's handlers and adds what Ray lacks:
 
 * **Messages stay bytes** in both directions.
-* **The deadline** travels as metadata, so that the daemon knows it (Ray passes on only cancellations).
-* **Errors keep their details.** Ray passes on trailing metadata with a message, but drops them with an
-  exception. So a replica ends a failed call with an empty message whose context has the error
-  (grpc_forward.py). Here that message is removed again.
-* **A dead replica** is UNAVAILABLE, which clients retry, and not Ray's INTERNAL. So is a cluster that is
-  ending, for which Ray answers NOT_FOUND. An error that came with a message is from a daemon and stays
-  unchanged.
+* **The deadline** is sent as metadata, so that the daemon knows it. Ray itself forwards only cancellations.
+* **Errors keep their details.** Ray passes on the trailing metadata of a message, but drops those of an
+  exception. So a replica ends a failed call with an empty message, and puts the error into its context
+  (grpc_forward.py). This module removes the empty message.
+* **Missing replicas are UNAVAILABLE**, which clients retry. Ray itself answers INTERNAL if the replica is
+  dead, and NOT_FOUND while the cluster ends. Errors from a daemon are not changed.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import grpc
 from pensieve.cluster.grpc_methods import REPLICA, TIMEOUT, Method, methods
 
 ABSENT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND)
-RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})  # Ray sets either form
+RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})  # Ray sets either
 GONE = "the replica of this call is gone or ending; retry, and another replica takes the call"
 Unary = Callable[[Any, Any], Awaitable[bytes]]
 Stream = Callable[[Any, Any], AsyncIterator[bytes]]
@@ -38,7 +36,7 @@ def add_services(_: Any, server: grpc.aio.Server) -> None:
 
 class Services(grpc.GenericRpcHandler):
     def __init__(self) -> None:
-        # Ray replaces this table by one with its own behaviours.
+        # Ray replaces this table by one with its own handlers.
         self._method_handlers = {each.path: _handler(each) for each in methods()}
         self._methods = {each.path: each for each in methods()}
 
@@ -49,7 +47,7 @@ class Services(grpc.GenericRpcHandler):
 
 
 class Call:
-    """The context that Ray gets for a call: the real one, plus the deadline in its metadata."""
+    """The context of a call as Ray sees it: gRPC's context, with the deadline added to its metadata."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -78,7 +76,7 @@ def _unary(behaviour: Unary) -> Unary:
     async def call(request: Any, context: Any) -> bytes:
         response = await behaviour(request, Call(context))
         if not any(name == REPLICA for name, _ in context.trailing_metadata() or ()):
-            _correct(context)  # no message brought a context, so the error is Ray's own
+            _correct(context)  # without metadata of a replica, the error is Ray's own
         return response
 
     return call
@@ -88,7 +86,7 @@ def _stream(behaviour: Stream) -> Stream:
     async def call(request: Any, context: Any) -> AsyncIterator[bytes]:
         has_failed = False
         async for response in behaviour(request, Call(context)):
-            has_failed = bool(context.code())  # this last, empty message has brought the error
+            has_failed = bool(context.code())  # true for the last, empty message of a failed call
             if not has_failed:
                 yield response
         if not has_failed:
@@ -98,7 +96,7 @@ def _stream(behaviour: Stream) -> Stream:
 
 
 def _correct(context: Any) -> None:
-    """Replace Ray's own INTERNAL (replica gone) or NOT_FOUND (cluster ending) by UNAVAILABLE."""
+    """Replace Ray's own INTERNAL (dead replica) or NOT_FOUND (ending cluster) by UNAVAILABLE."""
     if context.code() not in RAYS_OWN:
         return
     context.set_code(grpc.StatusCode.UNAVAILABLE)

@@ -1,11 +1,11 @@
 """Forward a replica's gRPC calls to its daemon, as bytes, with metadata, deadline and errors.
 
-Ray passes the request and a context with metadata and the client's address. The messages go back directly;
-status, details and trailing metadata go back through the context. Ray forgets the context's trailing
-metadata when a method raises. So if the daemon's call fails, the method does not raise. It puts the error
-into the context and sends an empty last message, which grpc_edge.py removes.
+Ray passes the request and a context, which has the metadata and the client's address. The method returns the
+messages. The context carries status, details and trailing metadata back to Ray's proxy. Ray drops the
+trailing metadata if a method raises. So if the call to the daemon fails, the method does not raise. It puts
+the error into the context and sends an empty last message, which grpc_edge.py removes.
 
-Ray cancels the task of a call whose client disconnected. The daemon's call is cancelled with it.
+If a client disconnects, Ray cancels the task of its call. This also cancels the call to the daemon.
 
 Each replica has one channel to its daemon on the same machine, used by one event loop.
 """
@@ -25,14 +25,14 @@ OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_concurrent_streams", 1 << 20),
 )
-# Metadata that is meant for Ray or for this connection only.
+# Metadata that only Ray or this connection uses.
 NOT_FORWARDED = frozenset(
     {"user-agent", "application", "request_id", "multiplexed_model_id", KEY, TIMEOUT}
 )
 
 
 class Response(NamedTuple):
-    """Bytes that look like a message to Ray."""
+    """Bytes with the method that Ray calls on a message."""
 
     data: bytes
 

@@ -1,4 +1,4 @@
-"""The gRPC methods that a cluster serves, and the metadata between its parts."""
+"""The gRPC methods that a cluster serves, and the metadata keys that its processes use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Method(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """gRPC's name of the kind: unary_unary, unary_stream, …"""
+        """gRPC's name for the kind of method: unary_unary, unary_stream, …"""
         sides = (self.takes_stream, self.gives_stream)
         return "_".join("stream" if each else "unary" for each in sides)
 
@@ -46,7 +46,7 @@ def methods() -> Iterator[Method]:
 
 
 async def health(channel: grpc.aio.Channel, seconds: float) -> status_pb2.HealthCheckResponse:
-    """Return the daemon's health. AioRpcError if it does not answer."""
+    """Return the daemon's health. Raises AioRpcError if the daemon does not answer."""
     check: Any = channel.unary_unary(
         f"/{HEALTH}/Check",
         request_serializer=status_pb2.HealthCheckRequest.SerializeToString,

@@ -1,8 +1,8 @@
-"""Answer 503 where Ray Serve's HTTP proxy would answer by itself.
+"""Replace the error responses of Ray Serve's HTTP proxy by a 503, which clients retry.
 
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names `middlewares`. Ray answers 404 while the cluster starts or
-ends, and nothing (uvicorn makes that a 500) if a replica died before its answer began. Clients retry a 503.
-Answers of a daemon name its replica and stay unchanged.
+ends. If a replica dies before its response begins, Ray sends nothing, and uvicorn sends a 500. Responses of a
+daemon have a header that names the replica, and are not changed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Forward a replica's HTTP requests to its daemon, streaming bodies in both directions.
 
-The replica side is ASGI, the daemon side aiohttp. Hop-by-hop headers are not forwarded. If a client
-disconnects, its task ends, and with it the daemon's request. If the daemon is gone, the answer is 503; a
-response that has already begun is cut off.
+Requests arrive over ASGI and are sent to the daemon with aiohttp. Hop-by-hop headers are not forwarded. If
+the client disconnects, its task is cancelled, and the request to the daemon with it. If the daemon does not
+answer, the client gets a 503. If the daemon fails during its response, the client's connection is cut off.
 
-One per replica and event loop: connections to the daemon are reused.
+A replica has one HttpForward, for one event loop. Connections to the daemon are reused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NO_PATH = (
 
 class HttpForward:
     def __init__(self, address: str, name: str) -> None:
-        """`name` is that of the replica, whose daemon is at `address`."""
+        """`address`: of the daemon. `name`: of the replica."""
         self._address, self._name = address, name
         self._client: aiohttp.ClientSession | None = None
 
@@ -53,9 +53,9 @@ class HttpForward:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         has_begun = False
-        # The path as it was sent, still escaped.
+        # The path as the client sent it, with its percent-encoding.
         path = (scope.get("raw_path") or scope["path"].encode()).decode("latin-1").split("?")[0]
-        if not path.startswith("/"):  # it would become part of the host name
+        if not path.startswith("/"):  # in the URL below, it would become part of the host name
             await answer(400, NO_PATH, self._name, send)
             return
         query = scope.get("query_string", b"").decode("latin-1")
@@ -129,7 +129,7 @@ def _request_headers(headers: Any) -> list[tuple[str, str]]:
 
 
 def _text_of(value: bytes) -> str:
-    """Decode a header so that encoding it as UTF-8 restores the bytes, if possible."""
+    """Decode a header as UTF-8, so that aiohttp sends the same bytes; otherwise as Latin-1."""
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -1,12 +1,12 @@
-"""A private Ray on this machine, started by `pensieve cluster up` and ended by `pensieve cluster down`.
+"""A private Ray cluster on this machine. `pensieve cluster up` starts it, `pensieve cluster down` stops it.
 
-It requires a token (RAY_AUTH_MODE=token; a file that only its owner can read), has no dashboard and reports
-no usage statistics. But Ray listens on all interfaces of the machine. Its nodes are `ray start --block`
-processes that outlive this process. A file in the cluster's folder lists them by pid and start time, so
-that `stop` never kills a process that has reused a pid.
+Clients need a token (RAY_AUTH_MODE=token), which is in a file that only its owner can read. There is no
+dashboard, and no usage statistics are sent. But Ray listens on all interfaces of the machine. The nodes are
+`ray start --block` processes, which outlive this process. A file in the cluster's folder lists their pids and
+start times. The start times prevent `stop` from killing another process that got the same pid.
 
     FOLDER/ray.json     address and processes
-    FOLDER/ray.token    the token for clients of this Ray
+    FOLDER/ray.token    the token for clients
     FOLDER/ray-N.log    the output of node N
 """
 
@@ -45,7 +45,7 @@ class Node(NamedTuple):
 
 
 class LocalRay:
-    """The Ray whose state is in `folder`. It may be running or not."""
+    """The Ray cluster whose state is in `folder`, whether it is running or not."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -54,14 +54,14 @@ class LocalRay:
 
     @property
     def address(self) -> str | None:
-        """The address of the running Ray; None if it is not running."""
+        """The address of the cluster; None if it is not running."""
         state = self._read()
         if state is None or not any(node.runs for node in self._nodes(state)):
             return None
         return str(state["address"])
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that a client of this Ray needs."""
+        """Return the environment variables that a client of this cluster needs."""
         return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
@@ -69,7 +69,7 @@ class LocalRay:
         }
 
     def start(self, num_nodes: int, cpus_per_node: int) -> str:
-        """Start the nodes and return the address. `cpus_per_node` is for Ray's bookkeeping only."""
+        """Start the nodes and return the address. `cpus_per_node` is only the number that Ray may reserve."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._make_token()
         address = f"{HOST}:{_free_port()}"
@@ -77,7 +77,7 @@ class LocalRay:
         for index in range(num_nodes):
             where = [
                 *("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false"),
-                # unused, but the default port may be taken
+                # We do not use this server, but its default port may be taken.
                 f"--ray-client-server-port={_free_port()}",
             ]
             if index:
@@ -125,7 +125,7 @@ class LocalRay:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must not reach it
+                start_new_session=True,  # so that Ctrl-C does not stop it
             )
         return Node(process.pid, _started(process.pid))
 
@@ -171,7 +171,7 @@ def check_free(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        reason = os.strerror(error.errno or 0)  # without repeating the address
+        reason = os.strerror(error.errno or 0)  # the text of `error` would repeat the address
         raise Unavailable(f"cannot listen on {host}:{port}: {reason}") from error
 
 
@@ -191,6 +191,6 @@ def _started(pid: int) -> str:
 
 
 def _reap() -> None:
-    """Wait for ended child processes, so that they leave the process table."""
+    """Reap ended child processes, so that no zombies remain."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)

@@ -1,19 +1,20 @@
-"""A replica: an ordinary daemon as the child of a Ray Serve replica, with forwarding of calls.
+"""A replica: a Ray Serve replica that runs an ordinary daemon as its child and forwards calls to it.
 
-Ray starts, places, counts, checks and ends replicas. A replica does this:
+Ray decides when and on which node a replica starts, checks its health, and ends it. The replica has these
+tasks:
 
-    start      run the daemon under Ray's name for this replica, in a data folder that an earlier replica
-               may have used (slots.py), and wait until it serves
+    start      run the daemon, with Ray's name of this replica, and wait until it serves; its data folder may
+               be one that an earlier replica has used (slots.py)
     calls      forward each gRPC method and each HTTP request (grpc_forward.py, http_forward.py)
     health     check that the daemon runs, answers and serves; it has RESTART_SECONDS to restart its engine;
                after any other failure, Ray replaces the replica
-    end        Ray sends no new calls and waits for the running ones; the daemon drains within its
-               drain_timeout, which ends all calls
+    end        Ray sends no new calls and waits for the running calls; the daemon drains, and all calls end
+               within its drain_timeout
 
-A killed replica takes its daemon with it (tied.py), and a replica whose daemon dies exits (deployments.py).
-Calls in progress end as UNAVAILABLE.
+If a replica is killed, its daemon is killed with it (tied.py). If the daemon dies, the replica exits
+(deployments.py). Calls in progress then fail with UNAVAILABLE.
 
-This class follows Ray's conventions without importing Ray; deployments.py makes it a deployment.
+This module follows Ray's conventions without importing Ray. deployments.py makes the class a deployment.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ START_SECONDS = 1800.0  # for a large model on a slow disk
 HEALTH_SECONDS = 5.0
 RESTART_SECONDS = 600.0
 ROUTERS_SECONDS = 2.0  # time until no router sends calls to an ending replica
-FLAG = "_shutting_down"  # set by Ray on an actor; not part of its public interface
+FLAG = "_shutting_down"  # attribute that Ray sets on an actor; not part of Ray's public interface
 EXIT_SECONDS = 20.0  # time for a daemon to exit after its turns have ended
 NEEDS_TOKENS = (
     "without tokens (serve.token_file), only programs on the cluster's own machine may call it"
@@ -87,7 +88,7 @@ class DaemonReplica:
             raise Unavailable(f"the engine has not served for {RESTART_SECONDS:g} s")
 
     async def begin_end(self) -> None:
-        """Drain the daemon after the routers have stopped sending calls."""
+        """Wait until the routers send no more calls, and then drain the daemon."""
         await asyncio.sleep(ROUTERS_SECONDS)
         await self.daemon.stop(self.settings.drain_seconds + EXIT_SECONDS)
 
@@ -101,17 +102,17 @@ class DaemonReplica:
             await self._health.close()
 
     def may_call(self, peer: str) -> bool:
-        """Return whether a client at this address may call. With tokens, the daemon decides."""
+        """Return whether a client at this address may call. If tokens are used, the daemon checks them."""
         return self.settings.needs_tokens or self.settings.insecure or _is_here(peer)
 
 
 def is_wanted_to_end() -> bool:
     """Return whether Ray wants the replica of this process to end.
 
-    Ray sets FLAG at once, waits for the replica's calls, and only then tells the replica (`__del__`). After
-    graceful_shutdown_timeout_s, it kills the replica in any case. A replica that waited for `__del__` would
-    not drain its daemon while a long call runs, and Ray would kill it. So this function reads FLAG. If Ray
-    does not set FLAG, a replica drains after its calls have ended.
+    To end a replica, Ray sets FLAG, waits for the replica's calls, and then calls `__del__`. After
+    graceful_shutdown_timeout_s it kills the replica. A replica that began to drain only in `__del__` would
+    be killed during a long call. So this function reads FLAG. If a version of Ray does not set FLAG, a
+    replica drains after its calls have ended.
     """
     from ray._private import worker
 
@@ -166,7 +167,10 @@ async def forward_http(
 
 
 def _is_here(peer: str) -> bool:
-    """Return whether a peer is on this machine. gRPC's form: ipv4:127.0.0.1:41234, ipv6:%5B::1%5D:41234."""
+    """Return whether a peer in gRPC's notation is on this machine.
+
+    Examples: ipv4:127.0.0.1:41234, ipv6:%5B::1%5D:41234.
+    """
     kind, _, place = peer.partition(":")
     if kind == "unix":
         return True

@@ -1,4 +1,4 @@
-"""The YAML file of a cluster, in Ray Serve's format, or a generated one for a first try on one machine.
+"""The configuration of a cluster in Ray Serve's YAML format: read a file, or generate one for one machine.
 
 The same file works with `serve deploy`, and as `serveConfigV2` of KubeRay's RayService.
 """
@@ -36,7 +36,7 @@ def read(path: Path) -> ServeDeploySchema:
 
 
 def checked(found: Any, where: str) -> ServeDeploySchema:
-    """Check the whole configuration, as far as possible without starting anything."""
+    """Check the configuration as far as possible without starting anything."""
     if not isinstance(found, dict):
         raise ConfigError(f"{where} is not a Ray Serve configuration")
     try:
@@ -55,7 +55,7 @@ def checked(found: Any, where: str) -> ServeDeploySchema:
 def local(
     num_replicas: int, folder: Path, grpc_port: int, http_port: int, args: dict[str, Any]
 ) -> Any:
-    """Return a configuration for this machine, whose replicas share its cores and memory."""
+    """Return a configuration for replicas on this machine, which share its cores and memory."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -88,10 +88,9 @@ def local(
 
 
 def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None:
-    """Raise ConfigError if Serve is running with other proxy options. `details` is Ray's report.
+    """Raise ConfigError if Serve runs with other proxy options than `config`. `details` is Ray's report.
 
-    Options that the file does not set keep Ray's values. The listening address is always compared, because
-    `up` reports it.
+    Options that the file does not set are not compared, except the listening address, which `up` reports.
     """
     differs = []
     location = details.get("proxy_location")
@@ -112,9 +111,9 @@ def check_options(config: ServeDeploySchema, details: Mapping[str, Any]) -> None
 
 
 def with_next_generation(application: dict[str, Any]) -> dict[str, Any]:
-    """Return the application's configuration with the next generation number in an environment variable.
+    """Return the application's configuration with the next generation number.
 
-    Because of this change, Ray replaces every replica.
+    The number is in an environment variable. Because it changes, Ray replaces every replica.
     """
     return _with_generation(application, int(_generation(application) or "0") + 1)
 
@@ -122,9 +121,9 @@ def with_next_generation(application: dict[str, Any]) -> dict[str, Any]:
 def with_generation_of(
     running: Mapping[str, Any] | None, config: ServeDeploySchema
 ) -> ServeDeploySchema:
-    """Return the configuration with the running application's generation.
+    """Return the configuration with the generation number of the running application.
 
-    Without it, all replicas would restart.
+    With another number, all replicas would restart.
     """
     generation = _generation(running or {})
     if not generation:
@@ -137,7 +136,7 @@ def with_generation_of(
 
 
 def _generation(application: Mapping[str, Any]) -> str:
-    """Return the generation; "" for the first one."""
+    """Return the generation number; "" before the first roll."""
     for each in application.get("deployments") or ():
         if each["name"] == REPLICA:
             options = each.get("ray_actor_options") or {}

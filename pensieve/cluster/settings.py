@@ -1,13 +1,13 @@
 """The arguments of the Ray Serve application, and the command lines that follow from them.
 
-They are the `args` of the application in the YAML file, so `serve deploy`, KubeRay and `pensieve cluster
-up` read the same values. Options that Ray decides (where, how many, with which resources) may also be under
+The arguments are the `args` of the application in the YAML file. `serve deploy`, KubeRay and `pensieve
+cluster up` read the same file. The number of replicas and their resources may also be set under
 `deployments`, in Ray's format.
 
-**Who may call.** If the nodes are several machines, daemons listen on the network between them, without TLS
-(`--insecure`). That network must be private, as Ray requires anyway. Ray's proxies, which others can reach,
-ask DaemonReplica.may_call; a daemon's own port checks only tokens. So such a cluster needs tokens, or
-`insecure`.
+**Who may call.** On several machines, daemons listen on the network between the nodes, without TLS
+(`--insecure`). This network must be private; Ray requires that, too. A daemon's own port checks only tokens.
+Other machines can also reach Ray's proxies, which ask DaemonReplica.may_call. So a cluster of several
+machines needs tokens, or `insecure`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ClusterSettings:
     replicas: int = 2
     data: str = ""  # a folder on each node, for batch jobs
     daemon_port: int = 0  # first port of the daemons; 0: any free ports
-    cpus: float = 1.0  # per replica, in Ray's bookkeeping
+    cpus: float = 1.0  # that Ray reserves for each replica
     gpus: float = 0.0
     insecure: bool = False  # let other machines call without tokens
     local: bool = False  # all nodes are this machine: daemons listen on 127.0.0.1
@@ -77,7 +77,7 @@ class ClusterSettings:
 
 
 def settings_of(arguments: Mapping[str, Any]) -> ClusterSettings:
-    """Return the checked arguments. An error names the wrong one."""
+    """Check the arguments and return the settings. An error names the invalid argument."""
     known = {each.name: each for each in fields(ClusterSettings)}
     for name in arguments:
         if name not in known:
@@ -123,7 +123,7 @@ def make_folders(settings: ClusterSettings) -> None:
 
 
 def replica_command(settings: ClusterSettings, name: str, host: str, slot: Slot) -> list[str]:
-    """Return the `pensieve serve` command of a replica. Only this function knows its flags."""
+    """Return the `pensieve serve` command of a replica. No other function knows its flags."""
     first = settings.daemon_port and settings.daemon_port + 2 * slot.number
     command = [*(sys.executable, "-m", "pensieve", "serve"), "--address", f"{host}:{first}"]
     command += ["--http", f"{host}:{first and first + 1}", "--data", str(slot.folder)]
@@ -135,7 +135,7 @@ def replica_command(settings: ClusterSettings, name: str, host: str, slot: Slot)
 
 
 def store_environment(settings: ClusterSettings) -> dict[str, str]:
-    """Return the database as an environment variable, because anybody can see command lines."""
+    """Return the address of the database as an environment variable: all users can see command lines."""
     return {STORE.variable: settings.store}
 
 

@@ -4,9 +4,10 @@
     REPLICAS/0.lock    locked by the replica that uses the folder
     REPLICAS/1/ …
 
-A replica takes the first free folder. The lock is on an open file, which the replica passes on to its
-daemon, so it lasts until both have ended, however they end. So no folder is given to a second daemon, and
-two replicas that start at once get different folders. A folder that an independent daemon holds is skipped.
+A replica takes the first free folder and locks it. The lock belongs to an open file, which the daemon
+inherits from the replica. So the lock lasts until both processes have ended, even if they are killed. Two
+daemons never use one folder, even if their replicas start at the same time. A folder is skipped if a daemon
+that is not part of the cluster uses it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a daemon that is no child of a replica holds the folder."""
+    """Return whether a daemon that no replica has started holds the folder."""
     if not (folder / LOCK_NAME).exists():
         return False
     lock = _locked(folder / LOCK_NAME)

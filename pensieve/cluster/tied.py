@@ -2,9 +2,9 @@
 
     python -m pensieve.cluster.tied PARENT_PID PROGRAM [ARGUMENT ...]
 
-A Ray replica may be killed with SIGKILL, or with its node. Its daemon would survive, hold the GPU and write
-to a history that other daemons continue. So the kernel is told to kill the program with its parent. The
-kernel watches the *thread* that started this process; child_process.py keeps that thread until the child
+A Ray replica may be killed with SIGKILL. Its daemon would survive: it would keep the GPU, and write to a
+history that other daemons continue. So this program asks the kernel for a SIGKILL when its parent ends. The
+kernel watches the *thread* that started this process, and child_process.py keeps this thread until the child
 ends.
 """
 

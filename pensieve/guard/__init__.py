@@ -1,1 +1,1 @@
-"""Tokens, limits, the audit log and error texts, independent of gRPC and HTTP."""
+"""Tokens, limits, the audit log and error texts: the checks that gRPC and HTTP share."""

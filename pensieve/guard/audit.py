@@ -1,23 +1,23 @@
 """The audit log: one JSON object per line, written by a thread.
 
-    admin         a call of an operator's method, or about another tenant's job, at its end
+    admin         a call of an operator's method, or about another tenant's job; written when the call ends
     delete        a deletion: who deleted which conversation or job, and the outcome
-    token         first use of a token over a connection, repeated every hour
+    token         the first use of a token over a connection, and then at most one line per hour
     refused       a caller was refused; at most REFUSED_PER_SECOND lines, then a count
     reload        the token file or certificate was reloaded, or could not be used
-    start, stop   of the daemon
+    start, stop   the daemon has started or stopped
 
-If the daemons of a cluster share no secret, a forwarded call is in the logs of both daemons. The owner's line
-has `"forwarded": "not verified"`, and `peer` is the sender: the other daemon, or a client that claims to be
-one.
+If the daemons of a cluster share no secret, both daemons log a forwarded call. The owner's line has
+`"forwarded": "not verified"`. Its `peer` is the sender: the other daemon, or a client that claims to be a
+daemon.
 
 A token is logged by its `name` in the token file, or by the first digits of its digest. No line contains text
 of a conversation. Values from clients are quoted as JSON and shortened.
 
-A slow or full disk never delays the loop or a call: lines wait in a queue of LINES_MAX, and further lines are
-lost. Lost lines are counted; the next line that can be written is {"event": "lost"} with their number. The
-file never has a partial batch. A file that was moved away (logrotate) is created again, readable by its owner
-only. Lines are not synced.
+A slow or full disk never delays a call. Lines wait in a queue of at most LINES_MAX, and further lines are
+lost. The next line that can be written is {"event": "lost"} with the number of lost lines. Lines are written
+in batches; a batch that cannot be written whole is removed. If the file was moved away (logrotate), a new one
+is created, readable by its owner only. Lines are not synced.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REFUSED_PER_SECOND = 1.0  # with bursts of ten seconds' worth
 
 @dataclass(frozen=True, slots=True)
 class AuditedCall:
-    """The log line of an ended call; a call whose request was not received has no ids."""
+    """The values of the log line of an ended call. If its request was not received, the ids are empty."""
 
     method: str
     is_deletion: bool = False
@@ -58,7 +58,7 @@ class AuditedCall:
     prefix_id: str = ""
     job_id: str = ""
     of_tenant: str = ""  # another tenant, named by the operator
-    is_forwarded: bool = False  # claimed by a sender that is not known to be a daemon
+    is_forwarded: bool = False  # the sender claims to forward it, but has not proved to be a daemon
 
 
 class Audit:
@@ -86,7 +86,7 @@ class Audit:
         self._write("token", token=token, tenant=tenant, peer=peer)
 
     def refused(self, method: str, peer: str, reason: str, token: str) -> None:
-        """`token`: of a known caller without permission; empty for unknown callers."""
+        """`token`: the name of the token of a caller without permission; empty for an unknown caller."""
         if self._refusals.seconds_until(1.0, self._now()):
             self._num_left_out += 1
             return
@@ -121,7 +121,7 @@ class Audit:
         self._write("reload", what="tokens", tokens=num_tokens, outcome=problem or "OK")
 
     def certificate_reloaded(self, problem: str) -> None:
-        """Log the reload; callable in any thread."""
+        """Log the reload. Any thread may call this."""
         self._write("reload", what="certificate", outcome=problem or "OK")
 
     def started(self, address: str) -> None:
@@ -146,8 +146,8 @@ class AuditLog:
         self._wall_clock = wall_clock
         self._file = -1
         self._num_lost = 0  # since the last written line; used by both threads
-        self._lock = threading.Lock()  # guards the number
-        self._is_late = False  # and the log says so
+        self._lock = threading.Lock()  # guards `_num_lost`
+        self._is_late = False  # the daemon's log has reported lost lines
         self._lines: Queue[str | None] = Queue(LINES_MAX)
         try:
             self._open()
@@ -175,7 +175,7 @@ class AuditLog:
             self._lose(1)
 
     def close(self) -> None:
-        """Write the queued lines; give up after CLOSE_SECONDS."""
+        """Write the queued lines. Give up after CLOSE_SECONDS."""
         with contextlib.suppress(Full):
             self._lines.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)

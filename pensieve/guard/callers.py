@@ -1,11 +1,11 @@
 """Authenticate callers: the token file, and the rights of tokens.
 
-With a token file, a call needs a token unless its method is open to anybody. Tokens are stored as SHA-256 and
-compared in constant time. A token belongs to a tenant, and sees only that tenant's conversations. A caller on
-the UNIX socket in the data folder is the operator.
+With a token file, a call needs a token unless its method is open to anybody. The file has SHA-256 digests of
+the tokens, which are compared in constant time. A token belongs to a tenant and gives access only to that
+tenant's conversations. A caller on the UNIX socket in the data folder is the operator.
 
-Other daemons of the cluster have tokens of their own (`is_peer`). When a peer forwards a call, it names the
-caller, whose rights then apply. Only peers are trusted to name a caller.
+The other daemons of the cluster have their own tokens (`is_peer`). A daemon that forwards a call names the
+caller, and the rights of this caller apply. Only calls with a peer's token are trusted to name a caller.
 
 Peers are written in gRPC's notation: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
 """
@@ -33,17 +33,17 @@ from pensieve.store.records import ID_PATTERN
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
 WRITTEN = {"tenant": str, "admin": bool, "known": bool, "priority_max": int, "token": str}
 SHOWN_DIGITS = 12  # of the digest, for tokens without a name
-LOCAL_PREFIX = "unix:"  # peers on the socket; no tenant name has a colon
+LOCAL_PREFIX = "unix:"  # of peers on the socket; no tenant's name contains a colon
 
 
 class Access(Enum):
     """Who may make a call."""
 
     ANYBODY = auto()
-    CALLER = auto()  # anybody with a token, if there are tokens
-    REPLICA = auto()  # other daemons, and scrapers: an operator's token, if there are tokens
-    PEER = auto()  # only other daemons, if they have tokens of their own; else as CALLER
-    OPERATOR = auto()  # an operator's token, or the local socket
+    CALLER = auto()  # with any token, if the daemon uses tokens
+    REPLICA = auto()  # daemons and scrapers: with an admin token, if the daemon uses tokens
+    PEER = auto()  # with the token of another daemon; if there are none, like CALLER
+    OPERATOR = auto()  # with an admin token, or on the local socket
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Token:
     tenant: str = ""
     admin: bool = False
     limits: Limits = NO_LIMITS
-    priority_max: int = PRIORITY_MAX  # of its turns; a higher one is lowered to it
+    priority_max: int = PRIORITY_MAX  # of its turns; higher priorities are lowered to this one
     name: str = ""  # in the audit log
-    is_peer: bool = False  # of the other daemons of a cluster
+    is_peer: bool = False  # belongs to the other daemons of a cluster
 
     @property
     def shown(self) -> str:
@@ -65,10 +65,10 @@ class Token:
 class Caller:
     tenant: str = ""
     admin: bool = False
-    known: bool = True  # by a token, or because none is needed
+    known: bool = True  # it has a valid token, or the daemon needs none
     priority_max: int = PRIORITY_MAX
-    token: str = field(default="", compare=False)  # as people know it
-    is_peer: bool = False  # another daemon of the cluster, or one of its callers
+    token: str = field(default="", compare=False)  # name or digits of the digest, for the audit log
+    is_peer: bool = False  # the call came from another daemon of the cluster
 
 
 ANONYMOUS = Caller()
@@ -98,7 +98,7 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
 
 
 def check_mode(path: Path, mode: int) -> None:
-    """Refuse a file that others can write. Others may read it: it has digests of random tokens."""
+    """Refuse a file that others can write. Others may read it, because it has only digests of tokens."""
     if mode & 0o022:
         raise ConfigError(f"others can write to {path}; chmod 644 it")
 
@@ -110,7 +110,7 @@ def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # not TOML or UTF-8, too deep, or a too long number
+    ) as error:  # not TOML, not UTF-8, nested too deeply, or a number with too many digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     tokens = []
     entries = table.get("token", [])
@@ -148,7 +148,7 @@ def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
 
 
 def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
-    """Return the limits of each tenant; all tokens of a tenant must have the same limits."""
+    """Return the limits of each tenant. Raises ConfigError if a tenant's tokens have different limits."""
     found: dict[str, Limits] = {}
     for token in tokens:
         if found.setdefault(token.tenant, token.limits) != token.limits:
@@ -168,13 +168,13 @@ class KnownTokens:
             return None
         digest = hashlib.sha256(authorization[7:].encode()).digest()
         found = None
-        for token in self._tokens:  # compare all, so that the time reveals nothing
+        for token in self._tokens:  # compares with all, so that the time reveals nothing
             if hmac.compare_digest(token.sha256, digest):
                 found = token
         return found
 
     def authenticate(self, access: Access, authorization: str | None, peer: str) -> Caller:
-        """Return the caller; raises Unauthenticated or PermissionDenied without access."""
+        """Return the caller. Raises Unauthenticated or PermissionDenied."""
         is_local, token = is_local_peer(peer), self.find(authorization)
         if access is Access.ANYBODY:
             known = token is not None or is_local or not self._tokens
@@ -220,7 +220,10 @@ def read_caller(text: str) -> Caller:
 
 
 def is_local_peer(peer: str) -> bool:
-    """Return whether the peer uses the socket in the data folder, the only UNIX socket (check_exposure)."""
+    """Return whether the peer uses the socket in the data folder.
+
+    That is the only UNIX socket, because `check_exposure` refuses others.
+    """
     return peer.startswith(LOCAL_PREFIX)
 
 
@@ -230,7 +233,7 @@ def group_of(by: Caller, peer: str) -> str:
 
 
 def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:
-    """Return a new token and its entry for the token file; limits are named as in the file."""
+    """Return a new token and its entry for the token file. Limits have the same names as in the file."""
     assert limits.keys() <= KEYS, limits
     token = secrets.token_urlsafe(32)
     lines: Mapping[str, str] = {

@@ -21,7 +21,7 @@ from pensieve.errors import (
     shortened,
 )
 
-# In seconds; the first matching class counts. Clients add backoff of their own.
+# Seconds until a retry, by class; the first matching class counts. Clients add their own backoff.
 RETRY_SECONDS = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
 TEXTS_OF_THE_MACHINE = {
     StoreUnavailable: "the history cannot be read or written at present",
@@ -37,7 +37,7 @@ DISK_FULL = (
 
 
 def client_text(error: PensieveError) -> str:
-    """Return one line, without details that only the operator may know."""
+    """Return the error's text in one line, without details that only the operator may know."""
     if is_of_the_machine(error):
         if isinstance(error, DiskFull):
             return DISK_FULL
@@ -48,7 +48,7 @@ def client_text(error: PensieveError) -> str:
 
 
 def is_of_the_machine(error: PensieveError) -> bool:
-    """Return whether the error names files of this machine, so that only the log may have its text."""
+    """Return whether the error's text names files of this machine, and so belongs only in the log."""
     return isinstance(error, tuple(TEXTS_OF_THE_MACHINE))
 
 

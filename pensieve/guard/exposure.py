@@ -1,4 +1,4 @@
-"""Where a daemon listens, and checks that it is not open to others by accident."""
+"""The settings of a daemon's sockets, and checks that other machines cannot reach it by accident."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pensieve.errors import ConfigError
 from pensieve.guard.callers import Token
 
 NO_HOSTS = ("unix", "unix-abstract", "vsock")  # schemes of gRPC addresses
-METRICS_ON_HTTP = "http"  # instead of an address: on the port of the HTTP APIs
+METRICS_ON_HTTP = "http"  # value of `metrics`: serve them on the port of the HTTP APIs
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 @dataclass(frozen=True)
 class Listening:
-    address: str = "127.0.0.1:50051"  # "": only the socket
+    address: str = "127.0.0.1:50051"  # "": listen only on the socket
     socket: Path | None = None  # for the operator on this machine
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -30,19 +30,19 @@ class Listening:
     insecure: bool = False
     hand_over: bool = False  # offer KV to other daemons of a cluster
     keepalive_seconds: float = 30.0  # between pings of an idle connection
-    ping_timeout_seconds: float = 10.0  # to answer a ping, else the connection is closed
-    connections_max: int = 512  # to the address; the socket has its own limit
-    http: str = ""  # HOST:PORT of the HTTP APIs; "": none
+    ping_timeout_seconds: float = 10.0  # a connection that does not answer a ping in time is closed
+    connections_max: int = 512  # on `address`; the socket has its own limit
+    http: str = ""  # HOST:PORT of the HTTP APIs; "": no HTTP
     http_hosts: frozenset[str] = frozenset()  # further allowed Host names; "*": any
     http_origins: frozenset[str] = frozenset()  # allowed origins of other sites; "*": any
-    metrics: str = ""  # HOST:PORT where metrics are served, or METRICS_ON_HTTP; "" for none
+    metrics: str = ""  # HOST:PORT where metrics are served, or METRICS_ON_HTTP; "": not served
     peer_tokens: Sequence[Token] = ()  # of other daemons, if clients need tokens
     peers: Any = None  # credentials for calls to other daemons; None: no TLS
     peer_secret: str = field(default="", repr=False)  # shared by the daemons of a cluster
 
 
 def check_exposure(listening: Listening) -> None:
-    """Raise ConfigError for malformed addresses, incomplete TLS settings, or an accidentally open daemon."""
+    """Raise ConfigError for malformed addresses, incomplete TLS, or a daemon that is open by accident."""
     given = {"--tls-key": listening.tls_key, "--tls-client-ca": listening.tls_client_ca}
     for flag, path in given.items():
         if path is not None and listening.tls_cert is None:
@@ -83,10 +83,10 @@ def _host_of(flag: str, address: str) -> str:
 
 
 def _is_host(host: str) -> bool:
-    """Return whether this is a name or an IP address, in brackets if it has colons.
+    """Return whether this is a host name or an IP address. An IPv6 address must be in brackets.
 
-    gRPC also accepts UNIX sockets. But a peer on a UNIX socket counts as the operator, so the socket in the
-    data folder must be the only one.
+    gRPC would also accept UNIX sockets. But a peer on a UNIX socket counts as the operator, so the socket in
+    the data folder must be the only one.
     """
     if host.startswith("["):
         return host.endswith("]") and _ip_address(host) is not None
@@ -94,7 +94,7 @@ def _is_host(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the host. Of names, only localhost is known to be local."""
+    """Return whether only this machine can reach the host. False for every name other than localhost."""
     found = _ip_address(host)
     return found.is_loopback if found is not None else host.lower() == "localhost"
 

@@ -3,20 +3,21 @@
     enter     authenticate, count and admit the caller; audit the first use of a token
     body      receive the request, after authentication (request_bodies.py)
     send      count an answer, or a piece of a stream, as unread until the client has received it
-    end       count an error, log it if the operator needs it, send it; audit the call
+    end       count an error, log it if the operator needs it, send it to the client; audit the call
 
-A call counts from authentication until its client has received the end or the connection is gone. A tenant
-with more than `calls_max` calls is refused before the request is received. Methods that clients retry after a
-disconnect may have twice as many. Calls and errors of a tenant in debt are slowed down (limits.py).
+A call counts from authentication until its client has received the end of the answer, or has disconnected. A
+call above the tenant's limit `calls_max` is refused before its request is received. For methods that clients
+retry after a disconnect, the limit is twice as high. Calls and errors of a tenant in debt are delayed
+(limits.py).
 
-The daemon that forwards a call authenticates, counts, admits and audits it. The owner applies only the limits
-of bodies. If daemons share no secret, the owner audits the call, too.
+The daemon that forwards a call authenticates, counts, admits and audits it. The owner of the conversation
+applies only the limits of request bodies. If the daemons share no secret, the owner audits the call, too.
 
-An answer is refused if its tenant would have more than `unread_bytes` unread. A piece of a stream waits
-instead; a reader that makes it wait too long is cancelled (conversations/followers.py).
+An answer is refused if its tenant would then have more than `unread_bytes` of unread answers. A piece of a
+stream waits instead. A stream whose client reads too slowly is cancelled (conversations/followers.py).
 
-A PensieveError reaches the client as it is. Any other exception becomes a ServerFault with an incident id,
-which is in the log with the traceback. A disconnect is not a failure.
+A PensieveError is sent to the client unchanged. Any other exception becomes a ServerFault with an incident
+id. The log has this id and the traceback. A disconnect is not an error.
 
 Runs on the event loop.
 """
@@ -58,7 +59,7 @@ class CallKind(NamedTuple):
     access: Access = Access.CALLER
     is_counted: bool = True  # towards the tenant's limits
     is_repeated: bool = False  # clients retry it after a disconnect
-    is_watch: bool = False  # may last for ever
+    is_watch: bool = False  # it may never end
 
 
 class Guard:
@@ -108,7 +109,7 @@ class Guard:
 
 
 class GuardedCall:
-    """A call, as a context manager: it sends an exception of its body to the client, and suppresses it."""
+    """A call, as a context manager. An exception inside the block is sent to the client and suppressed."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class GuardedCall:
     ) -> None:
         """`name`: method or path, for logs. `tell` sends an error to the client.
 
-        `audited` returns the entry of the audit log, at the end of a call with a known caller.
+        `audited` returns the entry for the audit log. It is called when a call with a known caller ends.
         """
         self.name = name
         self.caller: Caller | None = None  # set by `enter`
@@ -139,10 +140,10 @@ class GuardedCall:
         authorization: str | None,
         forwarded: Callable[[], str | None] = lambda: None,
     ) -> Caller:
-        """Return the caller; raises if there are too many calls, or the caller lacks permission.
+        """Return the caller. Raises if there are too many calls, or if the caller lacks permission.
 
-        `forwarded` returns the caller that another daemon named. It is used only for calls from other
-        daemons.
+        `forwarded` returns the caller that a forwarding daemon named. It is ignored for calls that are not
+        from another daemon.
         """
         guard, kind, transport = self._guard, self._kind, self._transport
         self.caller = found = guard.authenticate(
@@ -164,9 +165,9 @@ class GuardedCall:
         return found
 
     def enter_forwarded(self, by: Caller) -> Caller:
-        """Admit the caller of a forwarded call, which the forwarding daemon has authenticated and counted.
+        """Admit the caller of a forwarded call. The forwarding daemon has authenticated and counted the call.
 
-        A peer has audited the call already. Calls that are not from a peer are audited here.
+        A call from a peer was audited by that peer. Any other forwarded call is audited here.
         """
         self.caller = by
         if by.is_peer:
@@ -175,10 +176,10 @@ class GuardedCall:
         return by
 
     async def body(self, *, in_pieces: bool = False) -> bytes:
-        """Receive the message of a request, or (`in_pieces`) a body over HTTP.
+        """Receive the message of a gRPC request, or the body of an HTTP request (`in_pieces`).
 
-        The bytes of a message count until the first piece of a stream is sent, or the call ends. The bytes of
-        an HTTP body, which may be large, count until the call ends.
+        The bytes of an HTTP body count as held until the call ends, because such a body may be large. The
+        bytes of a gRPC message count only until the first piece of a streamed answer is sent.
         """
         assert self.caller is not None
         incoming, transport = self._guard.incoming, self._transport
@@ -190,11 +191,11 @@ class GuardedCall:
         if self._kind.is_counted:
             self._received, self._is_held_to_the_end = received, in_pieces
         else:
-            received.release()  # a watch may last for ever
+            received.release()  # a watch may never end
         return raw
 
     def answers(self, num_bytes: int) -> None:
-        """Count an unstreamed answer; raises QueueFull if the tenant would have too much unread."""
+        """Count an unstreamed answer. Raises QueueFull if the tenant would have too many unread bytes."""
         if self._allowance is None:
             return
         if (exceeded := self._allowance.unread_exceeded(num_bytes)) is not None:
@@ -203,7 +204,7 @@ class GuardedCall:
         self._num_unread_bytes = num_bytes
 
     async def send(self, num_bytes: int, write: Callable[[T], Awaitable[None]], piece: T) -> None:
-        """Write a piece of a stream once the tenant's clients have read enough."""
+        """Write a piece of a stream, after the tenant's clients have read enough of their answers."""
         if self._received is not None and not self._is_held_to_the_end:
             self._received.release()
         allowance = self._allowance

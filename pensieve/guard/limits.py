@@ -1,22 +1,23 @@
 """The limits of tenants, and their usage.
 
-    turns_max             simultaneous turns: running, waiting, about to begin; warms included
-    tokens_per_second     mean rate of new and sampled tokens, tokens computed by warms, and one for each
-                          other call that changes the history
-    requests_per_second   mean rate of all methods except the operator's and health
+    turns_max             simultaneous turns and warm-ups (KV computed in advance), waiting ones included
+    tokens_per_second     mean rate of new and sampled tokens, and of tokens that warm-ups compute; any other
+                          call that changes the history is charged one token
+    requests_per_second   mean rate of calls, except health checks and the operator's methods
     calls_max             simultaneous calls; a stream counts until its client has received the end
-    storage_bytes         of conversations; beyond it new data is refused, but running turns are stored
+    storage_bytes         size of the conversations; above it, new data is refused, but the replies of
+                          running turns are still stored
     prefixes_max          declared prefixes
-    unread_bytes          of answers that clients have not received yet
+    unread_bytes          bytes of answers that clients have not received yet
     weight                share of the engine if more turns wait than can run; see core/fair_queue.py
 
-A turn is charged at its end for its new tokens and its reply, but not for cached tokens. A tenant can save up
-BURST_SECONDS of its rates. A tenant in debt may only read and delete. Refusals for limits, and all errors of
-a tenant in debt, are slowed down to REFUSALS_PER_SECOND, and calls of a tenant in debt to CALLS_PER_SECOND.
-No call waits longer than PAUSE_SECONDS_MAX.
+A turn is charged when it ends: for its new tokens and its reply, but not for cached tokens. A tenant can save
+up BURST_SECONDS of its rates. A tenant in debt may only read and delete. Errors about exceeded limits are
+delayed, to at most REFUSALS_PER_SECOND. So are all errors of a tenant in debt. Calls of a tenant in debt are
+delayed, to at most CALLS_PER_SECOND. No call waits longer than PAUSE_SECONDS_MAX.
 
-Allowances are used on the event loop. Changed limits take effect at once: savings and debts stay, and running
-turns and calls continue.
+Use allowances only on the event loop. Changed limits take effect at once. Saved amounts and debts stay, and
+running turns and calls continue.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ WHOLE = frozenset({"turns_max", "calls_max", "storage_bytes", "unread_bytes", "p
 
 
 class Bucket:
-    """A token bucket: a rate and the saved amount."""
+    """A token bucket: it fills at a rate, up to a maximum, and may be in debt."""
 
     def __init__(self, rate: float | None, now: float, least: float = 0.0) -> None:
-        """The bucket holds BURST_SECONDS of the rate, but at least `least`."""
+        """The maximum is what the rate adds in BURST_SECONDS, but at least `least`."""
         self.rate = rate
         self.saved = 0.0  # negative: debt
         self._least = least
@@ -68,7 +69,7 @@ class Bucket:
         self.saved = self.most
 
     def change(self, rate: float | None, now: float) -> None:
-        """Set another rate; savings and debts stay, up to the new capacity."""
+        """Set another rate. The saved amount or debt stays, limited to the new maximum."""
         if rate == self.rate:
             return
         self._count(now)
@@ -95,9 +96,9 @@ class Bucket:
             self.saved -= amount
 
     def pause(self, now: float) -> float:
-        """Spend 1, and return how long to wait for it, at most PAUSE_SECONDS_MAX."""
+        """Return how long to wait until 1 is saved, at most PAUSE_SECONDS_MAX, and spend it in advance."""
         wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)
-        if wait < PAUSE_SECONDS_MAX:  # else the debt would grow without limit
+        if wait < PAUSE_SECONDS_MAX:  # otherwise the debt would grow without limit
             self.spend(1.0, now)
         return wait
 
@@ -147,7 +148,7 @@ class Allowance:
         self.tokens.spend(num_tokens, now)
 
     def has_spare(self, now: float) -> bool:
-        """Return whether at least half of the maximum is saved, so that background turns may run."""
+        """Return whether background turns may run: at least half of the maximum is saved."""
         return not self.tokens.seconds_until(self.tokens.most / 2, now)
 
     def request(self, now: float) -> QueueFull | None:
@@ -247,10 +248,9 @@ class Counts(Counter[Key]):
 
 
 class Watchers:
-    """Counts watching calls of one kind.
+    """Counts the calls of one kind that watch, and limits them per tenant and in total.
 
-    There is a limit per tenant, and a limit in all. The first watcher of a tenant is always admitted, so no
-    tenant can lock out another.
+    The total does not limit the first watcher of a tenant, so no tenant can lock out another.
     """
 
     def __init__(self, of_tenant_max: int, of_all_max: int) -> None:

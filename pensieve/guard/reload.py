@@ -1,11 +1,13 @@
 """Reload tokens and certificates when their files change.
 
-The token file is checked every second, TLS files at every handshake. If a changed file cannot be used (half
-written, a key of another certificate, writable by others), the log says so, and the old values stay in force.
-Tokens are retried every second after any error: a removed token must not stay valid because the daemon lacked
-a file descriptor. If the watcher itself fails, the daemon stops.
+The token file is checked every second, TLS files at every handshake. A changed file may be unusable: half
+written, writable by others, or a key that does not match the certificate. Then the log names the problem, and
+the old values stay in force. After an error, the token file is read again every second. Otherwise a removed
+token could stay valid because the daemon had no free file descriptor. If the watcher itself fails, the daemon
+stops.
 
-Limits change with the tokens: a tenant's savings and debts stay, and running turns continue.
+The token file also has the tenants' limits. When they change, saved amounts and debts stay, and running turns
+continue.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Watched:
-    """Files that may change."""
+    """Files to watch for changes."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
         self._stamp: Stamp | None = ()
 
     def has_changed(self) -> bool:
-        """Return whether they have changed since the last call; True at the first call."""
+        """Return whether a file has changed since the last call; True at the first call."""
         before, self._stamp = self._stamp, self._present()
         return self._stamp != before
 
@@ -51,9 +53,9 @@ async def watch_tokens(
     use: Callable[[Sequence[Token]], None],
     on_reload: Callable[[int, str], None] = lambda num_tokens, problem: None,
 ) -> None:
-    """Call `use` with the tokens whenever the file changes; never returns.
+    """Call `use` with the new tokens whenever the file changes. Never returns.
 
-    `on_reload` gets the number of tokens in force, and the problem with the file, if any.
+    `on_reload` gets the number of tokens in force, and the problem with the changed file, if any.
     """
     file = Watched(path)
     problem = ""

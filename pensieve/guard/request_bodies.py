@@ -1,18 +1,18 @@
 """Receive request bodies, with limits for each group of callers.
 
-For a unary method, gRPC receives the request before the caller is authenticated, so anybody could make the
-daemon hold bodies that never end. Therefore all methods are registered as client streams, which look the same
-on the wire: gRPC then receives only a window until we read. We authenticate first, and read only one message.
-HTTP bodies are read in the same way.
+For a unary method, gRPC receives the whole request before our code can authenticate the caller. Anybody could
+make the daemon hold bodies that never end. So we register all methods as client streams, which look the same
+on the wire. gRPC then receives only a window of the body. We authenticate the caller, and then read one
+message. HTTP bodies are also read after authentication.
 
-* A group of known callers (a tenant, or the callers on the socket in the data folder) receives RECEIVING_MAX
-  bodies at a time. Further calls of the group wait, for at most BODY_SECONDS each. They also wait while the
-  group has HELD_BYTES_MAX of requests whose answer has not begun.
-* A client stream (a job's file) receives one message at a time, after the previous one was consumed. A group
-  has at most SENDING_MAX such calls, and each message may take BODY_SECONDS.
+* A group of known callers is a tenant, or the callers on the socket in the data folder. At most RECEIVING_MAX
+  bodies of a group are received at a time. Further calls of the group wait, for at most BODY_SECONDS each.
+  They also wait while the group has HELD_BYTES_MAX of requests whose answer has not begun.
+* A client stream (the upload of a job's file) receives one message at a time, after the previous message was
+  consumed. A group has at most SENDING_MAX such calls, and each message may take BODY_SECONDS.
 * Unknown callers may only check health. A check is always answered, because an orchestrator kills a daemon
-  that does not answer: the oldest unfinished body is dropped for the newest. A connection may have only a few
-  calls with unread answers, and few watches.
+  that does not answer. If too many unknown callers send bodies, the oldest unfinished body is dropped. The
+  number of watches is limited, and so is the number of calls with unread answers on a connection.
 
 Runs on the event loop.
 """
@@ -46,7 +46,7 @@ class BodySource(Protocol):
 
 class PieceSource(BodySource, Protocol):
     def read_ahead(self) -> Awaitable[bool]:
-        """Receive as much as a short body may have; return whether that is the whole body."""
+        """Receive up to the size of a short body, and return whether the body is complete."""
 
 
 class Transport(PieceSource, Protocol):
@@ -61,16 +61,16 @@ class BodyLimits:
     """Limits of each group of known callers."""
 
     receiving_max: int = RECEIVING_MAX
-    seconds: float = BODY_SECONDS  # to receive a body
+    seconds: float = BODY_SECONDS  # for receiving a body
 
 
 @dataclass(frozen=True)
 class StrangerLimits:
     """Limits of all unknown callers together."""
 
-    receiving_max: int = 8  # the oldest is dropped for a new one
-    seconds: float = 2.0  # to receive a body
-    calls_max: int = 16  # per connection, until their answers are read
+    receiving_max: int = 8  # bodies; if another one arrives, the oldest is dropped
+    seconds: float = 2.0  # for receiving a body
+    calls_max: int = 16  # per connection; a call counts until its answer is read
     watches_max: int = 64
 
 
@@ -103,7 +103,7 @@ class IncomingBodies:
         self._num_watches = 0
 
     async def body(self, source: BodySource, group: str) -> tuple[bytes, ReceivedBytes]:
-        """Return a request of a known caller; its bytes count until released."""
+        """Return a request of a known caller, and the object that releases its bytes."""
         seconds = self._known.seconds
         slots = self._slots.setdefault(group, asyncio.Semaphore(self._known.receiving_max))
         try:
@@ -117,7 +117,7 @@ class IncomingBodies:
     async def piecewise(self, source: PieceSource, group: str) -> tuple[bytes, ReceivedBytes]:
         """Return an HTTP body of a known caller.
 
-        A short body does not count among the bodies being received, so slow bodies do not delay it.
+        A short body is received even if RECEIVING_MAX other bodies are being received.
         """
         seconds = self._known.seconds
         try:
@@ -183,7 +183,7 @@ class IncomingBodies:
         return _whole(raw)
 
     def _enter_call(self, source: BodySource, peer: str) -> None:
-        """Count the call until its transport ends it, because the answer may stay unread for long."""
+        """Count the call until its transport ends: the client may leave the answer unread for long."""
         calls = self._strangers_calls
         if calls[peer] >= self._strangers.calls_max:
             raise QueueFull("too many calls without a token; try again later")

@@ -1,21 +1,24 @@
 """Parse request bodies of Anthropic's API into the same `ParsedRequest` as OpenAI's.
 
-A parameter is honoured, or cannot affect the answer (`metadata`, `cache_control`, `service_tier`), or is
-refused by name. Defaults are the model's, not Anthropic's. Two parameters depend on the model's template:
+Some parameters have no effect on any answer (`metadata`, `cache_control`, `service_tier`). All others are
+honoured, or refused by name. The defaults are the model's, not Anthropic's. Two parameters depend on the
+model's chat template:
 
-    thinking               sets its switch for thinking, if any; `budget_tokens` has no effect
-    output_config.effort   sets its `reasoning_effort`; `high` is the API's default and always accepted
+    thinking               sets the template's switch for thinking, if any; `budget_tokens` has no effect
+    output_config.effort   sets the template's `reasoning_effort`; `high` is the API's default and is always
+                           accepted
 
-Adjacent messages of one role are merged, and become
+Adjacent messages with the same role are merged. The result is, by role:
 
     system       a system message
-    user         a tool's message for each `tool_result`, then a user's message with the text
-    assistant    one message: thinking, text and calls
+    user         a tool message for each `tool_result`, then a user message with the text
+    assistant    one message with thinking, text and tool calls
 
-Text blocks become lines. Text blocks of the assistant are joined without line ends, because an answer has
-several blocks only if calls or thinking are in between. A `tool_result` must answer a `tool_use` of the
-preceding assistant message; with `is_error`, its text begins with "Error: ". `redacted_thinking` is dropped.
-If the last message is the assistant's, the reply continues it.
+Text blocks are joined with line ends. Text blocks of the assistant are joined without line ends, because a
+reply has several text blocks only if calls or thinking are between them. A `tool_result` must answer a
+`tool_use` of the preceding assistant message. With `is_error`, the text of the tool message begins with
+"Error: ". `redacted_thinking` is dropped. If the last message is from the assistant, the reply continues its
+text.
 """
 
 from __future__ import annotations
@@ -40,17 +43,17 @@ from pensieve.text.message import Message, ToolCall
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 UNSUPPORTED_THREAD = "thread_unsupported_request"
-SWITCHES = ("enable_thinking", "thinking")  # the templates' names of the switch
+SWITCHES = ("enable_thinking", "thinking")  # names of the switch for thinking in chat templates
 PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 
 
 def parse(
     body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
 ) -> ParsedRequest:
-    """Parse a message request; InvalidArgument names the wrong parameter."""
+    """Parse a message request. InvalidArgument names the invalid parameter."""
     fields = fields_of(body)
     prompt, given = _prompt(fields, served), _given_sampling(fields)
-    # max_tokens may be smaller than the default of min_tokens.
+    # min_tokens is 0, because max_tokens may be smaller than the default of min_tokens.
     sampling = served.defaults.with_given({"min_tokens": 0, **given})
     if problem := sampling.problem(served.vocab_size):
         raise Refusal(PARAMS.get(problem[0], problem[0]), problem[1])
@@ -80,13 +83,13 @@ def parse_count(
 
 
 class MessagePrompt(NamedTuple):
-    """The fields that messages and token counts share."""
+    """The fields that message requests and token counts share."""
 
     model: str
     messages: tuple[Message, ...]
     settings: ConversationSettings
-    form: FormatFields  # of the reply
-    reply_begins: str  # text of a last assistant message, which the reply continues
+    form: FormatFields  # the required form of the reply
+    reply_begins: str  # text that the reply continues (prefill)
 
 
 def _prompt(fields: Fields, served: Served) -> MessagePrompt:
@@ -145,7 +148,7 @@ def _effort(effort: str | None, where: str, known: Collection[str] | None) -> di
 
 
 def _thread(fields: Fields) -> None:
-    """Refuse server-side threads, with a code that makes clients send the whole history."""
+    """Refuse threads on the server, with a code that makes clients send the whole history."""
     if fields.take("thread") not in (None, False):
         problem = "is not supported: send the whole history; only its new part is computed"
         raise Refusal(fields.where("thread"), problem, UNSUPPORTED_THREAD)
@@ -201,7 +204,7 @@ def _tools(fields: Fields) -> ToolRules:
 
 
 def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, Any]:
-    """Read a tool; a strict one has its place added to `strict`."""
+    """Read a tool. If it is strict, add its index and path to `strict`."""
     kind = fields.text("type") or "custom"
     if kind != "custom":
         problem = f"{quoted(kind)} is not supported: only custom tools, which the client runs"
@@ -248,7 +251,7 @@ class RoleRun:
 
 
 def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
-    """Read the system prompt and messages; return a last assistant message's text apart (prefill)."""
+    """Read the system prompt and messages. Return the text of a last assistant message (prefill) apart."""
     system = _system(fields)
     given, where = fields.items("messages"), fields.where("messages")
     if given is None:
@@ -282,7 +285,7 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
 
 
 def _system(fields: Fields) -> Message | None:
-    """Return the system message; None if empty, because templates may have a default prompt."""
+    """Return the system message. None if it is empty, so that a template can use its default prompt."""
     run = RoleRun("system")
     if "system" in fields:
         _take_content(fields, run, {}, "system")
@@ -321,7 +324,7 @@ def _take_content(
 
 
 def _text(block: Fields) -> str:
-    block.items("citations")  # citations of documents, which are not supported
+    block.items("citations")  # no effect: they refer to documents, which are not supported
     return block.needed_text("text")
 
 

@@ -4,9 +4,9 @@
     Text                        {"type": "text", "text": …}
     CallBegan, CallArguments    {"type": "tool_use", "id": "toolu_…", "name": …, "input": {…}}
 
-Adjacent pieces of one kind are one block, and each call is a block. The signature is a placeholder: clients
-send thinking without a signature back as text. If a call is incomplete because of the length limit, `input`
-has the complete members of its arguments.
+Adjacent pieces of one kind become one block. Each call is a block. The signature is a placeholder, because
+clients send thinking without a signature back as text. If a call is incomplete because of the length limit,
+`input` has only the complete members of its arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def message(
     prompt: PromptTokens,
     ending: MessageEnding,
 ) -> dict[str, Any]:
-    """Return the body; `pieces`: of the whole reply."""
+    """Return the body. `pieces`: of the whole reply."""
     return {
         "id": message_id(heading),
         "type": "message",
@@ -56,14 +56,14 @@ def message_id(heading: Heading) -> str:
 
 
 def call_id(answer_id: str, index: int) -> str:
-    """Return the id of a call; a repeated answer has the same ids."""
+    """Return the id of a call. It is the same if the answer is repeated."""
     return f"toolu_{answer_id}{index:02d}"
 
 
 def ending_of(
     finish: FinishReason, ends_with_call: bool, stop_sequence: str | None
 ) -> MessageEnding:
-    if finish is not FinishReason.STOP:  # clients know no reason for a reply that repeats itself
+    if finish is not FinishReason.STOP:  # the API has no separate reason for REPETITION
         return MessageEnding("max_tokens")
     if stop_sequence is not None:
         return MessageEnding("stop_sequence", stop_sequence)
@@ -73,7 +73,7 @@ def ending_of(
 def stopped_by(
     reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str], *, continues_text: bool
 ) -> str | None:
-    """Return the stop string that ended the reply, if any. It is in the tokens but not in the text.
+    """Return the stop string that ended the reply, if any. The tokens include it, but not the text.
 
     `continues_text`: the reply continues a text (prefill), so its first token keeps a leading space.
     """
@@ -86,7 +86,7 @@ def stopped_by(
 
 
 def usage_of(prompt: PromptTokens, reply: ReplyTokens | None = None) -> dict[str, Any]:
-    """Return the usage; cached tokens count separately, and cache writes are always 0."""
+    """Return the usage. Cached tokens are counted separately. Cache writes are always 0."""
     usage: dict[str, Any] = {
         "input_tokens": prompt.num_tokens - prompt.num_cached,
         "cache_creation_input_tokens": 0,
@@ -133,7 +133,7 @@ def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
 
 
 def whole_part(text: str) -> dict[str, Any]:
-    """Return the complete members of a JSON object that may be cut off anywhere."""
+    """Return the complete members of a JSON object whose text may be cut off at any point."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -142,7 +142,7 @@ def whole_part(text: str) -> dict[str, Any]:
 
 
 def _closed(text: str) -> Any:
-    """Parse up to the last comma or bracket outside strings, and close all brackets."""
+    """Parse the text up to the last comma or bracket outside strings, with all open brackets closed."""
     open_brackets: list[str] = []
     end = 0  # position after which no bracket follows
     in_string = is_escaped = False
@@ -182,7 +182,7 @@ TYPES = {
 def error_body(
     status: int, message: str, details: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the body of an error; an unknown status has the type api_error."""
+    """Return the body of an error. For other statuses than in TYPES, the type is api_error."""
     error = {"type": TYPES.get(status, "api_error"), "message": message}
     return {"type": "error", "error": error | ({"details": details} if details else {})}
 
@@ -191,23 +191,23 @@ DELTAS = {"text": "text_delta", "thinking": "thinking_delta"}
 
 
 class MessageStream:
-    """A message as events.
+    """Renders a message as events.
 
-    message_start, ping                                with the length of the prompt
+    message_start, ping                                with the number of prompt tokens
     content_block_start, deltas, content_block_stop    once for each block, one after the other
     message_delta                                      why the message ended, and the final usage
     message_stop
     """
 
     def __init__(self, heading: Heading, prompt: PromptTokens, cutter: ReplyPieces) -> None:
-        """`prompt`: counts that are known before the turn runs."""
+        """`prompt`: the counts that are known before the turn runs."""
         self._heading, self._prompt, self._cutter = heading, prompt, cutter
         self._begun = False
         self._block = ""  # type of the open block
         self._index = -1  # index of the last block
 
     def tokens(self, tokens: ReplyTokens) -> list[dict[str, Any]]:
-        """Return the events for these tokens; the first call also begins the message."""
+        """Return the events for these tokens. The first call also returns the start of the message."""
         return self.events(tokens.pieces(self._cutter))
 
     def rest(self, tail: ReplyTokens) -> list[dict[str, Any]]:
@@ -238,7 +238,7 @@ class MessageStream:
     def end(
         self, reply: ReplyTokens, prompt: PromptTokens, ending: MessageEnding
     ) -> list[dict[str, Any]]:
-        """Return the last events; `prompt` includes the cached tokens."""
+        """Return the last events. `prompt` must include the cached tokens."""
         delta = {"stop_reason": ending.reason, "stop_sequence": ending.stop_sequence}
         return [
             *self._begin(),

@@ -1,1 +1,1 @@
-"""The gRPC services: authenticate callers, translate messages, forward calls to owners."""
+"""The gRPC services: authenticate callers, translate messages, forward calls to owners of conversations."""

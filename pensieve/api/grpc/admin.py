@@ -1,6 +1,7 @@
-"""The methods of gRPC's AdminService, for operators: state, cache and limits of the daemon.
+"""The methods of AdminService, for operators: state, cache and limits of the daemon.
 
-At most WATCHERS_MAX calls watch at once. A watcher that reads nothing for `stall_seconds` is dropped.
+At most WATCHERS_MAX calls of WatchStats run at once. A call whose client reads nothing for `stall_seconds` is
+ended.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ WATCHERS_MAX = 64
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Figures of the gRPC server (port, connections, event loop, audit log). `Daemon` does not know them."""
+    """Figures of the gRPC server that `Daemon` does not know: port, connections, event loop, audit log."""
 
     loop_lag: Quantiles
-    port: int  # 0: it does not listen on a port
+    port: int  # 0: the server does not listen on a port
     connections_max: int
     audit_lines_lost: int
 
@@ -53,7 +54,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._facts = facts
         self.num_watchers = 0
         self._stop = stop
-        self._before = (0.0, 0.0)  # seconds and iterations of the last figures
+        self._before = (0.0, 0.0)  # seconds and iterations in the previous figures
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         return pb.GetStatsResponse(stats=await self._stats())
@@ -214,7 +215,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
     async def _owner(self, conversation_id: str, tenant: str) -> str:
-        """Return the named tenant, or else the only tenant that has the conversation."""
+        """Return `tenant`. If it is empty, return the only tenant that has the conversation."""
         threads, reader = self.daemon.threads, self.daemon.reader
         tenants = await threads.in_reader("", reader.tenants_of, conversation_id)
         if tenant in tenants:
@@ -302,7 +303,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 
 def num_connections(port: int) -> int | None:
-    """Count the TCP connections to a local port; takes time proportional to all connections."""
+    """Count the TCP connections to a local port. Slow if the machine has many connections."""
     found = None
     for name in ("tcp", "tcp6"):
         try:

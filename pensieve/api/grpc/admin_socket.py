@@ -1,4 +1,4 @@
-"""Path and gRPC address of the daemon's local socket, which only the owner of the data folder may open."""
+"""Path and gRPC address of the daemon's admin socket, which only the owner of the data folder may open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOCKET_BYTES_MAX = 107  # maximum length of a UNIX socket's path
 
 
 def socket_path(data: Path) -> Path:
-    """Return DATA/admin.sock, or a path in XDG_RUNTIME_DIR if that is too long for a socket."""
+    """Return DATA/admin.sock. If this path is too long for a socket, return one in XDG_RUNTIME_DIR."""
     path = data.absolute() / "admin.sock"
     if (problem := _problem(path)) is None:
         return path
@@ -26,18 +26,18 @@ def socket_path(data: Path) -> Path:
 
 
 def socket_address(path: Path) -> str:
-    """Return the URI for gRPC; most characters of the path are percent-encoded."""
+    """Return the URI of the socket for gRPC, with a percent-encoded path."""
     return f"unix:{quote(os.fsencode(path.absolute()))}"
 
 
 def is_listened_to(path: Path) -> bool:
-    """Return whether a daemon listens on the socket; a killed daemon leaves the file behind."""
+    """Return whether a daemon listens on the socket. The file alone proves nothing: it outlives a kill."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ours:
             ours.connect(os.fspath(path))
     except (FileNotFoundError, ConnectionRefusedError):
         return False
-    except OSError:  # perhaps no permission; connecting to it tells the reason
+    except OSError:  # for example, no permission; the caller sees the reason when it connects
         pass
     return True
 

@@ -1,4 +1,4 @@
-"""The methods of gRPC's ConversationService: each translates, calls the daemon, and translates."""
+"""The methods of ConversationService: translate the request, call the daemon, translate the result."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
 
 
 async def _fill(page: Any, messages: Iterable[Any]) -> int:
-    """Fill a page up to its size on the wire, and return the number of messages."""
+    """Fill a page up to its maximum size, and return the number of messages."""
     num_bytes = 0
     for each in messages:
         num_bytes += each.ByteSize()
@@ -251,9 +251,9 @@ async def _fill(page: Any, messages: Iterable[Any]) -> int:
 
 
 def in_parts(stored: records.StoredMessage, cutter: ReplyPieces) -> records.StoredMessage:
-    """Split a stored reply into text, thinking and tool calls, as clients send them.
+    """Split a stored reply into text, thinking and tool calls, in the form in which clients send them.
 
-    A reply with an incomplete call is returned unsplit, because no client could send it split.
+    A reply with an incomplete call is returned unchanged, because an incomplete call has no such form.
     """
     if stored.finish_reason is None:
         return stored
@@ -290,7 +290,7 @@ def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:
 
 
 def _id(conversation_id: str) -> str:
-    """Return the id; NotFound if no conversation can have it."""
+    """Return the id. Raises NotFound if it is malformed, so that no conversation can have it."""
     if not conversation_id:
         raise InvalidArgument("conversation_id", "is missing")
     if not records.ID_PATTERN.fullmatch(conversation_id):

@@ -3,14 +3,14 @@
     served here ──OwnedElsewhere──> forwarded to the owner ──> answered
                                        └──its lease expired──> claimed, and served here
 
-A conversation stays with the daemon that has its KV, so a call to another daemon only takes longer. The
-forwarder passes bytes and errors on unchanged, for gRPC and HTTP (http_forwarding.py). A forwarded call is
-never forwarded again: two daemons that disagree about the owner would forward it for ever. The initial
-metadata of the answer name the owner, so that a client or router can go there directly.
+A conversation stays with its owner, the daemon that has its KV. A client may call any daemon, but a forwarded
+call takes longer. The forwarder passes bytes and errors on unchanged, for gRPC and HTTP (http_forwarding.py).
+A forwarded call is never forwarded again, because two daemons that disagree about the owner would forward it
+forever. The answer's initial metadata name the owner, so that a client or router can call the owner directly.
 
 Until the answer begins, the owner is watched (peers.py). If the owner cannot be reached, the call is retried
 until the owner's lease expires, and for at least PATIENCE_SECONDS. The client gets an error if an answer
-breaks off, or if the owner may have executed a call that must not be repeated.
+breaks off. It also gets an error if the owner may have executed a call that must not be repeated.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pensieve.guard.callers import caller
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
-HOME = "pensieve-home"  # response metadata: the address that serves the conversation
-NO_CONNECTION = "failed to connect to all addresses"  # gRPC's message if it has not sent anything
+HOME = "pensieve-home"  # response metadata: the address of the conversation's owner
+NO_CONNECTION = "failed to connect to all addresses"  # gRPC's message if nothing was sent
 PATIENCE_SECONDS = 12.0  # minimum time to retry an unreachable owner
-PAST_LEASE_SECONDS = 2.0  # after the lease expired, for one more claim
-OWNERS_MAX = 3  # owners that a call is forwarded to, one after the other
+PAST_LEASE_SECONDS = 2.0  # time for one more claim after the lease has expired
+OWNERS_MAX = 3  # number of owners to which a call is forwarded, one after the other
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -52,10 +52,10 @@ class OwnerLookup(Protocol):
     def lease_seconds(self) -> float: ...
 
     async def claim(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
-        """Return the owner if it is another daemon with a valid lease; None: answer the call here."""
+        """Return the owner if it is another daemon with a valid lease. None: this daemon must answer."""
 
     async def take(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
-        """Like `claim`, if the owner does not answer."""
+        """Like `claim`, for an owner that does not answer."""
 
 
 class GrpcMethod(NamedTuple):
@@ -65,7 +65,7 @@ class GrpcMethod(NamedTuple):
     name: str
     response: Any  # class of the answer's messages
     is_stream: bool = False
-    may_repeat: bool = False  # idempotent
+    may_repeat: bool = False  # the call is idempotent
 
 
 CONVERSATIONS = "pensieve.v1.ConversationService"
@@ -81,10 +81,10 @@ FORWARDED_METHODS = (
 class ForwardedCall(Protocol):
     """A call that can be sent to the owner of its conversation."""
 
-    may_repeat: bool  # idempotent
+    may_repeat: bool  # the call is idempotent
 
     def begin(self, address: str, channel: grpc.aio.Channel) -> Any:
-        """Return gRPC's call to the owner."""
+        """Start the call to the owner, and return gRPC's call object."""
 
     def answer(self, call: Any) -> AsyncIterator[Any]:
         """Yield the messages of the answer."""
@@ -94,7 +94,7 @@ class ForwardedCall(Protocol):
 
 
 class Unreachable(Exception):
-    """The owner cannot be reached, and another daemon may execute the call."""
+    """The owner cannot be reached. Another daemon may safely execute the call."""
 
 
 class NotOwner(Exception):
@@ -119,10 +119,10 @@ class Forwarder:
         self._watch = OwnerWatch(claims.claim)
 
     async def answered(self, owner: OwnedElsewhere, tenant: str, call: ForwardedCall) -> bool:
-        """Have the owner answer; return False if this daemon owns the conversation now and must answer.
+        """Let the owner answer. Return False if this daemon has become the owner and must answer itself.
 
-        Raises OwnedElsewhere if the owner is unreachable with a valid lease, and gRPC's error if the owner
-        answered with an error or its answer broke off.
+        Raises OwnedElsewhere if the owner is unreachable but its lease is valid. Raises gRPC's error if the
+        owner answered with an error, or if its answer broke off.
         """
         self.num_forwarded += 1
         self.num_running += 1
@@ -138,14 +138,14 @@ class Forwarder:
         while True:
             if not owner.address:
                 raise owner
-            is_away = owner.address == self._claims.address  # an earlier daemon had our address
+            is_away = owner.address == self._claims.address  # the owner had our address before us
             if not is_away:
                 try:
                     await self._sent(owner, tenant, call)
                     return True
                 except NotOwner as found:
                     next_owner = found.next_owner
-                    # A newer daemon at this address may have answered.
+                    # Perhaps not the owner, but a newer daemon at the same address has answered.
                     is_away = next_owner is not None and next_owner.address == owner.address
                 except Unreachable:
                     is_away = True
@@ -213,7 +213,7 @@ class Forwarder:
             call.cancel()
 
     async def _failed(self, error: grpc.aio.AioRpcError, wait: Wait, may_repeat: bool) -> None:
-        """Raise NotOwner or Unreachable for errors that are not meant for the client."""
+        """Raise NotOwner or Unreachable if the call can be tried again. Return if the client gets `error`."""
         details = details_of(error)
         if details is not None and reason_of(details) == OwnedElsewhere.reason:
             claim = self._claims.claim(wait.owner.conversation_id, wait.tenant)
@@ -225,9 +225,9 @@ class Forwarder:
 
 
 async def _found(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | None:
-    """Claim; return the owner, or None if the conversation is ours now.
+    """Await a claim. Return the owner, or None if this daemon must answer.
 
-    A deleted conversation has no owner: any daemon can answer, or create it again.
+    A deleted conversation has no owner. Any daemon can answer, or create the conversation again.
     """
     try:
         return await claim
@@ -236,7 +236,7 @@ async def _found(claim: Awaitable[OwnedElsewhere | None]) -> OwnedElsewhere | No
 
 
 class GrpcCall:
-    """A call over gRPC."""
+    """A gRPC call of a client."""
 
     def __init__(self, method: GrpcMethod, request: Any, context: Any, metadata: Metadata) -> None:
         self.may_repeat = method.may_repeat
@@ -274,10 +274,10 @@ class GrpcCall:
 
 
 class ForwardingMethods:
-    """Forwards calls that the methods of a service refuse with OwnedElsewhere."""
+    """Forwards the calls for which a method of the service raises OwnedElsewhere."""
 
     def __init__(self, forwarder: Forwarder, methods: Iterable[GrpcMethod]) -> None:
-        """Replaces the methods of the service object."""
+        """Replace the methods of this service object."""
         self._forwarder = forwarder
         for method in methods:
             handler = getattr(self, method.name)
@@ -286,7 +286,7 @@ class ForwardingMethods:
     async def _served(
         self, handler: Handler, method: GrpcMethod, request: Any, context: Any
     ) -> Any:
-        """Return this daemon's answer, or the owner's."""
+        """Return the answer of this daemon or of the owner."""
         try:
             return await handler(request, context)
         except OwnedElsewhere as elsewhere:
@@ -294,7 +294,7 @@ class ForwardingMethods:
                 raise
             owner = elsewhere
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
-            request.request_id = f"{secrets.randbits(128):032x}"  # the same for both attempts
+            request.request_id = f"{secrets.randbits(128):032x}"  # for both attempts
         metadata = self._forwarder.peers.metadata(context.invocation_metadata() or ())
         call = GrpcCall(method, request, context, metadata)
         tenant = getattr(request, "tenant", "") or caller().tenant
@@ -332,7 +332,7 @@ def is_forwarded(context: Any) -> bool:
 
 
 def details_of(error: grpc.aio.AioRpcError) -> bytes | None:
-    """Return the status details that another daemon sent with an error; None for gRPC's own errors."""
+    """Return the status details that another daemon sent with an error. None: the error is gRPC's own."""
     trailing: Any = error.trailing_metadata() or ()
     found: bytes | None = next((value for key, value in trailing if key == DETAILS_KEY), None)
     return found

@@ -4,8 +4,9 @@
                      counts, audits                 runs the turn
 
 The daemon that received the request authenticates the caller, counts the call and reads the body. It sends
-the caller and the request to the owner, without the client's token. It passes the answer on piece by piece,
-with backpressure from a slow client. If the client disconnects, the owner's application sees a disconnect.
+the request to the owner, with the caller's identity but without the caller's token. It passes the answer on
+piece by piece, with backpressure from a slow client. If the client disconnects, the owner's application sees
+a disconnect.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from pensieve.v1 import replica_pb2 as pb
 from pensieve.v1 import replica_pb2_grpc
 
 PIECE_BYTES = 512 << 10
-HEADERS_KEPT_BACK = (  # about the connection, the caller and the web page of origin
+HEADERS_KEPT_BACK = (  # not forwarded: about the connection, the caller and the web page's origin
     *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"content-length"),
     *(b"upgrade", b"te", b"trailer", b"expect", b"host", b"origin", b"cookie"),
 )
 TOKENS = (b"authorization", b"x-api-key")
 ANSWER_KEPT_BACK = ("connection", "transfer-encoding")
 METHOD = re.compile("[A-Z]{1,16}")
-NOT_REPEATABLE = (  # suffixes of paths
+NOT_REPEATABLE = (  # suffixes of the paths of requests that must not be sent twice
     *("/items", "/RewindConversation", "/DeleteConversation", "/v1/batches"),
 )
 
@@ -49,7 +50,7 @@ class HttpForwarder:
         self._forwarder = forwarder
 
     async def __call__(self, request: HttpRequest, by: Caller, owner: OwnedElsewhere, /) -> bool:
-        """Have the owner answer; return False if this daemon is the owner now and must answer."""
+        """Let the owner answer. Return False if this daemon has become the owner and must answer itself."""
         request.retry_key = request.retry_key or secrets.token_hex(16)
         call = HttpCall(
             request, self._forwarder.peers.metadata(tokens_of(request.scope["headers"]))
@@ -67,7 +68,7 @@ class HttpCall:
     """A call of ForwardHttp."""
 
     def __init__(self, request: HttpRequest, metadata: Metadata) -> None:
-        is_deletion = request.scope["method"] == "DELETE"  # a second deletion finds nothing
+        is_deletion = request.scope["method"] == "DELETE"  # a second deletion would be a 404
         self.may_repeat = not (is_deletion or request.scope["path"].endswith(NOT_REPEATABLE))
         self._request, self._metadata = request, metadata
 
@@ -126,7 +127,7 @@ def tokens_of(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
 async def fetched(
     channel: grpc.aio.Channel, metadata: Metadata, path: str, query: str, seconds: float
 ) -> bytes:
-    """GET a path from another daemon on behalf of the caller; Unavailable unless the status is 200."""
+    """GET a path from another daemon for the current caller. Raises Unavailable unless the status is 200."""
 
     async def request() -> AsyncIterator[pb.ForwardHttpRequest]:
         head = pb.HttpRequest(method="GET", path=path, query=query.encode())
@@ -170,7 +171,7 @@ class HttpAnswers:
         )
         try:
             await asyncio.wait({running})
-        finally:  # also if the other daemon cancels because its client left
+        finally:  # also if the other daemon cancels the call because its client has disconnected
             answer.has_left.set()
             await asyncio.wait({running})
         running.result()
@@ -182,7 +183,7 @@ class _Answer:
     """An ASGI server's side of one request."""
 
     def __init__(self, messages: Any, context: Any, forwarded: ForwardedRequest) -> None:
-        self.has_left = asyncio.Event()  # set when the client left
+        self.has_left = asyncio.Event()  # set when the client has disconnected
         self._messages, self._context, self._forwarded = messages, context, forwarded
         self._has_body = False  # the whole body was received
 
@@ -212,12 +213,12 @@ class _Answer:
     async def _write(self, message: pb.ForwardHttpResponse) -> None:
         if self._forwarded.elsewhere is not None or self.has_left.is_set():
             return
-        with contextlib.suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # it has left
+        with contextlib.suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # a disconnect
             await self._context.write(message)
 
 
 def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict[str, Any]:
-    """Return the ASGI scope. Only a daemon is trusted to name the client's address; else use `peer`."""
+    """Return the ASGI scope. Only a daemon may name the client's address; otherwise it is `peer`."""
     if not METHOD.fullmatch(head.method) or not head.path.startswith("/"):
         raise InvalidArgument("head", "is not an HTTP request")
     host, port = head.client_host, head.client_port
@@ -241,6 +242,6 @@ def _scope(head: pb.HttpRequest, forwarded: ForwardedRequest, peer: str) -> dict
 
 
 def _place_of(peer: str) -> tuple[str, int]:
-    """Return host and port of a peer in gRPC's notation."""
+    """Return host and port of a peer that is given in gRPC's notation."""
     host, _, port = unquote(peer).partition(":")[2].rpartition(":")
     return host.strip("[]"), int(port) if port.isdigit() else 0

@@ -1,7 +1,7 @@
 """Run the guard before every gRPC method, as an interceptor.
 
-First the caller is authenticated. Then the body is received (guard/request_bodies.py), its field sizes are
-checked (sizes.py), and it is parsed. A request that cannot be parsed fails with INVALID_ARGUMENT.
+First the caller is authenticated. Then the request is received (guard/request_bodies.py), the sizes of its
+fields are checked (sizes.py), and it is parsed. A request that cannot be parsed fails with INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pensieve.guard.guard import CallKind, Guard, GuardedCall
 
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 CONVERSATION_PREFIX = "/pensieve.v1.ConversationService/"
-CALLER_KEY = "pensieve-caller"  # metadata of a forwarded call: the caller
-FORWARDED = "pensieve-forwarded"  # metadata of a forwarded call: the forwarding daemon
+CALLER_KEY = "pensieve-caller"  # metadata key of a forwarded call: the caller
+FORWARDED = "pensieve-forwarded"  # metadata key of a forwarded call: the forwarding daemon
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 JOB_PREFIX = "/pensieve.v1.JobService/"
 REPLICA_PREFIX = "/pensieve.v1.ReplicaService/"
@@ -90,7 +90,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                     answer = await behaviour(requests, counted)
                     if answer is not None and kind.is_counted:
                         call.answers(answer.ByteSize())
-                except grpc.aio.AbortError as aborted:  # from a handler, which has sent the status
+                except grpc.aio.AbortError as aborted:  # the handler has already sent the status
                     _let_go(aborted)
                     call.has_left = True
                 except grpc.aio.InternalError:  # the client disconnected during a write
@@ -128,7 +128,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
     async def _messages(
         self, call: GuardedCall, context: Any, parse: Callable[[bytes], Any]
     ) -> AsyncIterator[Any]:
-        """Yield the messages of a client stream; each is received after the previous one was consumed."""
+        """Yield the messages of a client stream. Receive each one after the previous one was consumed."""
         assert call.caller is not None
         group = group_of(call.caller, context.peer())
         async for raw in self._guard.incoming.bodies(context, group):
@@ -136,7 +136,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
 
 
 class CountedContext:
-    """The context that a handler gets; written bytes count as unread until the client has read them."""
+    """The context that a handler gets. Written bytes count as unread until the client has read them."""
 
     def __init__(self, context: Any, call: GuardedCall) -> None:
         self._context, self._call = context, call
@@ -199,19 +199,19 @@ async def abort_with(context: Any, error: PensieveError) -> None:
 
 
 async def _abort(context: Any, code: grpc.StatusCode, text: str) -> None:
-    """Send the status, and return; the handler must return as well.
+    """Send the status, and return. The handler must then return, too.
 
-    If the status were only set, gRPC would send it after an empty message. A client that reads nothing would
-    block that message, and the call with it.
+    If the status were only set, gRPC would send an empty message before the status. A client that reads
+    nothing would block this message, and so the call.
     """
     try:
         await context.abort(code, text)
-    except grpc.aio.AbortError as aborted:  # gRPC raises it again after the handler returned
+    except grpc.aio.AbortError as aborted:  # gRPC raises this again after the handler has returned
         _let_go(aborted)
     except grpc.aio.InternalError:  # the client disconnected
         raise asyncio.CancelledError from None
 
 
 def _let_go(aborted: grpc.aio.AbortError) -> None:
-    """Drop the traceback, so that its frames do not keep the request alive: gRPC keeps the error."""
+    """Drop the traceback. gRPC keeps the error, and the frames of the traceback keep the request alive."""
     aborted.__traceback__ = aborted.__context__ = None

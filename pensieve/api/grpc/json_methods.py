@@ -1,7 +1,7 @@
 """ConversationService's methods with JSON instead of protobuf messages, for HTTP.
 
-They call the same handlers as gRPC, so both accept and return the same values. Field names are those of the
-proto. An int64 is a string, as in protobuf's JSON format.
+The methods call the same handlers as gRPC, so both accept and return the same values. The fields have the
+names in the proto. An int64 is a string, as in protobuf's JSON format.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class JsonCall(Protocol):
     """A call, as the HTTP gateway provides it."""
 
     @property
-    def retry_key(self) -> str: ...  # of a call that two daemons may execute; else empty
+    def retry_key(self) -> str: ...  # set if two daemons may execute the call
     def headers(self) -> Mapping[str, str]: ...
     def concerns(self, ids: Mapping[str, str]) -> None:
-        """Name the objects of the call, for the audit log."""
+        """Set the ids of the call for the audit log."""
 
     async def write(self, piece: Json) -> None: ...
 
@@ -85,7 +85,7 @@ class _Context:
 def _read(kind: Any, value: Any) -> Any:
     if not isinstance(value, dict):
         raise InvalidArgument("body", "must be a JSON object")
-    check_json(value, "body", VALUES_MAX)  # protobuf cannot handle strings that are not valid text
+    check_json(value, "body", VALUES_MAX)  # protobuf fails for strings that are not valid Unicode
     try:
         request = json_format.ParseDict(value, kind(), max_recursion_depth=DEPTH_MAX)
     except (
@@ -96,7 +96,7 @@ def _read(kind: Any, value: Any) -> Any:
         RecursionError,
     ) as error:
         problem = " ".join(str(error).split())[:200]
-        # The message quotes the value.
+        # The message quotes the value, which may have any characters.
         problem = problem.encode("ascii", "backslashreplace").decode()
         raise InvalidArgument("body", f"is not a valid {kind.DESCRIPTOR.name}: {problem}") from None
     sizes.check(kind, request.SerializeToString())

@@ -1,7 +1,7 @@
 """Convert google.protobuf.Struct to plain JSON values and back, up to VALUES_MAX values.
 
-protobuf's `json_format` goes through text, which takes ten times as long. These conversions run on the event
-loop; VALUES_MAX values take about twenty milliseconds.
+protobuf's `json_format` converts to text first, which takes ten times as long. These conversions run on the
+event loop. VALUES_MAX values take about twenty milliseconds.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from google.protobuf import struct_pb2
 from pensieve.errors import InvalidArgument
 
 VALUES_MAX = 16_384  # per field; an object, a list and each value in them count as one
-WHOLE_MAX = 2.0**53  # numbers on the wire are doubles
+WHOLE_MAX = 2.0**53  # the numbers of a Struct are doubles, and exact integers up to this one
 
 
 class TooManyValues(ValueError):
-    """There are more than VALUES_MAX."""
+    """There are more than VALUES_MAX values."""
 
 
 class NoValue(ValueError):
@@ -37,7 +37,7 @@ class _Count:
 
 
 def objects(name: str, structs: Any) -> list[dict[str, Any]]:
-    """Return Structs as JSON objects; whole doubles become ints again."""
+    """Return Structs as JSON objects. Whole numbers become int."""
     count = _Count()
     try:
         return [_object(struct, count) for struct in structs]
@@ -87,7 +87,7 @@ def _number(number: float) -> float | int:
 
 
 def structs(values: Any) -> list[struct_pb2.Struct]:
-    """Return JSON objects as Structs; TooManyValues if there are too many values in all of them."""
+    """Return JSON objects as Structs. Raises TooManyValues if they have too many values in total."""
     count = _Count()
     given = []
     for value in values:

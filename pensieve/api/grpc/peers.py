@@ -1,8 +1,8 @@
-"""Connect to the other daemons that share the history, and notice when they are gone.
+"""Connect to the other daemons that share the history, and detect when a daemon no longer responds.
 
-A stopped process still accepts connections. So while a forwarded call waits for its answer, `OwnerWatch`
-tries to claim the conversation once a second. The claim is refused while the owner's lease is valid. If many
-calls wait for one owner, only the oldest one tries.
+A suspended process (SIGSTOP) still accepts connections. So while a forwarded call waits for its answer,
+`OwnerWatch` tries once a second to claim the conversation. The claim fails while the owner's lease is valid.
+If many calls wait for one owner, only the oldest call tries this.
 
 Runs on the event loop.
 """
@@ -33,14 +33,14 @@ OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 2000),  # timeout of a connection attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),
-    ("grpc.keepalive_time_ms", 2000),  # notices a daemon that has stopped
+    ("grpc.keepalive_time_ms", 2000),  # detects a daemon that does not respond
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.bdp_probe", 0),  # a slow reader slows the owner instead of filling our memory
+    ("grpc.http2.bdp_probe", 0),  # windows stay small, so a slow client does not fill our memory
 )
 Metadata = tuple[tuple[str, str | bytes], ...]
-Claim = Callable[[str, str], Awaitable[OwnedElsewhere | None]]  # takes a conversation and a tenant
+Claim = Callable[[str, str], Awaitable[OwnedElsewhere | None]]  # arguments: conversation, tenant
 
 
 class Peers:
@@ -51,7 +51,7 @@ class Peers:
     ) -> None:
         """`name`: of this daemon. `credentials`: None without TLS between daemons.
 
-        Without a `secret`, daemons cannot prove who they are, so the client's own token is forwarded.
+        Without a `secret`, a daemon cannot prove that it is a daemon. So it forwards the client's token.
         """
         self._name, self._secret, self._credentials = name, secret, credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -59,7 +59,7 @@ class Peers:
 
     @asynccontextmanager
     async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Lend the channel to an address for one call."""
+        """Return the channel to an address. The channel stays open until the block ends."""
         self._num_calls[address] += 1
         try:
             if address not in self._channels:
@@ -69,7 +69,7 @@ class Peers:
             self._num_calls[address] -= 1
 
     async def _make_room(self) -> None:
-        """Close the oldest channel without calls, because daemons come and go."""
+        """If there are CHANNELS_MAX channels, close the oldest without calls: its daemon may be long gone."""
         if len(self._channels) >= CHANNELS_MAX:
             idle = (each for each in self._channels if not self._num_calls[each])
             if (oldest := next(idle, None)) is not None:
@@ -107,10 +107,10 @@ class Wait:
     """A forwarded call that waits for the owner's answer."""
 
     def __init__(self, owner: OwnedElsewhere, tenant: str, tell: Callable[[], object]) -> None:
-        """`tell` is called when the owner no longer owns the conversation."""
+        """`tell` is called when the owner has lost the conversation."""
         self.owner, self.tenant, self.tell = owner, tenant, tell
-        self.is_over = False  # the owner no longer owns the conversation
-        self.next_owner: OwnedElsewhere | None = None  # None when over: this daemon owns it now
+        self.is_over = False  # the owner has lost the conversation
+        self.next_owner: OwnedElsewhere | None = None  # if `is_over`; None: it is this daemon
 
 
 class OwnerWatch:
@@ -149,18 +149,18 @@ class OwnerWatch:
             del self._looking[address], self._waits[address]
 
     async def _is_there(self, wait: Wait) -> bool:
-        """Return whether the owner is alive; tell the call if it no longer owns the conversation."""
+        """Return whether the owner is alive. If it has lost the conversation, call `tell`."""
         try:
             found = await self._claim(wait.owner.conversation_id, wait.tenant)
         except NotFound:
-            return False  # the conversation of another call may tell
+            return False  # the conversation was deleted; try that of the next waiting call
         except PensieveError as error:
             log.warning("owners of conversations cannot be read: %s", whole_line(error))
             return True
         if found is not None and found.address == wait.owner.address:
             return True
         if wait not in self._waits[wait.owner.address]:
-            return False  # its answer has begun; the owner decides how it ends
+            return False  # the answer has begun meanwhile, so the call waits no more
         self.end(wait)
         wait.is_over, wait.next_owner = True, found
         wait.tell()

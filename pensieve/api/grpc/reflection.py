@@ -1,10 +1,10 @@
 """gRPC's server reflection: list services and describe their messages, for tools like grpcurl.
 
-Its messages and those of health checks are in status.proto, so no package is needed. Protocol versions `v1`
-and `v1alpha` have the same messages.
+status.proto has a copy of the messages of reflection and health checks, so no other package is needed. The
+protocol versions `v1` and `v1alpha` have the same messages.
 
-A descriptor pool of its own holds our files, and files for health and reflection under their official names,
-which are derived from the messages in status.proto.
+A separate descriptor pool has our proto files, and files for health and reflection with their official names.
+The latter are made from the messages in status.proto.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReflectedMethod(NamedTuple):
 
 
 class Reflection:
-    """Answers reflection requests; the answers never change."""
+    """Answers reflection requests."""
 
     def __init__(self, more: Sequence[ServiceDescriptor] = ()) -> None:
         """`more`: optional services of this server."""
@@ -126,7 +126,7 @@ class Reflection:
             for field in (field for field in message.field if field.type_name):
                 field.type_name = field.type_name.replace(f".{OURS}.", f".{package}.")
             for value in (value for enum in message.enum_type for value in enum.value):
-                # Our proto linter requires this prefix.
+                # Our proto linter requires this prefix, but the official names do not have it.
                 value.name = value.name.removeprefix("SERVING_STATUS_")
         self._pool.AddSerializedFile(file.SerializeToString())
 
@@ -143,7 +143,7 @@ def _with_fields(kinds: Iterable[Descriptor]) -> list[Descriptor]:
 
 
 def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:
-    """Yield a file after its imports; files may repeat."""
+    """Yield the imports of a file, and then the file. A file may be yielded more than once."""
     for each in file.dependencies:
         yield from _with_imports(each)
     yield file

@@ -1,7 +1,7 @@
 """ReplicaService: daemons of a cluster fetch KV from each other and forward HTTP requests.
 
-A part may be too long for one gRPC message, so its bytes follow in pieces. The source ends the call if the
-receiver reads nothing for `stall_seconds`.
+A part of the KV may be too large for one gRPC message, so its bytes are sent in pieces. The sender ends the
+call if the receiver reads nothing for `stall_seconds`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReplicaService(replica_pb2_grpc.ReplicaServiceServicer):
         self._http = http
         self._stall_seconds = daemon.config.stall_seconds
 
-    async def FetchKv(  # type: ignore[override]  # of grpc's synchronous base
+    async def FetchKv(  # type: ignore[override]  # the base class is synchronous
         self, request: pb.FetchKvRequest, context: Any
     ) -> None:
         for name, value in (
@@ -79,7 +79,7 @@ class KvFetcher:
     """Fetches KV from other daemons, by their addresses."""
 
     def __init__(self, token: str = "", credentials: grpc.ChannelCredentials | None = None) -> None:
-        """`token`: an operator's, if the daemons require tokens. `credentials`: None without TLS."""
+        """`token`: an admin token, if the daemons require tokens. `credentials`: None without TLS."""
         self._metadata: Sequence[tuple[str, str]] = ()
         if token:
             self._metadata = (("authorization", f"Bearer {token}"),)
@@ -88,7 +88,7 @@ class KvFetcher:
     async def fetch(
         self, address: str, tenant: str, conversation_id: str, num_tokens: int
     ) -> Parts:
-        """Yield the parts that a daemon has; every failure raises Unavailable."""
+        """Yield the parts of the KV that a daemon has. Every failure raises Unavailable."""
         request = pb.FetchKvRequest(
             tenant=tenant, conversation_id=conversation_id, num_tokens=num_tokens
         )
@@ -113,7 +113,7 @@ class KvFetcher:
 
 
 async def _assembled(responses: Any) -> Parts:
-    """Yield parts with all their bytes; Unavailable if a part is incomplete."""
+    """Yield parts with all their bytes. Raises Unavailable if a part is incomplete."""
     part: pb.KvPart | None = None
     pieces: list[bytes] = []
     missing = 0

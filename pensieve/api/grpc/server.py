@@ -1,12 +1,12 @@
 """The daemon's gRPC server: sockets, options, health, start and stop.
 
-OPTIONS replace unsafe defaults of gRPC: two servers may share a port (so_reuseport), a stopped client is
-never noticed unless `ping_timeout_ms` is set, a compressed request may unpack to a thousand times its size,
-windows grow to megabytes, and connections are unlimited. guard/request_bodies.py limits the bodies of calls
-that are not authenticated yet.
+OPTIONS replace unsafe defaults of gRPC. With the defaults, two servers may share a port (so_reuseport), a
+client that does not respond is never detected (`ping_timeout_ms`), a compressed request may unpack to a
+thousand times its size, windows grow to megabytes, and the number of connections is unlimited.
+guard/request_bodies.py limits the bodies of calls that are not authenticated yet.
 
-To close, health becomes NOT_SERVING, so that load balancers go elsewhere. Then new turns are refused, and
-running turns finish or are interrupted. Then connections, engine and store are closed, in this order.
+`close` sets the health to NOT_SERVING, so that load balancers use other daemons. Then it refuses new turns,
+and running turns finish or are interrupted. Then it closes connections, engine and store, in this order.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from pensieve.guard.reload import Reloaded, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
-WINDOW_BYTES = 16 << 10  # of a request that is not read yet
+WINDOW_BYTES = 16 << 10  # of a request that gRPC receives before we read it
 HEADER_BYTES_MAX = 4 << 10
 PENDING_MAX = 1000  # calls that wait to be accepted
-IDENTITY = 1  # the bit of "no compression"
+IDENTITY = 1  # gRPC's bit for "no compression"
 SERVICES = (
     "",
     "pensieve.v1.ConversationService",
@@ -73,7 +73,7 @@ OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    ("grpc.http2.bdp_probe", 0),  # it would grow every window to megabytes
+    ("grpc.http2.bdp_probe", 0),  # the probe would enlarge every window to megabytes
     ("grpc.compression_enabled_algorithms_bitset", IDENTITY),
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -83,7 +83,7 @@ OPTIONS = (
 
 
 class Health:
-    """grpc.health.v1 with the messages of status.proto."""
+    """The service grpc.health.v1, with the messages of status.proto."""
 
     def __init__(self, services: Sequence[str] = SERVICES) -> None:
         self._services = services
@@ -151,22 +151,22 @@ class Listener(Protocol):
 
 
 class _OneQueue:
-    """Registers services as generic handlers.
+    """Registers services only as generic handlers.
 
-    gRPC queues PENDING_MAX calls per registered method, but PENDING_MAX in all for generic handlers.
+    gRPC queues PENDING_MAX calls for each registered method, but PENDING_MAX in total for generic handlers.
     """
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
 
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
-        """Do nothing: the generic handlers have these methods already."""
+        """Do nothing, because the generic handlers already have these methods."""
 
 
 class Server:
     """A daemon with its sockets and plugins.
 
-    `beside`: listeners of other protocols. They open after gRPC's and close before the daemon.
+    `beside`: listeners for other protocols. They open after the gRPC sockets and close before the daemon.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Server:
             more.append(REPLICA)
         self.health = Health((*SERVICES, *(each.full_name for each in more)))
         self.stopping = asyncio.Event()  # set to stop the server
-        self.failure: BaseException | None = None  # why the server stops, if unexpected
+        self.failure: BaseException | None = None  # the error, if the server stops unexpectedly
         self.address = ""
         self.beside: list[Listener] = []
         self.listening = listening
@@ -204,7 +204,7 @@ class Server:
         self._forwarders: list[Forwarder] = []
         self.forwarder: Forwarder | None = None  # forwards calls about conversations
         self.forward_http: ForwardHttp | None = None  # for the HTTP listener
-        # The ASGI application of HTTP; it answers forwarded requests even if no HTTP port is open.
+        # The ASGI application for HTTP. It answers forwarded requests even if no HTTP port is open.
         self.http_application: Callable[[], Any] = _no_application
         over_grpc = over_http = ConversationService(daemon)
         if daemon.claims is not None:
@@ -241,7 +241,7 @@ class Server:
         return self._forwarders[-1]
 
     async def listen(self) -> str:
-        """Listen, and return the address with its port. Turns are refused until the daemon serves."""
+        """Open the sockets, and return the address. Turns are refused until the daemon serves."""
         listening = self.listening
         if listening.address:
             self._listen_on_port()
@@ -274,13 +274,13 @@ class Server:
         self.daemon.use_limits(limits)
 
     def _watching_ended(self, watching: asyncio.Task[None]) -> None:
-        """Stop the daemon: without the watcher it would accept tokens that were removed from the file."""
+        """Stop the daemon. Without the watcher, tokens that are removed from the file would stay valid."""
         if not watching.cancelled() and (error := watching.exception()) is not None:
             self._fail(error)
 
     @property
     def metrics_address(self) -> str:
-        """HOST:PORT, with the port that was bound; "" if metrics are not served."""
+        """HOST:PORT, with the actual port; "" if metrics are not served."""
         if self.listening.metrics == METRICS_ON_HTTP:
             return next((each.url.partition("://")[2] for each in self.beside), "")
         return self._metrics.address
@@ -300,7 +300,8 @@ class Server:
     def _may_scrape(self, authorization: str, peer: str) -> bool:
         """Return whether a caller may read the metrics.
 
-        Operators may. If the daemon has no tokens, or the metrics address is local, everyone may.
+        Operators may read them. Other callers may if the daemon has no tokens, or if the metrics address is
+        local.
         """
         listening = self.listening
         if not listening.tokens or is_loopback(listening.metrics.rpartition(":")[0]):
@@ -323,7 +324,7 @@ class Server:
                 self._certificates = files  # gRPC calls `if_changed` while it listens
                 credentials = grpc.dynamic_ssl_server_credentials(
                     files.value,
-                    files.if_changed,  # type: ignore[arg-type]  # None: unchanged
+                    files.if_changed,  # type: ignore[arg-type]  # gRPC accepts None: unchanged
                     require_client_authentication=client_ca is not None,
                 )
                 bound = self._server.add_secure_port(listening.address, credentials)
@@ -340,7 +341,7 @@ class Server:
 
     def _listen_locally(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # stale: the data folder is locked, so no other daemon uses it
+            path.unlink()  # no daemon uses it, because this daemon has locked the data folder
         before = os.umask(0o177)
         try:
             self._server.add_insecure_port(socket_address(path))
@@ -355,7 +356,7 @@ class Server:
         return ServerFacts(self._loop_lag.quantiles(), port, self.listening.connections_max, lost)
 
     async def answers(self) -> None:
-        """Return when the store threads respond; return at once while the server stops."""
+        """Wait until the store threads respond. Return at once while the server stops."""
         if not self.stopping.is_set():
             await self.daemon.threads.store_answers()
 
@@ -367,7 +368,7 @@ class Server:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain_seconds
         await self.daemon.drain(drain_seconds)
-        # Answers that are forwarded from other daemons are completed, too.
+        # Wait also for answers of other daemons that are being forwarded to clients.
         while any(each.num_running for each in self._forwarders) and loop.time() < deadline:
             if self.daemon.hurried:
                 break
@@ -397,7 +398,7 @@ def certificates(
     client_ca: Path | None,
     on_reload: Callable[[str], None] = lambda problem: None,
 ) -> Reloaded[grpc.ServerCertificateConfiguration]:
-    """Load the certificate, and reload it when it changes; called in gRPC's threads."""
+    """Load the certificate, and reload it when its files change. gRPC calls the result in its threads."""
 
     def read() -> grpc.ServerCertificateConfiguration:
         try:

@@ -1,7 +1,7 @@
 """Describe the served model for clients.
 
-Name and fingerprint are known from the start, everything else after loading. A model in a folder is named
-after the folder, without its path.
+The model's name and fingerprint are known from the start, all other fields after loading. The name of a model
+in a folder is the name of the folder, without its path.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Check the sizes of a request's fields in its bytes, before it is parsed.
 
 Parsing a few megabytes of empty messages, deep JSON or maps would block the event loop for seconds. So fields
-whose cost grows with the number of elements must be small:
+with many elements must be small:
 
-* `check` walks over the fields of a request (at most FIELDS_MAX) and of a turn's messages (at most
-  INNER_FIELDS_MAX of each). It does not look into other messages.
-* After that, only texts can be large, and they cost only their length.
+* `check` looks at the fields of a request (at most FIELDS_MAX), and at the fields of each message that LIMITS
+  lists (at most INNER_FIELDS_MAX). It does not look into other messages.
+* All fields that may be large after this check are texts, whose cost grows only with their length.
 * JSON values are counted while they are converted (json_values.py).
 
-Everything that can be written can be read: the largest message of a history fits into the 4 MiB that gRPC
-clients accept by default (8 MiB with its tokens, which our SDK accepts). Pages end before the store's
+Every stored message can be read again. The largest one fits into the 4 MiB that gRPC clients accept by
+default. With its tokens it fits into 8 MiB, which our SDK accepts. A page of a list ends before the store's
 PAGE_BYTES_MAX, unless a single item is larger.
 
 The proto's comments repeat these limits, and docs/security.md has the most important ones.
@@ -27,25 +27,25 @@ SMALL_REQUEST_BYTES_MAX = 64 << 10  # for methods that are not named below
 RESPONSE_BYTES_MAX = 8 << 20
 
 MESSAGES_MAX = 128  # per turn
-TEXT_BYTES_MAX = 3 << 20  # of all messages of a request
+TEXT_BYTES_MAX = 3 << 20  # text of all messages of a request
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
 FEW_SHOT_BYTES_MAX = 1 << 20  # of all messages of a prefix
 TOOLS_MAX = 256
 TOOLS_BYTES_MAX = 256 << 10  # of all tools
 CHUNK_BYTES_MAX = 1 << 20  # piece of a job's file, or of a forwarded HTTP body
-HTTP_HEAD_BYTES_MAX = 256 << 10  # of a forwarded request; more than HTTP accepts
+HTTP_HEAD_BYTES_MAX = 256 << 10  # of a forwarded request; more than our HTTP server accepts
 HTTP_HEADERS_MAX = 256
 METADATA_BYTES_MAX = 16 << 10
 TEMPLATE_OPTIONS_BYTES_MAX = 16 << 10
 SAMPLING_BYTES_MAX = 64 << 10
-CONSTRAINT_BYTES_MAX = 80 << 10  # JSON text, which needs few escapes
+CONSTRAINT_BYTES_MAX = 80 << 10  # JSON text, including its escapes
 FIELD_BYTES_MAX = 4 << 10  # for fields that are not named below
 NAME_BYTES_MAX = 512  # names of tools, calls and authors
 TOOL_CALLS_MAX = 64  # per message
 TOOL_CALLS_BYTES_MAX = 256 << 10  # arguments of all tool calls of a request
 FIELDS_MAX = 512  # per request; each list element counts as one
 INNER_FIELDS_MAX = (
-    72  # per message of a request; each tool call counts as one; not for nested requests
+    72  # per message of a request; each tool call counts as one. Nested requests: FIELDS_MAX
 )
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
@@ -189,7 +189,7 @@ def _check_fields(
 
 
 def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    """Return the varint at this place and the place after it, which is past the end if it is cut off."""
+    """Return the varint at `place`, and the position after it: past the end if the varint is cut off."""
     value = 0
     for shift in range(0, 70, 7):
         if place >= len(raw):

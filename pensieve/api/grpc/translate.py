@@ -1,6 +1,6 @@
 """Translate between protobuf messages and our values.
 
-Errors name the wrong field. A PensieveError becomes a gRPC status code with google.rpc details.
+Errors name the invalid field. A PensieveError becomes a gRPC status code with google.rpc details.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pensieve.v1 import status_pb2
 DOMAIN = "pensieve"
 PAGE_SIZE = 100
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
-LAST_TURN_SECONDS = 86_400.0  # treated as idle for a day
+LAST_TURN_SECONDS = 86_400.0  # for the hint `last_turn`: as if the client returned after a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
-DELTA_BYTES_MAX = 1 << 20  # approximate: the next token may exceed it
+DELTA_BYTES_MAX = 1 << 20  # approximate: the last token of a message may exceed it
 BYTES_PER_CHARACTER_MAX = 4
 BYTES_PER_LOGPROB_MAX = 20  # includes its token id
 ROLES = {
@@ -69,7 +69,7 @@ REASON_NUMBERS = {
 
 
 def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]:
-    """Read messages; `first` is the index of the first one in errors."""
+    """Read messages. Errors number them from `first`."""
     check_arguments(given)
     messages = []
     for index, each in enumerate(given, first):
@@ -96,7 +96,7 @@ def turn_request(
     priority_max: int = PRIORITY_MAX,
     traceparent: str = "",
 ) -> TurnRequest:
-    """`priority_max`: higher priorities are lowered to it."""
+    """`priority_max`: higher priorities are lowered to this one."""
     if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
         raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
     messages, given = tuple(messages_of(request.messages)), given_sampling(request.sampling)
@@ -134,7 +134,7 @@ def given_sampling(given: pb.Sampling) -> dict[str, Any]:
 
 
 def away_seconds(hints: pb.Hints) -> float:
-    """Return how long the client expects to be away after the turn, in seconds."""
+    """Return how long after the turn the client expects to send the next message, in seconds."""
     seconds = hints.expected_return_seconds
     if not 0.0 <= seconds <= AWAY_SECONDS_MAX:  # also rejects NaN
         raise InvalidArgument(
@@ -173,12 +173,12 @@ def constraint_of(request: pb.SendMessageRequest) -> Constraint | None:
     if name == "json_object":
         return (
             Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None
-        )  # false: no constraint
+        )  # `json_object: false` means no constraint
     return Constraint(ConstraintKind(name), getattr(given, name))
 
 
 def check_arguments(messages: Iterable[pb.NewMessage]) -> None:
-    """Refuse too many bytes of tool call arguments, before parsing any."""
+    """Refuse arguments of tool calls that have too many bytes in total, before parsing any of them."""
     if (
         sum(len(c.arguments) for each in messages for c in each.tool_calls)
         > sizes.TOOL_CALLS_BYTES_MAX
@@ -207,7 +207,7 @@ def calls_of(message: pb.NewMessage, where: str) -> tuple[ToolCall, ...]:
 
 
 def page_of(request: Any) -> tuple[int, int]:
-    """Return the page size and the number in the page token; 0 without a token."""
+    """Return the page size, and the number in the page token (0 without a token)."""
     size, token = request.page_size or PAGE_SIZE, request.page_token
     if not 1 <= size <= records.PAGE_SIZE_MAX:
         raise InvalidArgument("page_size", f"must lie in 1..{records.PAGE_SIZE_MAX}")
@@ -220,7 +220,7 @@ def page_of(request: Any) -> tuple[int, int]:
 
 
 def conversation(found: records.StoredConversation, context_max: int) -> pb.Conversation:
-    """Return the message, without fields that are larger than this version accepts."""
+    """Return the protobuf message. Fields that are larger than this version accepts are left out."""
     given = pb.Conversation(
         conversation_id=found.conversation_id,
         revision=found.revision,
@@ -242,7 +242,7 @@ def conversation(found: records.StoredConversation, context_max: int) -> pb.Conv
 
 
 def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
-    """Set a field of JSON objects, or list it as left out if it is too large."""
+    """Set a field of JSON objects. If it is too large, list it as left out instead."""
     try:
         made = structs(values)
     except TooManyValues:
@@ -324,7 +324,7 @@ def started(live: LiveTurn) -> pb.TurnStarted:
 
 
 def deltas(tokens: ReplyTokens) -> Iterator[pb.TurnDelta]:
-    """Yield one message per run of tokens of one kind, split at DELTA_BYTES_MAX."""
+    """Yield a message for each run of tokens of one kind. Runs are split at DELTA_BYTES_MAX."""
     parts, start, num_bytes = tokens.parts, 0, 0
     for end in range(1, len(parts)):
         num_bytes += _bytes_max(tokens, end - 1)
@@ -343,7 +343,7 @@ def _bytes_max(tokens: ReplyTokens, number: int) -> int:
 
 
 def _run(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
-    """Yield one message, preceded by messages with text that is too long for it."""
+    """Yield one message for a run. Text that is too long for it is yielded in messages before it."""
     text, most = "".join(tokens.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
     kind = PART_NUMBERS[tokens.parts[start]]
     while len(text) > most:

@@ -1,9 +1,9 @@
 """`POST /v1/chat/completions` and `/v1/completions`.
 
-A chat sends its whole history. The binder finds the stored conversation with these messages, and only the new
-messages are computed (conversations/binding). With `n` choices, the first continues that conversation, and
-the others continue forks. Three kinds of request are not stored: those with `store: false`, Open WebUI's own
-tasks (marked by a header), and text completions.
+A chat request has the whole history. The binder finds the stored conversation with these messages, and only
+the new messages are computed (conversations/binding). With `n` choices, the first choice continues this
+conversation, and the other choices continue forks. Three kinds of request are not stored: requests with
+`store: false`, text completions, and Open WebUI's own tasks, which have a header.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CompletionsEndpoint:
         return await requests.rendered(by, sum(live.num_tokens for live in lives), made)
 
     async def _begin(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
-        # Open WebUI marks requests for titles, tags and queries, which belong to no chat.
+        # Open WebUI sets this header for its own requests (titles, tags, queries), which belong to no chat.
         is_errand = request.store is None and bool(exchange.headers.get(TASK_HEADER))
         is_stored = self._kind is RequestKind.CHAT and self._requests.is_stored(request)
         if is_errand or not is_stored:
@@ -86,7 +86,7 @@ class CompletionsEndpoint:
 
 
 async def all_of(works: Any) -> None:
-    """Run all at once; the first error cancels the others."""
+    """Run all at the same time. The first error cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in works]
     try:
         await asyncio.gather(*tasks)

@@ -1,13 +1,14 @@
 """HTTP connections of uvicorn with more limits.
 
-    head       HEAD_SECONDS, HEAD_BYTES_MAX, and LINES_MAX, because parsing takes time per line
-    body       the time of guard/request_bodies.py; an unread body: HEAD_SECONDS and UNWANTED_BYTES_MAX
-    pipelined  a client may send its next request early; it waits, and nothing more is read
+    head       HEAD_SECONDS, HEAD_BYTES_MAX, and LINES_MAX, because parsing takes time for each line
+    body       the time limit of guard/request_bodies.py; for a body that no endpoint reads: HEAD_SECONDS and
+               UNWANTED_BYTES_MAX
+    pipelined  a client may send its next request early; it is parsed after the current request is answered
     answer     a client that reads nothing for STALL_SECONDS is disconnected
     idle       closed after IDLE_SECONDS, before the first request and between requests
 
-The parser gets a few KiB at a time, because h11 blocks the loop for a millisecond per KiB of short lines.
-Data of the next request is parsed only after this one is answered.
+The parser gets a few KiB at a time, because h11 blocks the event loop for a millisecond per KiB of short
+lines.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ HEAD_SECONDS = 10.0
 IDLE_SECONDS = 75
 HEAD_BYTES_MAX = 32 << 10
 LINES_MAX = 256  # per head
-STALL_SECONDS = 30.0  # that a client may read nothing of an answer
-SLICE_BYTES = 4 << 10  # of a head that are parsed at once
-BODY_SLICE_BYTES = 16 << 10  # of a body that are parsed at once
-UNWANTED_BYTES_MAX = 32 << 20  # of an unread body; with less, clients would often miss the answer
+STALL_SECONDS = 30.0  # time in which a client must read something of an answer
+SLICE_BYTES = 4 << 10  # bytes of a head that are parsed at once
+BODY_SLICE_BYTES = 16 << 10  # bytes of a body that are parsed at once
+UNWANTED_BYTES_MAX = 32 << 20  # many, because a client may read the answer only after its body
 HEAD_END = re.compile(rb"\n\r?\n")
 TOO_LARGE = b"431 Request Header Fields Too Large"
 FULL = b"503 Service Unavailable\r\nretry-after: 1"
 
 
 def protocol(connections_max: int) -> Any:
-    """Return uvicorn's protocol class with these limits; it refuses more than `connections_max`."""
+    """Return uvicorn's protocol class with these limits, for at most `connections_max` connections."""
     uvicorns = need("http", "uvicorn.protocols.http.h11_impl", PURPOSE)
     h11 = need("http", "h11", PURPOSE)
 
     class Protocol(uvicorns.H11Protocol):  # type: ignore[misc, name-defined]
         _deadline: asyncio.TimerHandle | None = None
         _look: asyncio.TimerHandle | None = None
-        _in_head = False  # the deadline is for a head, or for an unread body
+        _in_head = False  # `_deadline` is for a head, or for a body that no endpoint reads
         _head = b""  # received part of a head
-        _num_unwanted = 0  # bytes of a body whose request is already answered
-        _behind = b""  # data after a request that is not answered yet
+        _num_unwanted = 0  # received bytes of a body after its request was answered
+        _behind = b""  # received data after a request that is not answered yet
 
         def connection_made(self, transport: Any) -> None:
             if len(self.connections) >= connections_max:
@@ -82,7 +83,7 @@ def protocol(connections_max: int) -> Any:
             if self.conn.their_state is h11.SEND_BODY:
                 self._close_after(HEAD_SECONDS, in_head=True)
             else:
-                self._close_after(None)  # uvicorn has its own timer from here on
+                self._close_after(None)  # from now on, uvicorn's own timer closes the connection
             behind, self._behind = self._behind, b""
             if behind:
                 self.data_received(behind)
@@ -101,7 +102,7 @@ def protocol(connections_max: int) -> Any:
                 super().connection_lost(exc)
 
         def _is_small(self, piece: bytes) -> bool:
-            """Return whether the head is within its limits with this piece."""
+            """Add a piece to the head, and return whether the head is within its limits."""
             before, self._head = max(len(self._head) - 2, 0), self._head + piece
             end = HEAD_END.search(self._head, before)
             head = self._head if end is None else self._head[: end.end()]
@@ -110,12 +111,12 @@ def protocol(connections_max: int) -> Any:
             return len(head) <= HEAD_BYTES_MAX and head.count(b"\n") <= LINES_MAX
 
         def _is_bearable(self, num_bytes: int) -> bool:
-            """Return whether this many more bytes of an unread body are accepted."""
+            """Count more bytes of a body that no endpoint reads. Return whether they are accepted."""
             self._num_unwanted += num_bytes
             return self._num_unwanted <= UNWANTED_BYTES_MAX
 
         def _keep(self, data: bytes) -> None:
-            """Keep data that arrived before the current request is answered."""
+            """Keep data of the next request until the current request is answered."""
             self._behind += data
             if len(self._behind) > HEAD_BYTES_MAX:
                 self.flow.pause_reading()  # until it is answered
@@ -126,7 +127,7 @@ def protocol(connections_max: int) -> Any:
             self.transport.close()
 
         def _look_again(self, left_before: int) -> None:
-            """Abort if the client read nothing since the last check; `close` would wait for it."""
+            """Abort if the client has read nothing since the last check. `close` would wait for it."""
             left = self.transport.get_write_buffer_size()
             if left_before and left >= left_before:
                 self.transport.abort()

@@ -1,13 +1,13 @@
 """`/v1/conversations`: the same conversations as over gRPC, with their messages as items.
 
-POST                    create a conversation without messages; items in the request are pending
-GET, POST …/{id}        describe it; replace its metadata
-DELETE                  delete it
+POST                    create a conversation without messages; items in the request become pending items
+GET, POST …/{id}        describe the conversation; replace its metadata
+DELETE                  delete the conversation
 
-items: GET, GET one     messages, with replies in parts (openai/conversation_items), then pending items
-items: POST             add pending items; the next turn includes them (store/conversation_changes)
-items: DELETE           delete the last item. A pending item is erased. A reply is removed by a rewind, and
-                        the messages that it answers are pending again
+items: GET, GET one     messages, then pending items; a reply has several items (openai/conversation_items)
+items: POST             add pending items, which the next turn includes (store/conversation_changes)
+items: DELETE           delete the last item. A pending item is erased. For a reply, the conversation is
+                        rewound, and the messages that it answers become pending items again
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from pensieve.text import Message
 
 ITEMS_MAX = 20  # per request
 ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100  # default and maximum of `limit`
-ATTEMPTS_MAX = 3  # to delete an item while others change the conversation
-PENDING_MAX = 100  # per conversation: a turn has few messages
-WINDOW = 16  # messages that are read at once, from the end
+ATTEMPTS_MAX = 3  # attempts to delete an item, if the conversation changes meanwhile
+PENDING_MAX = 100  # per conversation, because the number of messages of a turn is limited
+WINDOW = 16  # number of messages that are read at once in descending order
 ONLY_LAST = "only the last item of a conversation can be deleted, where it is a whole message"
 
 
@@ -124,9 +124,10 @@ class ConversationEndpoints:
         return (await self._item(exchange.values["item_id"], seen))[1]
 
     async def delete_item(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Delete the item with this id if it is the last one.
+        """Delete the item with this id, if it is the last item.
 
-        Retries if the conversation changes meanwhile. A different item that got the same id meanwhile stays.
+        If the conversation changes meanwhile, this is tried again. Another item may get the same id
+        meanwhile; such an item is not deleted.
         """
         conversations = self._daemon.writable
         named: records.StoredMessage | None = None
@@ -154,7 +155,7 @@ class ConversationEndpoints:
     # -- inside --
 
     def _appended(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
-        """Return a change that adds pending messages, which must all fit into one turn."""
+        """Return a change that adds pending messages. All pending messages must fit into one turn."""
         add, context_max = appended(messages), self._daemon.context_max
 
         def change(found: Pending) -> Pending:
@@ -188,7 +189,10 @@ class ConversationEndpoints:
         after: tuple[int, int] | None,
         descending: bool,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the items after this one (index of the message, part of it), in either order."""
+        """Yield the items after the item `after`, in either order.
+
+        `after`: index of a message, and number of the item within the message.
+        """
         walk = self._backward if descending else self._forward
         first = None if after is None else after[0]
         num_messages = 0
@@ -236,8 +240,7 @@ class ConversationEndpoints:
             found = [
                 each
                 async for each in self._stored.messages(conversation, index, index + 1)
-                if each.revision
-                <= conversation.revision  # else it is newer than the conversation that was read
+                if each.revision <= conversation.revision  # not newer than the state that was read
             ]
         else:
             found = [each for each in seen.waiting if each.index == index]
@@ -253,7 +256,7 @@ def no_item() -> NotFound:
 
 
 def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
-    """Return the index of the item's message, and the item's number within the message."""
+    """Return the index of the item's message, and the number of the item within the message."""
     found = place_of(item_id)
     if found is None or found[0].tag != seen.tag or found[0].number < seen.first_number:
         raise no_item()
@@ -261,7 +264,7 @@ def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
 
 
 def _is_same(one: records.StoredMessage, other: records.StoredMessage) -> bool:
-    """Return whether both are the same message; a pending message has no revision of its own."""
+    """Return whether both are the same message. Revisions are not compared for pending messages."""
     is_reply = one.finish_reason is not None
     return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
         *(other.role, other.content, other.tool_call_id, other.extra),
@@ -270,7 +273,7 @@ def _is_same(one: records.StoredMessage, other: records.StoredMessage) -> bool:
 
 
 def _length(message: records.NewMessage) -> int:
-    """Return the number of characters, including thinking and calls."""
+    """Return the number of characters of a message, including thinking and tool calls."""
     return len(message.content) + (len(str(message.extra)) if message.extra else 0)
 
 

@@ -1,7 +1,4 @@
-"""Map our errors to the error format of OpenAI's API.
-
-An error becomes an HTTP status and a body, which OpenAI's clients turn into exceptions.
-"""
+"""Map PensieveErrors to HTTP statuses and to error bodies of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pensieve.guard.client_errors import client_text, retry_seconds
 
 
 class UnservedEndpoint(errors.NotFound):
-    """An endpoint of other servers that this server does not have."""
+    """The endpoint exists in other servers, but not in this server."""
 
 
 class ErrorShape(NamedTuple):
@@ -24,7 +21,7 @@ class ErrorShape(NamedTuple):
     code: str | None
 
 
-# The first matching class counts.
+# The first matching class is used.
 SHAPES: tuple[tuple[type[errors.PensieveError], ErrorShape], ...] = (
     (BodyTooLarge, ErrorShape(413, "invalid_request_error", "request_too_large")),
     (PackedBody, ErrorShape(415, "invalid_request_error", "unsupported_encoding")),
@@ -72,7 +69,7 @@ def body_of(error: errors.PensieveError) -> dict[str, Any]:
 
 
 def retry_after(error: errors.PensieveError) -> dict[str, str]:
-    """Return headers that say when to retry; whole seconds, and milliseconds for OpenAI's clients."""
+    """Return headers that say when to retry: in whole seconds, and in milliseconds for OpenAI's clients."""
     if (seconds := retry_seconds(error)) is None:
         return {}
     return {

@@ -1,13 +1,13 @@
-"""An HTTP request and its answer; the guard uses it as the transport of a call.
+"""An HTTP request and its answer. The guard uses it as the transport of a call.
 
     reading    `read` receives the body, up to a limit
     waiting    if the client disconnects, the handler's task is cancelled and `has_left` is set
     answering  a whole answer (`answer`), or a stream of events (`begin_events`, `write`)
     over       `end` calls the functions of `add_done_callback` once
 
-A stream's headers are sent with its first event, or after KEEP_ALIVE_SECONDS. An earlier failure is an error
-with a status, a later failure is an event. A silent stream sends a comment every KEEP_ALIVE_SECONDS, so that
-proxies keep the connection.
+The headers of a stream are sent with its first event, or after KEEP_ALIVE_SECONDS. An error before that has
+an HTTP status; a later error is an event of the stream. A stream without events sends a comment every
+KEEP_ALIVE_SECONDS, so that proxies do not close the connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.guard.guard import GuardedCall
 
 BODY_BYTES_MAX = 8 << 20
-SHORT_BODY_BYTES = 64 << 10  # a body up to this size does not count as being received
+SHORT_BODY_BYTES = 64 << 10  # bodies up to this size do not count towards RECEIVING_MAX
 KEEP_ALIVE_SECONDS = 15.0
 QUERY_FIELDS_MAX = 64
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -38,7 +38,7 @@ class PackedBody(InvalidArgument):
     """The body is compressed, so its real size is unknown."""
 
 
-WINDOW_BYTES = 64 << 10  # of an answer, sent at once
+WINDOW_BYTES = 64 << 10  # of an answer that is sent at once
 
 
 class Exchange:
@@ -48,28 +48,28 @@ class Exchange:
         self.path: str = scope["path"]
         self.values: Mapping[str, str] = scope.get("path_params", {})
         self.headers: dict[str, str] = {}
-        for name, value in scope["headers"]:  # the first of duplicate headers counts
+        for name, value in scope["headers"]:  # the first of several headers with one name counts
             self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
         self.out: dict[str, str] = {}  # headers of the answer
-        self.has_left = False  # the client disconnected
-        self.num_bytes = 0  # bytes of the body received
-        self._body = bytearray()  # received part of it
+        self.has_left = False  # the client has disconnected
+        self.num_bytes = 0  # received bytes of the body
+        self._body = bytearray()  # the received part of the body
         self._has_body = False  # the whole body was received
-        self.received: bytes | None = None  # the whole body, kept if it may be forwarded
+        self.received: bytes | None = None  # the whole body, if the request may be forwarded
         self.was_read_elsewhere = False  # the handler has read pieces of the body
-        self.retry_key = ""  # names the request if two daemons may execute it
+        self.retry_key = ""  # identifies the request if two daemons may execute it
         self.call: GuardedCall | None = None  # None after an error was sent
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
-        self.begun = False  # the headers of the answer were sent
+        self.begun = False  # the headers of the answer have been sent
         self.is_stream = False
-        self.status = 200  # of an answer that is sent in pieces
+        self.status = 200  # for an answer that is sent in pieces
         self._watching: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()  # held while sending
         self._sent_at = 0.0
 
-    # -- as the guard uses it --
+    # -- used by the guard --
 
     def peer(self) -> str:
         host, port = self.scope.get("client") or ("unknown", 0)
@@ -88,7 +88,7 @@ class Exchange:
         return body
 
     async def read_ahead(self) -> bool:
-        """Receive up to SHORT_BODY_BYTES, and return whether that is the whole body."""
+        """Receive about SHORT_BODY_BYTES, and return whether the body is complete."""
         self._check_coding()
         declared = self.headers.get("content-length", "")
         if declared.isdigit() and len(declared) < 20 and int(declared) > BODY_BYTES_MAX:
@@ -105,7 +105,7 @@ class Exchange:
         self._body += chunk
 
     async def read_chunk(self) -> bytes | None:
-        """Return the next piece of a body of any length; None after the last piece."""
+        """Return the next piece of a body, whose length is not limited. None after the last piece."""
         if self._has_body:
             return None
         self.was_read_elsewhere = True
@@ -124,9 +124,9 @@ class Exchange:
         return chunk
 
     def check_framing(self) -> None:
-        """Refuse other versions of HTTP, and heads with two lengths of the body.
+        """Refuse other versions of HTTP, and requests whose headers give two lengths of the body.
 
-        A proxy in front might use the other length (request smuggling).
+        A proxy in front of the daemon might use the other length (request smuggling).
         """
         if self.scope.get("http_version") not in ("1.0", "1.1"):
             self.out["connection"] = "close"
@@ -153,18 +153,18 @@ class Exchange:
             task.cancel()
 
     async def no_body(self) -> None:
-        """Expect no body. From now on the task is cancelled when the client disconnects."""
+        """Expect no body. From now on, a disconnect of the client cancels the task."""
         self._watch()
 
     # -- the answer --
 
     def begin_anew(self, headers: Mapping[str, str]) -> None:
-        """Reset an answer that has not begun; keep only `headers`."""
+        """Reset an answer that has not begun. Keep only `headers`."""
         self._stop_keeping()
         self.is_stream, self.out = False, dict(headers)
 
     def pass_on_head(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
-        """Begin an answer with bytes from another daemon; the headers are sent with the first bytes."""
+        """Begin an answer that comes from another daemon. The headers are sent with the first bytes."""
         self.out |= dict(headers)
         self.status = status
         self.is_stream = self.out.get("content-type", "").startswith("text/event-stream")
@@ -178,14 +178,14 @@ class Exchange:
         self.out |= {"content-type": kind, "content-length": str(len(body))}
         await self._begin(status)
         body = b"" if self.method == "HEAD" else body
-        # Each piece waits until the client has read the previous one.
+        # A piece is sent after the client has read the previous piece.
         for start in range(0, len(body), WINDOW_BYTES):
             piece = body[start : start + WINDOW_BYTES]
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
     def begin_events(self) -> None:
-        """Begin a stream of events; the headers are sent with the first event."""
+        """Begin a stream of events. The headers are sent with the first event."""
         self.is_stream = True
         self.out |= {
             "content-type": "text/event-stream; charset=utf-8",
@@ -197,21 +197,21 @@ class Exchange:
         self._keeping = loop.create_task(self._keep_alive())
 
     def begin_bytes(self, kind: str) -> None:
-        """Begin a stream of bytes; the headers are sent with the first bytes.
+        """Begin a stream of bytes. The headers are sent with the first bytes.
 
-        A later failure aborts the connection, so that no client mistakes the answer for complete.
+        A later error aborts the connection. Otherwise the client might take the answer for complete.
         """
         self.out["content-type"] = kind
 
     async def write(self, piece: bytes) -> None:
-        """Write a piece of a stream; return when the client is ready for more."""
+        """Write a piece of a stream. Return when the client is ready for more."""
         if self.call is None:
             await self.write_now(piece)
         else:
             await self.call.send(len(piece), self.write_now, piece)
 
     async def write_now(self, piece: bytes) -> None:
-        """Write a piece, even if the tenant's clients have much unread."""
+        """Write a piece, even if the tenant has too many unread bytes."""
         async with self._lock:
             if not self.begun:
                 await self._begin(self.status)
@@ -219,7 +219,7 @@ class Exchange:
             self._sent_at = asyncio.get_running_loop().time()
 
     async def write_events(self, values: Iterable[Mapping[str, Any]]) -> None:
-        """Write events; an event's type becomes its name."""
+        """Write events. The name of an event is its `type`."""
         if events := b"".join(event(each, each.get("type", "")) for each in values):
             await self.write(events)
 
@@ -265,14 +265,14 @@ class Exchange:
 
 
 def event(value: Mapping[str, Any], name: str = "") -> bytes:
-    """Return a server-sent event with one `data` line, because JSON text has no line ends."""
+    """Return a server-sent event. It has one `data` line, because the JSON text has no line ends."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {text}\n\n".encode("utf-8", "replace")
 
 
 def _header(value: str) -> bytes:
-    """Return the value as printable ASCII, because a line end would start another header."""
+    """Return the value of a header as printable ASCII. A line end in it would start another header."""
     return "".join(each if " " <= each <= "~" else "?" for each in value).encode()
 
 

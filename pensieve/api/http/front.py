@@ -1,16 +1,17 @@
-"""The steps of every request around its endpoint, and error responses.
+"""The steps of every request before and after its endpoint, and error responses.
 
-    Host and Origin   refuse web pages of other sites and DNS rebinding
-    caller            by a bearer token (or `x-api-key`), as over gRPC; health and version need none
-    limits            of the tenant: calls, requests per second, bytes being received, unread bytes
-    endpoint          answers, or raises a PensieveError
-    owner             answers instead, if another daemon owns the conversation (OwnedElsewhere)
-    end               the call is no longer counted
+    Host and Origin   refuse web pages of other sites, and DNS rebinding
+    caller            authenticate with a bearer token (or `x-api-key`), as over gRPC; health and version need
+                      no token
+    limits            apply the tenant's limits of calls, requests per second, received and unread bytes
+    endpoint          answer, or raise a PensieveError
+    owner             forward the request to the owner, if the endpoint raised OwnedElsewhere
+    end               stop counting the call
 
-Host is checked if callers need neither a token nor a client certificate: otherwise a web page could read the
-daemon under a host name of its own (DNS rebinding). Allowed are IP addresses, because rebinding needs a name,
-the machine's own names, and `hosts`. A foreign Origin is refused unless it is one of `origins`, which alone
-get CORS headers.
+The Host header is checked if callers need neither a token nor a client certificate. Without the check, a web
+page could call the daemon under the page's own host name (DNS rebinding). These hosts are allowed: IP
+addresses (rebinding needs a name), the machine's own names, and `hosts`. Requests with another site's Origin
+are refused unless it is in `origins`. Only these origins get CORS headers.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ HOST = re.compile(r"(\[[^][@]*\]|[^][:@]*)(?::[0-9]*)?")
 class Allowed:
     hosts: frozenset[str] = frozenset()  # host names; "*": any
     origins: frozenset[str] = frozenset()  # of other sites; "*": any
-    is_local: bool = True  # only this machine can connect, and no token is needed
+    is_local: bool = True  # only this machine can connect, and callers need no token
 
 
 class Front:
@@ -91,7 +92,7 @@ class Front:
             }
 
     async def body(self, exchange: Exchange) -> bytes:
-        """Return the body; its bytes count towards the tenant's limit until the call ends."""
+        """Return the body. Its bytes count towards the tenant's limit until the call ends."""
         assert exchange.call is not None
         if exchange.received is not None:
             return exchange.received
@@ -119,7 +120,7 @@ class Endpoint:
 
         `is_deletion`: the call is audited, with the ids in `exchange.values`.
 
-        `forward`: replaces that of `front` for objects that are not conversations.
+        `forward`: used instead of `front.forward`, for objects that are not conversations.
         """
         self._front, self._handler, self._is_open = front, handler, is_open
         self._is_deletion, self._error_body = is_deletion, error_body
@@ -135,7 +136,7 @@ class Endpoint:
         except asyncio.CancelledError:
             if task.cancelling() and not exchange.has_left:
                 raise  # the daemon stops
-            while task.cancelling():  # the client disconnected, or read nothing for too long
+            while task.cancelling():  # the client has disconnected, or reads nothing
                 task.uncancel()
         finally:
             await exchange.end()
@@ -164,7 +165,7 @@ class Endpoint:
                 value = await self._handler(exchange, by)
             except OwnedElsewhere as owner:
                 if forwarded is not None:
-                    forwarded.elsewhere = owner  # the other daemon looks for the next owner
+                    forwarded.elsewhere = owner  # the forwarding daemon decides what to do
                     raise
                 value = await self._forwarded(exchange, by, owner)
             if value is not None:
@@ -173,10 +174,10 @@ class Endpoint:
     async def _forwarded(
         self, exchange: Exchange, by: Caller, owner: OwnedElsewhere
     ) -> Mapping[str, Any] | None:
-        """Have the owner answer, or answer here if this daemon has become the owner."""
+        """Let the owner answer. If this daemon has become the owner, answer here."""
         if self._forward is None or exchange.begun or exchange.was_read_elsewhere:
             raise owner
-        await self._front.body(exchange)  # the handler may not have read it
+        await self._front.body(exchange)  # read the body, if the handler has not
         kept = {name: value for name, value in exchange.out.items() if _is_of_place(name)}
         exchange.begin_anew(kept)
         if await self._forward(exchange, by, owner):
@@ -186,7 +187,7 @@ class Endpoint:
 
     async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
         body = self._error_body(error)
-        exchange.call = None  # an error is sent even if the tenant has too many unread bytes
+        exchange.call = None  # so that the error is sent even with too many unread bytes
         if exchange.begun:
             if exchange.is_stream:
                 await exchange.write(event(body, "error" if "type" in body else ""))
@@ -205,12 +206,12 @@ class Endpoint:
 
 
 def _is_of_place(name: str) -> bool:
-    """Return whether a header belongs to the request's origin or connection, so that errors keep it."""
+    """Return whether an error response keeps this header, which is about the origin or the connection."""
     return name in ("vary", "connection") or name.startswith("access-")
 
 
 def _place_of(origin: str) -> str:
-    """Return the name and port of an Origin; empty if it is malformed."""
+    """Return the host name and port of an Origin. Empty if the Origin is malformed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -238,13 +239,13 @@ def _audited(exchange: Exchange) -> AuditedCall:
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a Host header without the port; a malformed header unchanged."""
+    """Return the name in a Host header, without the port. A malformed header is returned unchanged."""
     found = HOST.fullmatch(host)
     return (host if found is None else found[1]).lower()
 
 
 def own_names(bound: str) -> frozenset[str]:
-    """Return the names by which browsers may know this machine; `bound`: the listening host."""
+    """Return the host names of this machine that browsers may use. `bound`: the listening host."""
     whole = socket.gethostname().lower()
     label = whole.partition(".")[0]
     mdns = f"{label}.local" if label else ""

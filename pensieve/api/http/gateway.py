@@ -1,7 +1,7 @@
 """gRPC's methods with JSON over HTTP, for the web page and for clients without gRPC.
 
-    POST /pensieve.v1.ConversationService/METHOD     fields as JSON, with their names in the proto;
-                                                     SendMessage answers with a stream
+    POST /pensieve.v1.ConversationService/METHOD     the body has the fields as JSON, named as in the proto;
+                                                     SendMessage answers with a stream of events
 
 The methods come from api/grpc/json_methods.py.
 """
@@ -21,7 +21,7 @@ PREFIX = "/pensieve.v1.ConversationService/"
 
 
 class GatewayMethod(Protocol):
-    """A method that takes a JSON value, and returns one or writes a stream of them."""
+    """A method that takes a JSON value, and returns a JSON value or writes a stream of values."""
 
     @property
     def name(self) -> str: ...
@@ -32,7 +32,7 @@ class GatewayMethod(Protocol):
 
 
 class GatewayCall:
-    """The call that a method gets."""
+    """The HTTP request, as a method sees it."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

@@ -1,22 +1,22 @@
 """Retries over HTTP: find the first request with the same `Idempotency-Key`.
 
-A retry is not run again. The key determines an id by which the first request is found:
+A retry does not run a second turn. An id is derived from the key, and finds the first request:
 
-    chat completions, messages    the request_id of its turn; the binder looks for it in all conversations of
+    chat completions, messages    the request_id of the turn; the binder looks for it in all conversations of
                                   the tenant (binding/binder.py, column `idempotency_key` of `turns`)
     responses                     the id of the response, running or stored
 
-A turn's request_id is forgotten after 7 days, and a failed turn runs again. A response is known until it is
-deleted, and a failed background response is returned as it is.
+The request_id of a turn is forgotten after 7 days. If the turn has failed, a retry runs a new turn. A
+response is known until it is deleted. If a background response has failed, a retry returns the failed
+response.
 
-A key with a different body is refused. While the first request is about to begin, a retry waits
-(`ArrivingTurns.one_at_a_time`). A turn whose client sent a key runs on for the grace period of 5 seconds
-after a disconnect, because that is when clients retry. Requests that store nothing ignore their key and run
-again.
+A key with a different body is refused. A retry waits while the first request is being started
+(`ArrivingTurns.one_at_a_time`). If the client sent a key, its turn continues for the grace period of 5
+seconds after a disconnect, because clients then retry. For requests that store nothing, the key is ignored: a
+retry runs again.
 
-Over gRPC, SendMessage has a request_id of its own. `Daemon.begin` finds the running turn, and `History.draft`
-the stored one. A batch job has one result per line: a line that is run again replaces nothing
-(jobs/job_store.py).
+Over gRPC, SendMessage has the field request_id instead: `Daemon.begin` looks for the running turn, and
+`History.draft` for the stored one. In a batch job, each line has at most one result (jobs/job_store.py).
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pensieve.errors import InvalidArgument
 
 
 def key_of(exchange: Exchange) -> str:
-    """Return the client's key, which may be any text; empty if absent."""
+    """Return the client's key, which may be any text. Empty if there is none."""
     return exchange.headers.get("idempotency-key", "")
 
 
 def retry_key_of(exchange: Exchange) -> str:
-    """Return the client's key, or the key of a forwarded request; empty if absent.
+    """Return the client's key, or the key that the forwarding daemon has set. Empty if there is none.
 
-    Two daemons may execute a forwarded request, one after the other. It must be one turn.
+    Two daemons may execute a forwarded request, one after the other. The key ensures that only one turn runs.
     """
     return key_of(exchange) or exchange.retry_key
 
 
 def request_id_of(exchange: Exchange) -> str:
-    """Return the turn's request_id, derived from the key; empty without a key."""
+    """Return the turn's request_id, which is derived from the key. Empty without a key."""
     key = retry_key_of(exchange)
     return f"key-{digest(key)}" if key else ""
 

@@ -1,9 +1,10 @@
 """The HTTP socket: uvicorn on the service's event loop, with limited connections (connections.py).
 
-At most CONNECTIONS_MAX connections are open, or as many as the limit of open files allows; the soft limit is
-raised as far as possible. Further connections get a 503.
+At most CONNECTIONS_MAX connections are open, or fewer if the limit of open files is lower. The soft limit of
+open files is raised as far as possible. Further connections get a 503.
 
-When the daemon closes the socket, idle connections are closed, and the others end with their turns.
+When the daemon closes the socket, idle connections are closed at once. The others are closed when their turns
+have ended.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class GuardedServer(Protocol):
     listening: Listening
     plugins: Sequence[Plugin]
     beside: list[Any]  # listeners that open and close with the server
-    forward_http: ForwardHttp | None  # to the daemon that owns a conversation
+    forward_http: ForwardHttp | None  # forwards requests to the owner of a conversation
     http_application: Callable[[], Any]  # answers forwarded requests
 
     async def metrics_text(self) -> str: ...
@@ -64,7 +65,7 @@ def serve_http(
 ) -> None:
     """Add HTTP to the server: answer forwarded requests, and listen if an address is set.
 
-    `style` is how the model writes calls of tools.
+    `style`: the format in which the model writes tool calls.
     """
     listening = server.listening
     host = listening.http.rpartition(":")[0]
@@ -94,7 +95,7 @@ def connections_max() -> int:
     wanted = CONNECTIONS_MAX + FILES_KEPT
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-        with contextlib.suppress(OSError, ValueError):  # the limit stays as it is
+        with contextlib.suppress(OSError, ValueError):  # then the soft limit stays
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             soft = allowed
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -115,7 +116,7 @@ class HttpListener:
         make: Callable[[], Any],
         on_reload: Callable[[str], None] = lambda problem: None,
     ) -> None:
-        """`make` returns the application, when the socket opens; `on_reload`: see Reloaded."""
+        """`make` is called when the socket opens, and returns the application. `on_reload`: see Reloaded."""
         need("http", "uvicorn", PURPOSE)
         need("http", "starlette", PURPOSE)
         need("http", "python_multipart", PURPOSE)
@@ -151,7 +152,7 @@ class HttpListener:
             **self._tls(),
         )
         logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
-        logging.getLogger("uvicorn.error").propagate = False  # it would log what strangers send
+        logging.getLogger("uvicorn.error").propagate = False  # it would log input of any client
         server = self._server = _server(uvicorn)(config)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
         while not server.started and not self._serving.done():
@@ -182,8 +183,9 @@ def bound_socket(address: str) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.create_server((host, int(port)), family=family, backlog=BACKLOG)
-        # Connections inherit it.  asyncio sets it only where the socket's `proto` is TCP, and here that is 0.
-        # Without it the first token on a kept connection waits 40 ms for a delayed acknowledgement.
+        # Accepted connections inherit this option. asyncio sets it only if the socket's `proto` is TCP, but
+        # here `proto` is 0. Without TCP_NODELAY, the first token on a kept-alive connection waits 40 ms for
+        # a delayed acknowledgement.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return bound
     except OSError as error:
@@ -200,8 +202,8 @@ def tls_context(
 ) -> ssl.SSLContext:
     """Return a context whose handshakes use the current certificate.
 
-    Changed files are loaded into a new context, which replaces the old one only as a whole. So a certificate
-    is never used with the key of another one.
+    Changed files are loaded into a new context, which replaces the old context if loading succeeds. So a
+    certificate is never used with the key of another certificate.
     """
 
     def read() -> ssl.SSLContext:

@@ -1,11 +1,11 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API.
 
-A request sends the whole history. The binder finds the stored conversation with these messages, and only the
-new messages are computed (conversations/binding). A count renders and tokenizes the whole history, and stores
-nothing.
+A request has the whole history. The binder finds the stored conversation with these messages, and only the
+new messages are computed (conversations/binding). Counting tokens renders and tokenizes the whole history,
+and stores nothing.
 
-Each answer has a `request-id`, because clients expect one. Logs use the conversation's id, which is in a
-header, too.
+Each answer has the header `request-id`, because clients expect it. Logs have the conversation's id instead,
+which is in another header.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MessageEndpoints:
 
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:
-    """Return an error in Anthropic's shape; clients shorten their history at 'prompt is too long'."""
+    """Return the body of an error. The text 'prompt is too long' makes clients shorten their history."""
     text, details = client_text(error), None
     if isinstance(error, Refusal) and error.code == "context_length_exceeded":
         text = f"prompt is too long: {error.problem}"

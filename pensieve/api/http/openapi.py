@@ -1,7 +1,7 @@
 """The OpenAPI document of the HTTP server, generated from its routes.
 
-`members_of` finds the members of a request body: it runs the parser on a minimal body, and records each
-member that the parser asks for, with its type. So the document cannot differ from the parser.
+To find the members of a request body, `members_of` runs the parser on a minimal body. It records each member
+that the parser reads, with its type. So the document always matches the parser.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ERROR: Schema = {
 
 
 class RecordedFields(Fields):
-    """Records the members that a parser asks for, with their types."""
+    """Records the members that a parser reads, with their types."""
 
     def __init__(self, given: Any, seen: dict[str, Schema]) -> None:
         super().__init__(given)
@@ -84,7 +84,7 @@ def members_of(
     properties: dict[str, Any] = {}
     for name in sorted(seen):
         if seen[name] == {"enum": []}:
-            continue  # every value is refused
+            continue  # the parser refuses every value of this member
         properties[name] = dict(seen[name])
         if name in described:
             parameter = described[name]

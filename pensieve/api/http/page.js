@@ -2,9 +2,9 @@
 
 const PAGE_SIZE = 200;  // conversations
 const SEARCHED_MAX = 200_000;  // characters of a conversation that are searched
-const SEARCHES = 4;  // at the same time
+const SEARCHES = 4;  // conversations that are loaded at the same time
 const TITLE_MAX = 80;  // characters
-const EXCERPT = 20;  // characters before what was found
+const EXCERPT = 20;  // characters of an excerpt before the match
 const EXAMPLES = [
   ["Tell it something", "My name is Ada, I live in Oslo, and my cat is called Pixel."],
   ["Have it explained", "Explain in two sentences what a cache is."],
@@ -17,7 +17,7 @@ const ENDINGS = {
   FINISH_REASON_REPETITION: "The reply was stopped because it only repeated itself.",
 };
 const conversations = new Map();  // as the daemon lists them, by id
-const costs = new Map();  // usage of the replies that this page has seen, by conversation and revision
+const costs = new Map();  // usage of the replies that this page has received, by conversation and revision
 let current = null, opening = null, running = null, failed = null, messages = [], nextPage = "", server = {};
 
 // -- the list of conversations --
@@ -47,7 +47,7 @@ async function rename(id, title) {
   await refresh(id);
 }
 
-// The group of a conversation that last changed at `time`, by local days.
+// Return the group in the list for a conversation whose last change was at `time`, in local days.
 function dayOf(time) {
   const midnight = new Date().setHours(0, 0, 0, 0), days = Math.ceil((midnight - new Date(time)) / 86_400_000);
   return days <= 0 ? "Today" : days === 1 ? "Yesterday" : days <= 7 ? "Previous 7 days" : "Older";
@@ -108,11 +108,11 @@ function focusRow(id, place = 0) {
 
 // -- search --
 
-const texts = new Map();  // of conversations, with the revision that they are of
+const texts = new Map();  // text and revision of loaded conversations, by id
 let searching = new AbortController();
-let results = null;  // of the search, by id: an excerpt, or "" if the title matches
+let results = null;  // found conversations, by id: an excerpt, or "" if the title matches; null: no search
 
-// Find conversations by title at once, then by the texts of their messages, which are loaded for it.
+// Search the titles at once. Then load the messages of the other conversations and search their text.
 async function search() {
   const wanted = $("search").value.trim().toLowerCase();
   searching.abort();
@@ -124,7 +124,7 @@ async function search() {
   for (const id of ids) if (!others.includes(id)) results.set(id, "");
   $("found").textContent = "Searching messages …";
   drawList();
-  await new Promise(done => setTimeout(done, 150));  // until the typing stops
+  await new Promise(done => setTimeout(done, 150));  // wait until the user stops typing
   let error = null;
   const look = async () => {
     while (others.length && !signal.aborted && !error) {
@@ -191,7 +191,7 @@ async function show(id) {
   const mine = opening = messagesOf(id);
   try {
     const found = await mine;
-    if (opening !== mine) return;  // another one was selected in the meantime
+    if (opening !== mine) return;  // another conversation was selected meanwhile
     messages = found;
     current = id;
     openSidebar(false);
@@ -206,7 +206,7 @@ function drawAll() {
   drawAround();
 }
 
-function drawAround() {  // all but the messages
+function drawAround() {  // everything except the messages
   drawHeading();
   drawList();
   drawSaved();
@@ -259,7 +259,7 @@ function messageDrawn(message) {
   box.append(make("h2", "hidden", NAMES[message.role]), body);
   fill(body, message);
   if (message.isRunning) {
-    if (isMine) box.append(acts); else box.classList.add("running");  // keep space for the buttons
+    if (isMine) box.append(acts); else box.classList.add("running");  // keeps space for the buttons
     return box;
   }
   if (ENDINGS[message.finish_reason]) box.append(make("p", "ended", ENDINGS[message.finish_reason]));
@@ -267,7 +267,7 @@ function messageDrawn(message) {
   if (cost && isReply) box.append(costDrawn(cost));
   const copy = iconButton("copy", isMine ? "Copy message" : "Copy reply", () => copied(copy, textIn(message)));
   acts.append(copy);
-  if (message.revision) {  // a history that the conversation began with cannot be cut
+  if (message.revision) {  // messages that the conversation was created with cannot be removed
     const before = revisionBefore(message), after = Number(message.revision);
     if (isMine) {
       acts.append(iconButton("edit", "Edit message", () => edit(message, before, box)));
@@ -329,7 +329,7 @@ function send(text, request = { id: crypto.randomUUID(), text, sampling: samplin
   say(request).catch(problem);
 }
 
-// Send a message and draw the reply as it streams. The daemon runs a request id once.
+// Send a message and draw the reply as it streams. If it is sent again with the same request id, it runs only once.
 async function say(request) {
   const isFresh = !current, id = current || `page-${crypto.randomUUID()}`;
   const reply = { role: "ROLE_ASSISTANT", content: "", thinking: "", isRunning: true };
@@ -338,7 +338,7 @@ async function say(request) {
   for (const each of $("log").querySelectorAll(".problem")) each.remove();
   $("log").append(...boxes);
   $("log").scrollTop = $("log").scrollHeight;
-  const title = isFresh ? request.text.replace(/\s+/g, " ").slice(0, TITLE_MAX) : "";  // until the daemon knows it
+  const title = isFresh ? request.text.replace(/\s+/g, " ").slice(0, TITLE_MAX) : "";  // shown until the daemon knows the title
   running = { id, request, boxes, isFresh, title };
   current = id;
   drawHeading();
@@ -398,7 +398,7 @@ async function stream(id, request, reply, body) {
   drawn();
 }
 
-// Replace the boxes of the turn by its messages in the history. Earlier messages keep theirs.
+// Replace the boxes of the turn by its messages in the history. The boxes of earlier messages stay.
 async function finish(id, boxes) {
   const found = await messagesOf(id);
   await refresh(id);
@@ -428,9 +428,9 @@ function fail(request, error) {
   announce("");
 }
 
-// Send what is in the message field. If it failed before, the daemon sees a retry and not a second message.
+// Send the text of the message field. If this text failed before, send it as a retry, not as a second message.
 async function sendComposed() {
-  while (opening) try { await opening; } catch { return; }  // what is written now is for the conversation just selected
+  while (opening) try { await opening; } catch { return; }  // the message is for the conversation that is being opened
   const text = $("text").value.trim();
   if (!text || running) return;
   const isRetry = failed && failed.text === text && failed.conversation === current;
@@ -512,7 +512,7 @@ function exportShown() {
 
 // -- settings --
 
-const settings = JSON.parse(localStorage.getItem("settings") || "{}");  // temperature, length, system: each if it is set
+const settings = JSON.parse(localStorage.getItem("settings") || "{}");  // temperature, length, system: only those that the user has set
 
 function samplingSet() {
   const sampling = {};
@@ -590,7 +590,7 @@ function openMemory(is) {
   if (is && !isWide()) $("memory-close").focus(); else if (!is && wasOpen && !isWide()) $("memory-open").focus();
 }
 
-// In a narrow window, only the part on top takes the focus.
+// In a narrow window, only the sidebar or the drawer can have the focus while it covers the chat.
 function drawShade() {
   const isOver = !isWide() && ($("sidebar").classList.contains("opened") || !$("memory").hidden);
   $("shade").hidden = !isOver;

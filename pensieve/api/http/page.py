@@ -1,4 +1,4 @@
-"""Serve the web page, and the pictures of the engine's cache that it shows."""
+"""Serve the web page, and the snapshots of the engine's cache that the page draws."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FIGURES = (
 class PageEndpoint:
     """`GET /`: FILES as one document that needs nothing from another host.
 
-    Its Content-Security-Policy allows its own script and style by their digests, calls to its own origin, and
-    its icon. Nothing else runs or is fetched, whatever a model writes.
+    The Content-Security-Policy allows only the script and the style of the page (by their digests), its icon,
+    and calls to its own origin. So text of a model can neither run a script nor load anything.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class PageEndpoint:
 class MemoryEndpoints:
     """`GET /pensieve/memory`: events that show where the KV of a tenant's conversations is.
 
-    One picture of the engine's cache is made at a time per tenant, for all of its watchers. A slow watcher
-    misses pictures; each picture is complete.
+    Each event has a complete picture of the tenant's part of the engine's cache. All watchers of a tenant
+    share a picture. A slow watcher misses some pictures.
     """
 
     def __init__(self, daemon: Daemon, shows_figures: bool) -> None:
-        """`shows_figures`: show figures of the whole engine to all callers. Operators always see them."""
+        """`shows_figures`: show all callers the figures of the whole engine, which operators always see."""
         self._daemon, self._shows_figures = daemon, shows_figures
         self._watchers = Watchers(WATCHERS_MAX, WATCHERS_OF_ALL_MAX)
         self._pictures: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by tenant
@@ -99,7 +99,7 @@ class MemoryEndpoints:
                 lambda number: Picture(number, SHOWN_MAX, prefix)
             )
             stats = await self._daemon.stats()
-        except PensieveError as error:  # the engine restarts: a later picture shows its cache
+        except PensieveError as error:  # for example, the engine is restarting
             return {"problem": error.reason, "conversations": [], "figures": {}}
         names = ("id", "tokens", "running", "left_out", "strip")
         return {
@@ -108,7 +108,7 @@ class MemoryEndpoints:
         }
 
     async def explain(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Return where a conversation's chunks are, and their recent events."""
+        """Return where a conversation's chunks are, and what recently happened to them."""
         key = cache_key(by.tenant, exchange.values["conversation_id"])
         answer = await self._daemon.engine.query(lambda number: Explain(number, key))
         runs = [
@@ -121,5 +121,5 @@ class MemoryEndpoints:
 
 
 def _digest(text: str) -> str:
-    """Return an element's digest in the form that a Content-Security-Policy takes."""
+    """Return the digest of a script or style in the form for a Content-Security-Policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

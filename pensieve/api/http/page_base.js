@@ -19,7 +19,7 @@ function icon(name) {
   return svg;
 }
 
-// A button with an icon. Its label is its accessible name and its tooltip.
+// Return a button with an icon. `label` is the accessible name and the tooltip.
 function iconButton(name, label, act) {
   const button = make("button", "icon small");
   button.type = "button";
@@ -32,7 +32,7 @@ function iconButton(name, label, act) {
 
 function setIcon(button, name) { button.querySelector("use").setAttribute("href", `#i-${name}`); }
 
-// For screen readers. The text is cleared first, so that the same text is read again.
+// Have screen readers read a text. It is cleared first, so that they read the same text again.
 function announce(text) {
   $("said").textContent = "";
   setTimeout(() => { $("said").textContent = text; }, 50);
@@ -46,7 +46,7 @@ async function copied(button, text) {
   setTimeout(() => setIcon(button, "copy"), 1500);
 }
 
-function copyBySelection(text) {  // over plain HTTP from another machine, browsers have no clipboard API
+function copyBySelection(text) {  // for pages over plain HTTP from another machine, which have no clipboard API
   const field = make("textarea", "hidden");
   field.value = text;
   document.body.append(field);
@@ -84,7 +84,7 @@ async function fetched(path, options = {}) {
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => null);
   if (answer.status === 401) {
-    asking = asking || askToken().finally(() => { asking = null; });  // one dialog for all calls that wait
+    asking = asking || askToken().finally(() => { asking = null; });  // one dialog for all waiting calls
     if (await asking) return fetched(path, options);
   }
   throw new Failed(body, answer.status);
@@ -104,7 +104,7 @@ function posted(method, value, signal) {
 
 const call = async (method, value, signal) => (await posted(method, value, signal)).json();
 
-// All pages of a listing, at most `pages`.
+// Yield the pages of a list, at most `pages` of them.
 async function* paged(method, value, signal, pages = Infinity) {
   let at = "";
   do {
@@ -131,7 +131,7 @@ async function* events(answer) {
 
 // -- dialogs --
 
-// Ask in a dialog. Return the text that was entered ("yes" without a field), or "" if it was cancelled.
+// Ask in a dialog. Return the entered text, or "yes" if the dialog has no field. Return "" if it was cancelled.
 function ask({ title, note = "", label = "", value = "", yes, isSecret = false, isDanger = false }) {
   const box = $("ask"), field = $("ask-text");
   $("ask-title").textContent = title;

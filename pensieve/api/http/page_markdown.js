@@ -1,8 +1,8 @@
-// Markdown as nodes. Text never becomes markup: every string is set as the text of a node, and links lead to
-// http and https only.
+// Convert Markdown to DOM nodes. Text never becomes markup: every string is set as the text of a node. Links may
+// have only the schemes http and https.
 
 const NESTED_MAX = 6;  // levels of quotes and lists; deeper ones are plain text
-const TABLE_RULE_MAX = 500;  // characters; the expression takes quadratic time
+const TABLE_RULE_MAX = 500;  // characters of a line, because TABLE_RULE takes quadratic time
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
 const HEADING = /^ {0,3}(#{1,6})\s+(\S.*)$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
@@ -10,7 +10,7 @@ const QUOTE = /^ {0,3}>\s?(.*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 
-// Each kind of block: how many lines it takes from `at`, 0 if it does not begin there.
+// For each kind of block: return the number of its lines from line `at` on; 0 if no such block begins there.
 const BLOCKS = {
   code(lines, at) {
     const fence = FENCE.exec(lines[at]);
@@ -135,7 +135,7 @@ function nested(into, lines, depth) {
   into.append(...blocks.map(each => NODES[each.kind](each.lines, depth + 1)));
 }
 
-// The lengths are bounded so that no text takes quadratic time.
+// The lengths are limited, because the time of these expressions grows with the square of the length.
 const INLINE = new RegExp([
   /\\([\\`*_{}[\]()#+\-.!|~>])/,
   /(`{1,3})([^`]{1,2000}|[^`].{0,2000}?[^`])\2(?!`)/,
@@ -177,7 +177,7 @@ function link(text, address) {
   return node;
 }
 
-// Blocks that have not changed keep their nodes, so that a selection survives while a reply streams.
+// Unchanged blocks keep their nodes, so that selected text stays selected while a reply streams.
 const sources = new WeakMap();
 function markdown(into, text) {
   const blocks = blocksOf(text);

@@ -1,9 +1,9 @@
-// The memory drawer: how much of the latest prompt came from memory, and where the chunks of all conversations are.
+// The memory drawer shows how much of the latest prompt was cached, and where the chunks of all conversations are.
 
 const PLACES = { d: "on the device", b: "on device and host", h: "in host memory", "-": "dropped", c: "being copied" };
-const CELLS_MAX = 512;  // chunks of a conversation that are drawn one by one
+const CELLS_MAX = 512;  // a conversation with more chunks is drawn as runs of chunks
 const STRIPS_MAX = 64;  // conversations in a picture: SHOWN_MAX in page.py
-const PULSES = 60;  // pictures, two a second
+const PULSES = 60;  // pictures in the graph; there are two per second
 const RECONNECT_SECONDS = 2;
 const pulses = [], explained = $("explained");
 const strips = new Map();  // where the chunks of conversations are, by id
@@ -15,7 +15,7 @@ const number = value => Number(value || 0);
 const counted = (count, noun = "token") => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const seconds = value => `${number(value).toFixed(2)} s`;
 
-// A reply's usage as a headline, a sentence, and counts of [class, name, tokens].
+// Return a reply's usage as a headline, a sentence, and a list of [class, name, tokens].
 function savings(usage) {
   const prompt = number(usage.prompt_tokens), device = number(usage.device_tokens), host = number(usage.host_tokens);
   const again = number(usage.recomputed_tokens), fresh = number(usage.new_tokens), saved = device + host;
@@ -48,7 +48,7 @@ function sourcesBar({ counts }) {
   return bar;
 }
 
-// The line under a reply. It opens to the counts.
+// Return the line under a reply. A click opens the counts.
 function costDrawn(usage) {
   const box = make("details", "cost"), summary = make("summary"), list = make("ul"), found = savings(usage);
   const line = headlineOf(make("span"), found);
@@ -61,7 +61,7 @@ function costDrawn(usage) {
   return box;
 }
 
-// The card at the top of the drawer, for the latest reply of the conversation that is shown.
+// Draw the card at the top of the drawer, for the latest reply of the current conversation.
 function drawSaved() {
   const usage = messages.map(each => costs.get(`${current}/${each.revision}`)).findLast(Boolean), card = $("saved");
   const size = conversations.get(current), most = number(size?.context_max_tokens), times = make("dl");
@@ -72,7 +72,7 @@ function drawSaved() {
     into.append(term, make("dd", "", value));
   };
   card.replaceChildren();
-  const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // a full picture may leave out a cached conversation
+  const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // with STRIPS_MAX strips, a cached conversation may be missing
   if (!usage && isKnown && number(size?.num_tokens)) {
     const strip = strips.get(current), share = shareInMemory(strip || ""), headline = make("p", "headline");
     headline.append(make("b", "", `${share}\u00a0%`), " is in memory");
@@ -93,7 +93,7 @@ function drawSaved() {
 
 // -- pictures of the engine's cache --
 
-function drawChunks(box, strip, share) {  // cells stay, so that a colour changes in its place
+function drawChunks(box, strip, share) {  // existing cells are kept, so that a colour change is animated
   const runs = runsOf(strip).map(([place, count]) => [place === "-" ? "hole" : place, count]);
   const isLong = runs.reduce((sum, run) => sum + run[1], 0) > CELLS_MAX;
   const cells = isLong ? runs : runs.flatMap(([cls, count]) => Array(count).fill([cls, 0]));
@@ -238,7 +238,8 @@ async function explain(id) {
   if (opened === id) explained.textContent = text;
 }
 
-// Draw the cache while the page is visible. Hidden pages close their stream: browsers allow few connections to a host.
+// Draw the cache while the page is visible. A hidden page closes its stream, because a browser opens only a few
+// connections to a host.
 async function watch() {
   for (;;) {
     const leaving = new AbortController(), leave = () => document.hidden && leaving.abort();
@@ -250,7 +251,7 @@ async function watch() {
       throw new Lost();  // the daemon has ended the stream
     } catch (error) {
       if (!leaving.signal.aborted) disconnected(error);
-      if (error.status === 401) return;  // nobody wants to be asked for a token every two seconds
+      if (error.status === 401) return;  // otherwise the page would ask for a token every two seconds
     }
     document.removeEventListener("visibilitychange", leave);
     if (document.hidden) await new Promise(done => document.addEventListener("visibilitychange", done, { once: true }));

@@ -1,8 +1,8 @@
 """Write a reply over HTTP as it arrives, and end its turn when the client disconnects.
 
-Without an `Idempotency-Key`, a client cannot attach to its turn again. So a disconnect ends the turn: text
-that was sent stays in the history; if none was sent, nothing stays. With a key, the turn runs on for the same
-grace period as over gRPC (followers.py).
+Without an `Idempotency-Key`, a client cannot attach to its turn again. So a disconnect ends the turn. The
+history keeps the text that was already sent. If no text was sent, it keeps nothing. With a key, the turn
+continues for the same grace period as over gRPC (followers.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def follow(
     *,
     stays: bool,
 ) -> None:
-    """Write the reply as events until the turn has ended; without `stream`, only wait.
+    """Write the reply as events until the turn has ended. Without `stream`, only wait for its end.
 
     `stays`: a stored turn continues after a disconnect.
     """

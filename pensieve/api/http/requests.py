@@ -1,7 +1,7 @@
 """Read requests of the HTTP APIs, and begin their turns.
 
-Short bodies are parsed on the event loop, long ones in the text pool. Later errors of the template, the
-tokenizer or the engine use the body's names of fields (`named`).
+Short bodies are parsed on the event loop, long bodies in the thread pool for text. `named` translates the
+field names in later errors (of the template, the tokenizer or the engine) to the names in the body.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pensieve.text.tool_calls import CallStyle
 
 T = TypeVar("T")
 SHORT_BYTES = 16 << 10  # parsed on the event loop
-SHORT_TOKENS = 256  # of an answer that is rendered on the event loop
+SHORT_TOKENS = 256  # answers up to this length are rendered on the event loop
 SEED_BITS = 63
 SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
 
@@ -45,7 +45,7 @@ class ApiRequests:
     def __init__(
         self, front: Front, daemon: Daemon, template: ChatTemplate, style: CallStyle | None
     ) -> None:
-        """`style` is how the model writes calls of tools."""
+        """`style`: the format in which the model writes tool calls."""
         self.front, self.template = front, template
         self.binder = Binder(daemon)
         self._daemon, self.style = daemon, style
@@ -89,7 +89,7 @@ class ApiRequests:
     async def rendered(
         self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """Call `function`, which renders `num_tokens`; long answers are rendered in the text pool."""
+        """Call `function`, which renders `num_tokens` tokens, in the text pool if they are many."""
         return await self._aside(by, num_tokens > SHORT_TOKENS, function)
 
     async def _aside(self, by: Caller, is_long: bool, function: Callable[[], T]) -> T:
@@ -99,36 +99,36 @@ class ApiRequests:
         return await self._daemon.threads.in_text_pool(by.tenant, function)
 
     def cutter(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
-        """Return a splitter of replies; it looks for calls only if there are tools."""
+        """Return a new splitter for one reply. It looks for tool calls only if there are tools."""
         return ReplyPieces(self.style if tools else None, tools)
 
     def chain(self, exchange: Exchange, request: ParsedRequest) -> ChainEnd:
-        """Return the ChainEnd by which the next request finds this one; the binder adds the digest."""
+        """Return the ChainEnd by which the next request finds this turn. The binder adds its digest."""
         session = _session(exchange, request)
         return ChainEnd(session=session, reply_reader=self._reply_reader(request.tools))
 
     def _reply_reader(self, tools: Sequence[Mapping[str, Any]]) -> ReplyReader:
-        """Return a function from a reply to the message that the client will send back."""
+        """Return a function that converts a reply to the message that the client will send back."""
         style = self.style
 
         def read(pieces: Sequence[tuple[Part, str]]) -> Message | None:
             parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
             cut = cut_reply(texts, parts, style, tools)
             if not all(each.is_whole for each in cut.calls):
-                return None  # no client can send back an incomplete call
+                return None  # an incomplete call cannot be sent back
             calls = [ToolCall(each.name, json.loads(each.arguments)) for each in cut.calls]
             return Message("assistant", cut.content, tool_calls=tuple(calls))
 
         return read
 
     def is_stored(self, request: ParsedRequest) -> bool:
-        """Return whether a request is stored, by its `store` or by the daemon's default."""
+        """Return whether a request is stored: its `store`, or the daemon's default."""
         if request.store is not None:
             return request.store
         return self._daemon.config.store_default or bool(request.conversation)
 
     async def begin_bound(self, exchange: Exchange, request: ParsedRequest) -> list[LiveTurn]:
-        """Begin a turn per choice, in the conversation that matches the request's messages."""
+        """Begin a turn for each choice, in the conversation that matches the request's messages."""
         chain = self.chain(exchange, request)
         try:
             bound = await self.binder.begin(request.turn, chain, request.num_choices)
@@ -144,8 +144,8 @@ class ApiRequests:
     async def begin_unstored(self, request: ParsedRequest) -> list[LiveTurn]:
         """Begin an unstored turn with the whole prompt for each choice.
 
-        The daemon gets token ids instead of a `TurnRequest`, because such a turn has neither a conversation
-        nor a request_id, and a text completion has no messages.
+        The daemon gets token ids instead of a `TurnRequest`. An unstored turn has no conversation and no
+        request_id, and a text completion has no messages.
         """
         tenant, options = request.turn.tenant, request.turn.options
 
@@ -178,12 +178,12 @@ class ApiRequests:
 
 
 def template_time() -> datetime:
-    """Return the date that a chat template may write into an unstored prompt."""
+    """Return the time for templates that write the date into an unstored prompt."""
     return datetime.now(UTC)
 
 
 def _session(exchange: Exchange, request: ParsedRequest) -> bytes:
-    """Return the digest of the client's session name; empty if absent."""
+    """Return a digest of the client's session name. Empty if the request has none."""
     names = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
     session_key = next(filter(None, names), request.prompt_cache_key)
     return session_digest(session_key) if session_key else b""
@@ -191,7 +191,7 @@ def _session(exchange: Exchange, request: ParsedRequest) -> bytes:
 
 @contextmanager
 def named(request: ParsedRequest) -> Iterator[None]:
-    """Rename fields in errors raised inside to the body's names."""
+    """Translate the field names in errors that are raised in the block to the names in the body."""
     try:
         yield
     except Refusal:
@@ -205,7 +205,7 @@ def named(request: ParsedRequest) -> Iterator[None]:
 
 
 def _seeded(sampling: Sampling, choice: int) -> Sampling:
-    """Return the sampling of a choice: the first has the given seed, the others have derived seeds."""
+    """Return the sampling of a choice: the first uses the given seed, the others use derived seeds."""
     if sampling.seed and not choice:
         return sampling
     if sampling.seed:

@@ -1,16 +1,17 @@
 """Choose the conversation for a response, and begin its turn there.
 
-    previous_response_id    append to its conversation if the response is its end and no turn runs;
-                            else fork after the response
-    conversation            append to it; an error if another turn runs there
+    previous_response_id    append to the conversation of that response if the response is at its end and no
+                            turn runs; otherwise, fork the conversation after the response
+    conversation            append to this conversation; an error if another turn runs there
     neither                 as for a chat completion: match the history (binding/), or create a conversation
 
-Each request has a system prompt, tools and template options, but a conversation keeps its first ones. If they
-differ after a previous_response_id, a new conversation begins, and its past is recomputed. In a named
-conversation they may be omitted, but not changed, unless the conversation is empty. Its pending messages come
-before the messages of the request (store/conversation_changes).
+Each request has settings: system prompt, tools and template options. But the settings of a conversation never
+change. If a request with previous_response_id has other settings, a new conversation is created, and the
+earlier messages are computed again. A request with `conversation` may omit the settings, but not change them.
+Only the first request of an empty conversation sets them. Pending messages of the conversation come before
+the messages of the request (store/conversation_changes).
 
-A conversation that was created for a turn is deleted if the turn does not begin or end.
+A conversation that was created for a turn is deleted if the turn does not begin, or fails.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from pensieve.store.records import ChainMatch
 from pensieve.store.responses import StoredResponse
 from pensieve.text import Message
 
-ATTEMPTS_MAX = 3  # to append while other requests change the conversation
+ATTEMPTS_MAX = 3  # attempts to append, if other requests change the conversation meanwhile
 PAGE_SIZE = 100
 
 
@@ -55,26 +56,26 @@ class TurnPlace:
     conversation_id: str
     began_at_revision: int
     place: Place  # of the reply
-    tools: Sequence[Mapping[str, Any]]  # of the conversation; the reply may call them
+    tools: Sequence[Mapping[str, Any]]  # of the conversation
     is_ours: bool  # the conversation was created for responses
 
 
-MakeStored = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]  # of a turn
+MakeStored = Callable[[TurnPlace, LiveTurn, FinishReason, str], StoredResponse]
 
 
 @dataclass(frozen=True, slots=True)
 class NewResponse:
     """A request, and the turn to run in its conversation.
 
-    The request's own turn has the whole history, with the instructions first. `turn` has the instructions in
-    its settings, and only the messages that are new in its conversation. It has no request_id, because a key
-    names the response (idempotency.py).
+    `request.turn` has all messages of the request, with the instructions as the first message. `turn` has the
+    instructions in its settings, and only messages that are new in the conversation. `turn` has no
+    request_id: retries are found by the id of the response (idempotency.py).
     """
 
     request: ParsedRequest
     turn: TurnRequest
     chain: ChainEnd  # without digest; used if the request names no conversation
-    ended: MakeStored | None = None  # makes the stored response at the end of the turn
+    ended: MakeStored | None = None  # called at the end of the turn
 
     @classmethod
     def of(cls, request: ParsedRequest, chain: ChainEnd) -> NewResponse:
@@ -90,7 +91,7 @@ class NewResponse:
         return self.turn.settings
 
     def behind(self, before: Sequence[Message]) -> NewResponse:
-        """Return a copy with these messages in front."""
+        """Return a copy with these messages before the messages of `turn`."""
         return replace(self, turn=replace(self.turn, messages=(*before, *self.turn.messages)))
 
 
@@ -159,7 +160,7 @@ class ResponsePlaces:
                 break
             messages = whole.messages[history.lengths[match.digest] :]
             rest = replace(new, turn=replace(new.turn, messages=messages))
-            # These mean that the conversation changed meanwhile.
+            # These errors mean that the conversation has changed meanwhile.
             with contextlib.suppress(StaleRevision, TurnRunning, NotFound):
                 return await self._after_match(rest, match)
         return await self._new(new, ())
@@ -204,7 +205,7 @@ class ResponsePlaces:
                 fork = await self._daemon.writable_by(tenant).fork(
                     conversation.conversation_id, new_id, start.revision, tenant=tenant
                 )
-            except NotFound:  # the revision
+            except NotFound:  # the conversation has no such revision any more
                 raise no_previous(TAKEN_BACK) from None
             where = _where(new, fork, start.first_number, is_ours=True)
             return PlacedTurn(await self._begin_first(new, where), where, "forked", is_made=True)
@@ -225,7 +226,7 @@ class ResponsePlaces:
         conversation = start.conversation
         if conversation.running_turn_id is not None:
             conversation = await self._stored.claim(conversation)
-            if conversation.running_turn_id is None:  # it belonged to another daemon, which is gone
+            if conversation.running_turn_id is None:  # the turn's daemon no longer runs
                 raise StaleRevision(start.revision, conversation.revision)
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
@@ -242,7 +243,7 @@ class ResponsePlaces:
     async def _end_of_conversation(
         self, new: NewResponse
     ) -> tuple[StartingPoint, NewResponse, tuple[records.NewMessage, ...]]:
-        """Return the conversation's end, the turn with pending messages in front, and these messages."""
+        """Return the conversation's end, `new` with the pending messages first, and the pending messages."""
         conversation, pending = await self._stored.with_pending(
             new.request.conversation, new.turn.tenant
         )
@@ -263,7 +264,7 @@ class ResponsePlaces:
         )
         return await self._stored.begin_with(conversation.conversation_id, settings, tenant)
 
-    # -- a conversation of its own --
+    # -- in a new conversation --
 
     async def _new(
         self, new: NewResponse, before: Sequence[Message], reason: str = ""
@@ -287,7 +288,7 @@ class ResponsePlaces:
 
     async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
         """Delete a conversation that was created for a failed turn, unless it is in use."""
-        with contextlib.suppress(PensieveError):  # the conversation stays
+        with contextlib.suppress(PensieveError):  # then the conversation stays
             await self._daemon.writable.delete(conversation_id, tenant, revision)
 
     async def _begin(
@@ -308,7 +309,7 @@ class ResponsePlaces:
 
 
 def is_empty(conversation: records.StoredConversation) -> bool:
-    """Return whether it has no messages, system prompt, tools or options."""
+    """Return whether a conversation has no messages, system prompt, tools or options."""
     return not (
         conversation.num_messages
         or conversation.revision
@@ -321,7 +322,7 @@ def is_empty(conversation: records.StoredConversation) -> bool:
 def _where(
     new: NewResponse, conversation: records.StoredConversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
-    """Return the place at the end of a conversation; `first` is the item number of its first message."""
+    """Return the place at the end of a conversation. `first`: the item number of its first message."""
     number = first + conversation.num_messages + len(new.turn.messages)
     place = Place(tag_of(new.turn.tenant, conversation.conversation_id), number)
     conversation_id, revision = conversation.conversation_id, conversation.revision
@@ -329,7 +330,7 @@ def _where(
 
 
 def _difference(new: NewResponse, start: StartingPoint) -> str:
-    """Return which setting of the request differs from the conversation's; empty if none."""
+    """Return the name of a setting that differs between request and conversation; empty if none does."""
     settings, conversation = new.settings, start.conversation
     if settings.system_prompt != start.system_prompt:
         return "instructions"
@@ -341,7 +342,7 @@ def _difference(new: NewResponse, start: StartingPoint) -> str:
 
 
 def _check_same(new: NewResponse, start: StartingPoint) -> None:
-    """Refuse settings that differ from those of the named conversation."""
+    """Refuse settings that differ from the settings of the conversation. Omitted settings are allowed."""
     settings, conversation = new.settings, start.conversation
     for param, given, kept in (
         ("instructions", settings.system_prompt, start.system_prompt),
@@ -361,7 +362,7 @@ def _check_same(new: NewResponse, start: StartingPoint) -> None:
 
 
 def _check_outputs(new: NewResponse, calls: frozenset[str]) -> None:
-    """Refuse outputs of functions that were not called before."""
+    """Refuse outputs of function calls that do not precede them."""
     known = set(calls)
     for message in new.turn.messages:
         known |= {call.id for call in message.tool_calls if call.id}

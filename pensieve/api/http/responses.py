@@ -1,14 +1,14 @@
-"""`/v1/responses`: each response is one turn of a conversation. The response has its own id.
+"""`/v1/responses`: each response is one turn of a conversation.
 
     POST                create a response: whole, as a stream of events, or in the background
-    GET                 return its current state
-    POST …/cancel       cancel a background response; nothing of its turn is kept
-    DELETE              delete the response. Also delete its conversation if the conversation was created for
-                        responses and no other response is left
+    GET                 return the response in its current state
+    POST …/cancel       cancel a background response; the history keeps nothing of its turn
+    DELETE              delete the response. Also delete its conversation, if the conversation was created for
+                        responses and has no other response
 
-response_places.py chooses the conversation. `store: false` runs the whole prompt as an unstored turn.
+response_places.py chooses the conversation. With `store: false`, the whole prompt runs as an unstored turn.
 
-A retry with the same `Idempotency-Key` returns the running or stored response.
+A retry with the same `Idempotency-Key` returns the first response, running or stored.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from pensieve.store.responses import StoredResponse
 from pensieve.text.reply_pieces import ReplyPieces
 
 ID_BYTES = 24
-LOOK_SECONDS = 0.5  # between two checks of a turn without a reader
+LOOK_SECONDS = 0.5  # between two checks whether a turn without a reader has ended
 LOST = "the server stopped before the response was complete"
 
 
@@ -75,7 +75,7 @@ class ResponseEndpoints:
         self._stored, self._places = stored, places
         self._running = RunningResponses(daemon, requests, stored, places)
 
-    # -- a response is made --
+    # -- create --
 
     async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
         request = await self._requests.read(exchange, by, partial(parse, RequestKind.RESPONSE))
@@ -89,7 +89,7 @@ class ResponseEndpoints:
                 self._begun_or_known(new, retry_key_of(exchange))
             )
             if not isinstance(known, RunningResponse):
-                # Only the daemon that runs a response can stream it.
+                # Only the daemon that runs a response can stream its events.
                 if request.stream and known["status"] not in ENDED:
                     await self._stored.require_here(known["id"], by.tenant)
                     known = await self._present(known["id"], by.tenant)
@@ -105,9 +105,9 @@ class ResponseEndpoints:
     async def _begun_or_known(
         self, new: NewResponse, key: str
     ) -> RunningResponse | Mapping[str, Any]:
-        """Begin a response, or return the one of an identical request.
+        """Begin a response, or return the response of an earlier request with the same key.
 
-        Continues after a disconnect, because that is when clients retry.
+        This continues after a disconnect, because clients then retry.
         """
         tenant, model = new.turn.tenant, new.request.model
         answer_id = digest(tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
@@ -139,12 +139,12 @@ class ResponseEndpoints:
         _check_key(stored.request, wanted.digest)
         return await self._now(stored)
 
-    # -- a response is read --
+    # -- answer --
 
     async def _read(
         self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
-        """Answer with a running response, which another request may have begun in another mode."""
+        """Answer with a running response. If it was begun by another request, the mode may differ."""
         stays = running.request.background or bool(key_of(exchange))
         if is_stream:
             await self._stream(exchange, running, placed, stays=stays)
@@ -230,7 +230,7 @@ class ResponseEndpoints:
         await exchange.end_events()
         return None
 
-    # -- a response that was made --
+    # -- get, cancel, delete --
 
     async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         query = query_of(exchange)
@@ -284,7 +284,7 @@ class ResponseEndpoints:
         return await self._now(stored)
 
     async def _now(self, stored: StoredResponse) -> Mapping[str, Any]:
-        """Return the body of a response that does not run here; reread it if it has ended meanwhile."""
+        """Return the body of a response that does not run in this process, in its current state."""
         if await self._stored.runs(stored):
             return stored.body
         found = await self._stored.response(stored.response_id, stored.tenant)
@@ -292,7 +292,7 @@ class ResponseEndpoints:
 
 
 class StoredNames:
-    """Returns the ids of the items of a stored response."""
+    """Returns the ids of a stored response's items."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._items: Sequence[Mapping[str, Any]] = body["output"]
@@ -308,7 +308,7 @@ class StoredNames:
 def _of_error(
     stream: ResponseStream, running: RunningResponse, error: PensieveError
 ) -> list[dict[str, Any]]:
-    """Return a failed response if the turn failed, else an error event."""
+    """Return the event of a failed response if the turn has failed; otherwise an error event."""
     if running.body is not None:
         return stream.failed(running.body)
     if isinstance(error, TurnFailed):
@@ -326,7 +326,7 @@ def _say_where(exchange: Exchange, placed: PlacedTurn) -> None:
 
 
 def _digest_of(new: NewResponse) -> str:
-    """Return a digest of what the client sent, independent of the server's defaults."""
+    """Return a digest of the client's request, which does not depend on the server's defaults."""
     request, turn, settings = new.request, new.turn, new.settings
     constraint, given = turn.options.constraint, dict(sorted((turn.given_sampling or {}).items()))
     return digest(
@@ -349,14 +349,14 @@ log = logging.getLogger("pensieve")
 class RunningResponse:
     def __init__(self, request: ParsedRequest, heading: Heading, digest: str, tenant: str) -> None:
         self.request, self.heading = request, heading
-        self.digest, self.tenant = digest, tenant  # digest of the request
+        self.digest, self.tenant = digest, tenant  # `digest`: of the request
         self.is_cancelled = False
         self.placed: PlacedTurn | None = None
-        self.made: dict[str, Any] | None = None  # the response stored with the reply
-        self.body: dict[str, Any] | None = None  # set when the turn has ended
-        self.begun = asyncio.Event()  # the turn has begun, or never will begin
-        self.has_ended = asyncio.Event()  # a reader has seen the turn's end
-        self.kept = asyncio.Event()  # the response was stored, or never will be stored
+        self.made: dict[str, Any] | None = None  # the body that is stored with the reply
+        self.body: dict[str, Any] | None = None  # the final body, set when the turn has ended
+        self.begun = asyncio.Event()  # the turn has begun, or will never begin
+        self.has_ended = asyncio.Event()  # a reader has seen the end of the turn
+        self.kept = asyncio.Event()  # the response was stored, or will never be stored
 
     @property
     def response_id(self) -> str:
@@ -372,16 +372,17 @@ class RunningResponse:
 
 
 class RunningResponses:
-    """Responses whose turn has begun and that are not stored yet.
+    """Responses whose turn has begun, until the final response is stored.
 
         begun      the turn runs; clients may read the response, fetch its state, or cancel it
         ended      the turn has ended; the body was stored in the transaction of the reply
-        kept       the outcome is stored, or the turn failed; the response is forgotten here
+        kept       the outcome is stored, or the turn failed; the response is removed from this table
 
-    A task per response waits for the end of the turn. For a background response the task is a reader, so that
-    the turn continues. If the process dies, a background response stays stored as running; it counts as
-    failed once no turn of its conversation runs (`as_it_is_now`). Other responses are stored with their reply
-    or not at all. If several daemons share a history, only the daemon that runs the turn can end it.
+    For each response, a task waits for the end of the turn. For a background response, this task counts as a
+    reader, so that the turn continues. If the process dies, a background response stays stored as running. It
+    counts as failed when no turn of its conversation runs (`as_it_is_now`). Other responses are stored with
+    their reply, or not at all. If several daemons share a history, only the daemon that runs the turn can end
+    the response.
     """
 
     def __init__(
@@ -409,7 +410,7 @@ class RunningResponses:
         running.kept.set()
 
     async def begin(self, running: RunningResponse, placed: PlacedTurn) -> None:
-        """Register a response whose turn has begun; store a background response at once."""
+        """Register a response whose turn has begun. A background response is stored at once."""
         running.placed = placed
         if running.request.background:
             await self._save(running, running.present, None)
@@ -434,7 +435,7 @@ class RunningResponses:
         return stored_response(where, response_id, running.made, running.digest, tenant, None)
 
     async def cancel(self, running: RunningResponse) -> None:
-        """End the turn and keep nothing of it."""
+        """End the turn. The history keeps nothing of it."""
         assert running.placed is not None
         running.is_cancelled = True
         self._daemon.conversations.ends.give_up(running.placed.live)
@@ -446,7 +447,7 @@ class RunningResponses:
             await self._until_ended(running, live)
             if live.failure is None:
                 running.body = running.made
-                if running.body is None:  # a bug prevented its creation
+                if running.body is None:  # a bug prevented the creation of the body
                     running.body = failed(running.request, running.heading, "server_error", LOST)
             elif running.request.background:
                 running.body = self._without_reply(running, live.failure)
@@ -455,7 +456,7 @@ class RunningResponses:
                 await self._places.discard(
                     placed.where.conversation_id, live.first_revision, running.tenant
                 )
-        except Exception:  # a bug: do not let readers wait for ever
+        except Exception:  # a bug; readers must not wait forever
             log.exception("a response could not be ended")
         finally:
             self.forget(running)
@@ -479,7 +480,7 @@ class RunningResponses:
         finish: FinishReason | None = None,
         tail: str | None = None,
     ) -> dict[str, Any]:
-        """Return the body of a turn that has ended or is about to; needs an unused `cutter`."""
+        """Return the body of a turn that has ended or is about to end. `cutter` must be unused."""
         tokens = reply.whole(finish, tail)
         stream = ResponseStream(request, place, self._requests.template.tokenizer, cutter)
         stream.tokens(tokens)
@@ -498,7 +499,7 @@ class RunningResponses:
     async def _save(
         self, running: RunningResponse, body: Mapping[str, Any], revision: int | None
     ) -> None:
-        """Store the response; the turn is in the history even if this fails."""
+        """Store the response. If this fails, the error is only logged."""
         assert running.placed is not None
         where = running.placed.where
         response = stored_response(
@@ -513,7 +514,7 @@ class RunningResponses:
 
 
 def as_it_is_now(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a stored response whose turn does not run: an unfinished response has failed."""
+    """Return the body of a stored response whose turn does not run. If it is unfinished, it has failed."""
     if stored["status"] in ENDED:
         return dict(stored)
     return {**stored, "status": "failed", "error": {"code": "server_error", "message": LOST}}

@@ -1,4 +1,4 @@
-"""One endpoint of the HTTP server, as the router and the OpenAPI document read it."""
+"""The description of an endpoint, which the router and the OpenAPI document use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Route(NamedTuple):
     method: str
     path: str
     handler: Handler
-    summary: str = ""  # in the OpenAPI document; empty: the document leaves the endpoint out
-    settings: Mapping[str, Any] = NOTHING  # of its `Endpoint`
+    summary: str = ""  # for the OpenAPI document; empty: the endpoint is not in the document
+    settings: Mapping[str, Any] = NOTHING  # keyword arguments of its `Endpoint`
     body: Schema | None = None  # of the request; None: it has no body
-    answers: str = JSON  # the media type
-    takes: str = JSON  # the media type of the body
+    answers: str = JSON  # media type of the answer
+    takes: str = JSON  # media type of the request's body

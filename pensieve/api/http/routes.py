@@ -79,7 +79,7 @@ def application(
     plugins: Sequence[Plugin] = (),
     metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> Any:
-    """`metrics` returns the text for Prometheus; None: do not serve it here."""
+    """`metrics` returns the text for Prometheus. None: the HTTP server does not serve metrics."""
     routing = need("http", "starlette.routing", PURPOSE)
     requests = ApiRequests(front, daemon, template, style)
     described = OpenApiEndpoint()
@@ -230,13 +230,13 @@ class ModelEndpoints:
 
 
 class HealthEndpoints:
-    """`ready` fails while the daemon drains or cannot store; `live` fails only if the process hangs."""
+    """`ready` fails while the daemon drains or cannot store turns. `live` fails only if the process hangs."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
 
     async def ready(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Answer if new turns are taken, else raise Unavailable."""
+        """Answer if the daemon accepts new turns. Otherwise, raise Unavailable."""
         refusal = self._daemon.store_refusal
         if isinstance(refusal, DiskFull):
             raise Unavailable(client_text(refusal))
@@ -246,7 +246,7 @@ class HealthEndpoints:
         return {"status": "ok"}
 
     async def live(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
-        """Answer always: the event loop runs."""
+        """Always answer. An answer proves that the event loop runs."""
         return {"status": "ok"}
 
     async def version(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:

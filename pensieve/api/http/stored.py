@@ -1,8 +1,9 @@
 """Read and change stored conversations and responses for the endpoints of OpenAI's API.
 
-A request continues from a starting point: a conversation after a response, or its end. A new conversation
-that continues from there gets the messages as text, like the history of a stateless client. Each change is
-one job of the store thread, and is on disk when it returns. Deleted text is erased from the files.
+A request continues from a starting point: the end of a conversation, or a response in it. If a new
+conversation must continue from there, it gets the earlier messages as text, like the history of a stateless
+client. Each change is one job of the store thread, and is on disk when the method returns. Deleted text is
+erased from the files.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class StartingPoint:
     is_ours: bool
     calls: frozenset[str]  # function calls whose outputs the request may contain
     first_number: int  # item number of its first message
-    is_of_response: bool = False  # the revision is that of a reply
+    is_of_response: bool = False  # `revision` is the revision of a response
 
 
 class StoredConversations:
@@ -79,7 +80,7 @@ class StoredConversations:
     async def of_conversation(
         self, conversation: records.StoredConversation, messages: Sequence[Message]
     ) -> StartingPoint:
-        """Return the end of a conversation as the starting point of these messages."""
+        """Return the end of a conversation as the starting point for these messages."""
         head = await self._head(conversation)
         first, calls = first_number(head is not None), set[str]()
         if any(each.role == "tool" for each in messages):
@@ -151,11 +152,11 @@ class StoredConversations:
 
     async def response(self, response_id: str, tenant: str) -> StoredResponse | None:
         if not records.ID_PATTERN.fullmatch(response_id):
-            return None  # no response has such an id
+            return None  # the id is malformed
         return await self._read(self._daemon.reader.response, response_id, tenant)
 
     async def runs(self, response: StoredResponse) -> bool:
-        """Return whether its turn runs, here or at another daemon."""
+        """Return whether the response's turn runs, here or at another daemon."""
         if response.body.get("status") in ENDED:
             return False
         with contextlib.suppress(NotFound):
@@ -164,14 +165,14 @@ class StoredConversations:
         return False
 
     async def require_here(self, response_id: str, tenant: str) -> None:
-        """Raise OwnedElsewhere if its turn runs at another daemon, because only that daemon can end it."""
+        """Raise OwnedElsewhere if the turn runs at another daemon. Only that daemon can end the turn."""
         found = await self.response(response_id, tenant)
         if found is not None and await self.runs(found):
             with contextlib.suppress(NotFound):
                 await self.claim(await self.conversation(found.conversation_id, tenant))
 
     async def claim(self, conversation: records.StoredConversation) -> records.StoredConversation:
-        """Claim a conversation with a running turn, and return its state after that.
+        """Claim a conversation with a running turn, and return the conversation's new state.
 
         Raises OwnedElsewhere if another daemon runs the turn.
         """
@@ -195,16 +196,16 @@ class StoredConversations:
         )
 
     async def delete(self, response_id: str, tenant: str) -> str:
-        """Delete a response, and its conversation if that was created for responses and this is the last.
+        """Delete a response. Also delete its conversation, if it was created for responses and has no others.
 
-        Returns the id of a deleted conversation, else an empty string.
+        Returns the id of the deleted conversation, or an empty string.
         """
         return await self._threads.whole(self._delete(response_id, tenant))
 
     async def _delete(self, response_id: str, tenant: str) -> str:
-        """Delete the conversation first if it is unneeded, because that deletes its responses, too."""
+        """Delete an unneeded conversation first, because this also deletes its responses."""
         conversations = self._daemon.writable
-        with contextlib.suppress(NotFound, StaleRevision):  # deleted or continued meanwhile
+        with contextlib.suppress(NotFound, StaleRevision):  # it was deleted or continued meanwhile
             unneeded = await self._threads.in_store(
                 tenant, self._store.responses.goes_with, response_id, tenant=tenant
             )
@@ -256,7 +257,7 @@ class StoredConversations:
     async def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:
-        """Apply `change` to the pending messages; removed messages are erased."""
+        """Apply `change` to the pending messages. Removed messages are erased from the files."""
         await self._check(tenant)
         return await self._threads.whole(self._change_pending(conversation_id, change, tenant))
 
@@ -304,7 +305,7 @@ class StoredConversations:
 
 
 def first_number(has_head: bool) -> int:
-    """Return the item number of the first message; 0 is reserved for the system prompt."""
+    """Return the item number of the first message. Number 0 is reserved for the system prompt."""
     return 0 if has_head else 1
 
 
@@ -345,6 +346,6 @@ def no_previous(problem: str) -> Refusal:
 
 
 def _check_id(conversation_id: str) -> None:
-    """Raise NotFound for malformed ids, without a lookup and without quoting them."""
+    """Raise NotFound for a malformed id, without looking it up or quoting it."""
     if not records.ID_PATTERN.fullmatch(conversation_id):
         raise NotFound("no such conversation")

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `/detokenize`, as in vLLM. Nothing is computed or stored."""
+"""`POST /tokenize` and `/detokenize`, as in vLLM. No turn runs, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TOKENS_MAX = 1 << 20  # per request to /detokenize
 
 
 class TextToTokenize(NamedTuple):
-    """A prompt, or messages as the chat template writes them."""
+    """The request: a prompt, or messages for the chat template."""
 
     prompt: str | None
     has_start: bool = True  # begin the prompt with the model's start tokens
     messages: tuple[Message, ...] = ()
     setting: TemplateSetting = TemplateSetting()
     reply_follows: bool = True
-    with_strings: bool = False  # return the text of each token
+    with_strings: bool = False  # the answer has the text of each token
 
     @property
     def num_characters(self) -> int:
@@ -34,7 +34,7 @@ class TextToTokenize(NamedTuple):
         return len(self.prompt or "") + messages + len(self.setting.reply_begins)
 
     def tokens(self, template: ChatTemplate) -> list[int]:
-        """Return the token ids; callable in any thread."""
+        """Return the token ids. Any thread may call this."""
         tokenizer = template.tokenizer
         if self.prompt is not None:
             tokenizer.check_text(self.prompt, "prompt")
@@ -49,7 +49,7 @@ def parse_tokenize(
     options: set[str] | None = None,
     fields_of: Callable[[Any], Fields] = checked_fields,
 ) -> TextToTokenize:
-    """Read a body; `options`: names that the chat template knows."""
+    """Read a body. `options`: names of the chat template's options."""
     fields = fields_of(body)
     fields.text("model")
     with_strings = fields.flag("return_token_strs")

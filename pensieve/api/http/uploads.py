@@ -1,7 +1,8 @@
 """Read a multipart/form-data request with one file, and stream the file.
 
-Fields may come before or after the file. Headers, parts and fields have size limits, and the file is passed
-on in chunks, so memory is bounded. Time limits are those of job uploads over gRPC (guard/request_bodies.py).
+Form fields may come before or after the file. Headers, parts and fields have size limits, and the file is
+passed on in chunks, so memory is bounded. The time limits are the same as for job uploads over gRPC
+(guard/request_bodies.py).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ HEADERS_MAX = 8  # per part
 HEADER_BYTES_MAX = 4 << 10  # per header of a part
 FIELD_BYTES_MAX = 4 << 10
 
-logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # errors go to the client
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets its errors
 
 
 class PartBegan(NamedTuple):
-    """A part begins; the data that follows belongs to it."""
+    """The start of a part. The following `PartData` belong to this part."""
 
     name: str
     filename: str
@@ -67,14 +68,14 @@ class MultipartForm:
         )
 
     def push(self, data: bytes) -> None:
-        """Parse the next bytes; then call `pop`."""
+        """Parse the next bytes. Then call `pop` until it returns None."""
         try:
             self._parser.write(data)
         except self._library.MultipartParseError as error:
             raise InvalidArgument("form", f"is not valid multipart/form-data: {error}") from None
 
     def pop(self) -> PartBegan | PartData | None:
-        """Return the next parsed piece; None if more bytes are needed."""
+        """Return the next parsed piece. None: more bytes are needed."""
         return self._found.popleft() if self._found else None
 
     def end(self) -> None:
@@ -149,7 +150,7 @@ class Upload:
         raise InvalidArgument("file", "is missing")
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the file's data; `fields` is complete at the end."""
+        """Yield the file's data. Afterwards, `fields` is complete."""
         data = bytearray()
         while (piece := await self._next()) is not None:
             if self._take(piece):
@@ -163,7 +164,7 @@ class Upload:
             yield bytes(data)
 
     def _take(self, piece: PartBegan | PartData) -> bool:
-        """Store a piece of a field; return whether a file begins."""
+        """Store a piece of a field. Return whether this piece begins the file."""
         if isinstance(piece, PartBegan) and piece.name == "file":
             self._field, self.filename = "", piece.filename
             return True
@@ -190,7 +191,7 @@ class Upload:
 
 
 class _Chunks:
-    """A request as a source of messages: each piece of its body is one message."""
+    """An HTTP request as a BodySource: each piece of the body is one message."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.read = exchange.read_chunk

@@ -1,7 +1,7 @@
-"""Every metric in one table, and its samples in Prometheus' text format (version 0.0.4).
+"""The table of all metrics, and a writer of Prometheus' text format (version 0.0.4).
 
-Names, labels and bounds are vLLM's if vLLM has the metric. All samples also have the labels `model_name` and
-`engine`.
+If vLLM has a metric, its name, labels and bounds here are the same. All samples also have the labels
+`model_name` and `engine`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def exposition(
     families: Sequence[MetricFamily], samples: Samples, prefix: str, common: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield lines; a family without samples still has its help and type."""
+    """Yield lines. A family without samples has its lines HELP and TYPE."""
     for family in families:
         name = prefix + family.name
         yield f"# HELP {name} {family.help}"
@@ -182,4 +182,4 @@ def _written(labels: Mapping[str, str]) -> str:
 
 
 def _number(value: float) -> str:
-    return "+Inf" if value == math.inf else repr(value + 0)  # a bool is a number, too
+    return "+Inf" if value == math.inf else repr(value + 0)  # `+ 0` makes a bool a number

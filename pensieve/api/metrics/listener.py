@@ -1,10 +1,13 @@
 """A small HTTP/1.1 listener for GET /metrics and GET /health.
 
-Each connection has one request of at most HEADER_BYTES_MAX. Request and answer may take SECONDS_MAX each. At
-most CONNECTIONS_MAX connections are open; more are refused. Bodies are not read.
+A connection serves one request of at most HEADER_BYTES_MAX. Receiving the request and sending the answer may
+take SECONDS_MAX each. At most CONNECTIONS_MAX connections are open; further ones are refused. Bodies are not
+read.
 
-    200  /metrics, or /health while turns are accepted     401  an admin token is needed
-    503  /health otherwise, or too many connections        400, 404, 405, 431  other requests
+    200                   /metrics; /health while turns are accepted
+    401                   /metrics without an admin token, if one is needed
+    503                   /health while turns are not accepted; too many connections
+    400, 404, 405, 431    invalid requests
 
 Runs on the event loop.
 """
@@ -32,7 +35,7 @@ PLAIN = "text/plain; charset=utf-8"
 class Answers:
     metrics: Callable[[], Awaitable[str]]
     is_serving: Callable[[], bool]
-    may_scrape: Callable[[str, str], bool]  # takes the `authorization` header and the peer
+    may_scrape: Callable[[str, str], bool]  # arguments: the `authorization` header, the peer
 
 
 class RequestRefused(Exception):
@@ -51,7 +54,7 @@ class MetricsListener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, address: str) -> str:
-        """Listen, and return HOST:PORT with the port that was bound."""
+        """Open the socket, and return HOST:PORT with the actual port."""
         host, _, port = address.rpartition(":")
         name = host.removeprefix("[").removesuffix("]")
         try:
@@ -126,7 +129,7 @@ class RequestHead:
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:
-    """Return the peer in gRPC's notation, for the audit log."""
+    """Return the peer's address in gRPC's notation, for the audit log."""
     host, port, *more = writer.get_extra_info("peername") or ("", 0)
     return f"ipv6:[{host}]:{port}" if more else f"ipv4:{host}:{port}"
 

@@ -1,7 +1,7 @@
 """Collect all metrics for Prometheus and `pensieve admin metrics`.
 
-If the engine does not answer within ENGINE_SECONDS, its metrics are missing from this scrape. Counting the
-history and asking plugins can be slow, so both happen at most once in COUNT_SECONDS.
+If the engine does not answer within ENGINE_SECONDS, the scrape has no metrics of the engine. Counting the
+conversations in the history and calling plugins can be slow, so both happen at most once in COUNT_SECONDS.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Scrape:
         self._loop_lag, self._audit_lines_lost = loop_lag, audit_lines_lost
         self._num_stored = 0
         self._of_plugins: dict[str, Sequence[tuple[tuple[str, ...], Value]]] = {}
-        self._count_due = 0.0  # by the loop's clock
+        self._count_due = 0.0  # time of the next count, by the event loop's clock
 
     async def text(self) -> str:
         daemon, now = self._daemon, asyncio.get_running_loop().time()
@@ -137,7 +137,7 @@ def of_turns(meter: Meter) -> Found:
 
 
 def of_conversations(daemon: Daemon) -> Found:
-    """Return metrics of turns; none while the first engine loads its model."""
+    """Return metrics of the engine's turns; none before the first engine has loaded its model."""
     if daemon.loading:
         return {}
     conversations = daemon.conversations
@@ -153,7 +153,7 @@ def of_conversations(daemon: Daemon) -> Found:
 
 
 def of_engine(figures: Mapping[str, float], ready: Ready) -> Found:
-    """Return the engine's metrics; its counters begin at 0 in each engine process."""
+    """Return the engine's metrics. Counters start at 0 when the engine process is restarted."""
     waiting = {reason: figures[f"turns_{reason}"] for reason in TURNS_WAITING}
     slot_bytes = ready.page_bytes / ready.chunk_tokens
     tenants = {

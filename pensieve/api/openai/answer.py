@@ -1,15 +1,15 @@
 """Render replies as bodies of OpenAI's API: a chat completion, a text completion, a response.
 
-Thinking becomes `reasoning_content` (in a response: an item), without its control tokens and the white space
-after it. Tool calls become `tool_calls` (items) if the request has tools and the model's format of calls is
-known. Everything else is text, as sampled.
+Thinking becomes `reasoning_content`, without its control tokens and the white space after it. Tool calls
+become `tool_calls`, if the request has tools and the model's format of calls is known. In a response,
+thinking and calls become items. Everything else is text, as it was sampled.
 
 Ids of calls are derived from the answer's id, so a repeated answer has the same ids. An incomplete call has
 the part of its arguments that was sampled. The finish reason is `tool_calls` only if the answer ends with a
 complete call.
 
-Logprobs cover the tokens of the text. Tokens without text (the end of a turn) are left out, but may be among
-the alternatives.
+Only tokens of the text have logprobs. Tokens without text (such as the end of a turn) are left out, but may
+be among the alternatives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ID_PREFIXES = {
 
 
 class Heading(NamedTuple):
-    answer_id: str  # without the prefix of the kind of answer
+    answer_id: str  # without its prefix (ID_PREFIXES)
     created: int  # seconds since 1970
     model: str
 
@@ -49,9 +49,9 @@ def answer(
     tokenizer: Tokenizer | None = None,
     style: CallStyle | None = None,
 ) -> dict[str, Any]:
-    """Return the body, with one reply for each choice.
+    """Return the body. `replies`: one for each choice.
 
-    `tokenizer` is required with logprobs. `style`: how the model writes calls; None: calls are text.
+    `tokenizer` is required with logprobs. `style`: the format of the model's calls. None: calls are text.
     """
     assert len(replies) == request.num_choices, (len(replies), request.num_choices)
     assert all(each.finish in HAS_REPLY for each in replies)
@@ -109,7 +109,7 @@ def _chat_choice(
 def _text_choice(
     reply: ReplyTokens, request: ParsedRequest, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return a choice of a text completion, whose reply is all text."""
+    """Return a choice of a text completion. The whole reply is text."""
     reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
@@ -121,10 +121,10 @@ def _text_choice(
 
 
 def finish_fields(finish: FinishReason, ends_with_call: bool = False) -> dict[str, str]:
-    """Return a choice's finish reason, of those that OpenAI's clients know.
+    """Return the finish reason of a choice, as one of the reasons that OpenAI's clients know.
 
-    A reply that was stopped because it repeats itself is incomplete: "length". As with vLLM,
-    `stop_reason` says more.
+    For a reply that was stopped because it repeats itself, the finish reason is "length", because the reply
+    is incomplete. As in vLLM, `stop_reason` has the actual reason.
     """
     if finish is FinishReason.REPETITION:
         return {"finish_reason": "length", "stop_reason": finish.value}
@@ -133,7 +133,7 @@ def finish_fields(finish: FinishReason, ends_with_call: bool = False) -> dict[st
 
 
 def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, Any]:
-    """Return the usage; all choices share one prompt."""
+    """Return the usage. All choices share one prompt."""
     num_output = sum(len(each.token_ids) for each in replies)
     return {
         "prompt_tokens": prompt.num_tokens,
@@ -152,7 +152,7 @@ def usage_of(replies: Sequence[ReplyTokens], prompt: PromptTokens) -> dict[str, 
 def logprob_rows(
     reply: ReplyTokens, tokenizer: Tokenizer, *, is_first: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the logprobs of the text's tokens; `is_first`: no text came before."""
+    """Return the logprobs of the text's tokens. `is_first`: there is no text before."""
     found = []
     rows = zip(reply.token_ids, reply.logprobs, reply.is_of(Part.TEXT, Part.TOOL_CALL), strict=True)
     for token_id, (logprob, alternatives), is_text in rows:
@@ -166,7 +166,7 @@ def logprob_rows(
 
 def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) -> dict[str, Any]:
     piece = b""
-    if 0 <= token_id < tokenizer.vocab_size:  # else the id only pads the model's vocabulary
+    if 0 <= token_id < tokenizer.vocab_size:  # larger ids only pad the model's vocabulary
         piece = tokenizer.piece(token_id, first=is_first)
     return {
         "token": piece.decode("utf-8", "replace"),
@@ -176,7 +176,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) 
 
 
 def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, Any]:
-    """Return logprobs as columns; of alternatives with equal text, the likeliest counts."""
+    """Return logprobs as columns. If alternatives have the same text, only the likeliest is returned."""
     top_logprobs, offsets = [], []
     for each in tokens:
         column: dict[str, float] = {}
@@ -258,7 +258,7 @@ def _output(
     tokenizer: Tokenizer | None,
     style: CallStyle | None,
 ) -> list[dict[str, Any]]:
-    """Return items for thinking, text and calls; an empty text only if there is nothing else."""
+    """Return items for thinking, text and calls. An empty reply becomes an item with empty text."""
     cut = cut_reply(reply.texts, reply.parts, style, request.tools)
     status = "completed" if reply.finish is FinishReason.STOP else "incomplete"
     items: list[dict[str, Any]] = []
@@ -312,7 +312,7 @@ def cut_reply(
     style: CallStyle | None,
     tools: Sequence[Mapping[str, Any]],
 ) -> CutReply:
-    """Split a whole reply into thinking, text and calls; without parts, all is text."""
+    """Split a whole reply into thinking, text and calls. Without `parts`, everything is text."""
     cutter = ReplyPieces(style if tools else None, tools)
     pieces = cutter.whole(zip(parts or [Part.TEXT] * len(texts), texts, strict=True))
     arguments: list[list[str]] = [[] for _ in range(cutter.num_calls)]
@@ -331,7 +331,7 @@ def cut_reply(
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """Return the id of a call; a repeated answer has the same ids."""
+    """Return the id of a call. It is the same if the answer is repeated."""
     words = f"{answer_id}/{choice}/{index}".encode()
     return f"call_{hashlib.blake2b(words, digest_size=12).hexdigest()}"
 

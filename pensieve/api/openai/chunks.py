@@ -6,7 +6,7 @@
     usage            one chunk without choices, if the request wants it
 
 Logprobs are in the chunk of their tokens. If text is withheld because it may begin a call, its logprobs are
-sent before it.
+sent before the text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pensieve.text.tool_calls import CallBegan
 
 
 class ChoiceStream:
-    """The chunks of one choice of a request."""
+    """Makes the chunks of one choice."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class CompletionStream(ChoiceStream):
         return self._chunk({"text": ""}, finish_fields(finish))
 
     def _chunks(self, pieces: Iterable[Piece], tokens: ReplyTokens) -> list[dict[str, Any]]:
-        """Return the chunks of a text completion, whose tokens are all text."""
+        """Return the chunks of a text completion, in which all tokens are text."""
         sent, text, logprobs = self._num_characters, "".join(tokens.texts), None
         if self._request.sampling.logprobs is not None:
             continues = sent > 0 or self._request.continues_text

@@ -1,7 +1,7 @@
 """Render messages of a conversation as items, and replies as a client would send them back.
 
-a client's message    one item: a message, or the output of a function
-a reply               items for thinking, text and calls, as in the response
+message of a client    one item: a message, or the output of a function
+reply                  items for thinking, text and calls, as in the response
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PATTERN = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{16})-([0-9]{1,9})-([0-9]{1,6}
 class Place:
     """The number of a message in a conversation, and the ids of its items.
 
-        msg_1f0c53a9d2b7e684-3-1     second item of message 3, in the conversation with this tag
+        msg_1f0c53a9d2b7e684-3-1     tag of the conversation, message number, item number (from 0)
 
-    A client's message is one item; a reply may be several: thinking, text, calls. Number 0 is reserved for
-    instructions, which a conversation may get when it already has items.
+    A client's message is one item. A reply may have several items: thinking, text, calls. Number 0 is
+    reserved for instructions, because a conversation may get instructions when it already has items.
     """
 
     tag: str
@@ -50,7 +50,7 @@ def tag_of(tenant: str, conversation_id: str) -> str:
 
 
 def place_of(item_id: str) -> tuple[Place, int] | None:
-    """Return an item's message and its number within the message; None for malformed ids."""
+    """Return the message of an item, and the item's number within the message. None for a malformed id."""
     found = PATTERN.fullmatch(item_id)
     if found is None:
         return None
@@ -65,7 +65,7 @@ def reply_items(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> lis
 
 
 def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[dict[str, Any]]:
-    """Return the items of a message; none for an empty message."""
+    """Return the items of a message. An empty message has no items."""
     if stored.finish_reason is not None:
         return reply_items(stored, place, cutter)
     if stored.role == "tool":
@@ -81,7 +81,7 @@ def items_of(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> list[d
     if stored.role == "assistant":
         return _assistant_items(stored, place)
     if stored.role == "system" and not stored.content:
-        return []  # placeholder for the tools of a declared prefix
+        return []  # this message stands for the tools of a declared prefix
     return [
         {
             "id": place.item_id("msg"),
@@ -134,7 +134,7 @@ def _assistant_items(stored: StoredMessage, place: Place) -> list[dict[str, Any]
 
 
 def reply_as_sent_back(stored: StoredMessage, place: Place, cutter: ReplyPieces) -> Message:
-    """Return a reply as a stateless client would send it back."""
+    """Return a reply in the form in which a stateless client would send it back."""
     thinking, texts = list[str](), list[str]()
     calls: list[ToolCall] = []
     for item in reply_items(stored, place, cutter):

@@ -4,18 +4,18 @@
     text.format            the same for a response, without the inner object
     output_config.format   {"type": "json_schema", "schema"} of Anthropic's API
     structured_outputs     of vLLM: one of json, json_object, regex, choice, grammar
-    guided_json, guided_regex, guided_choice, guided_grammar    their older names
+    guided_json, guided_regex, guided_choice, guided_grammar    older names of these in vLLM
 
-    strict                 of a tool: arguments of its calls match its schema
-    tool_choice            auto; none; required: only calls; a name: only calls of that tool;
+    strict                 of a tool: the arguments of its calls match its schema
+    tool_choice            auto; none; required: only calls; a name: only calls of this tool;
                            allowed_tools: only these tools
     parallel_tool_calls    false: at most one call
 
-A schema is always enforced, even if it is not `strict`. Two forms in one body are refused. With a form and
-tools, a reply has that form or calls tools. Text and thinking before a call are free unless a call is
-required. Arguments of tools that are not `strict` may be any object; if a call is required, they match the
-schema as far as possible. If the model's calls are not JSON (text/tool_calls/), parameters that need a
-constraint are refused.
+A schema is always enforced, even if it is not `strict`. A body with two forms is refused. If a body has a
+form and tools, the reply either has the form or calls tools. Text and thinking before a call are free, unless
+a call is required. The arguments of a tool that is not `strict` may be any object. If a call is required,
+they match the tool's schema as far as possible. If the model's tool calls are not JSON (text/tool_calls/),
+parameters that need a constraint on calls are refused.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FormatFields(NamedTuple):
 
 
 def refuse_form(form: FormatFields) -> None:
-    """Refuse a required form together with prefill: the form would apply only to the continuation."""
+    """Refuse a required form with prefill, because the form would apply only to the continuation."""
     if form.constraint is not None:
         where = next(iter(form.params.values()), "response_format")
         problem = "cannot be combined with a reply that the client has begun"
@@ -110,7 +110,7 @@ def _only_one(found: list[_Found]) -> FormatFields:
 
 
 def _of_format(given: Fields | None, inside: str) -> list[_Found]:
-    """Read a format; `inside`: the member that contains the schema and its name, if any."""
+    """Read a format. `inside`: the member that contains the schema and its name; may be empty."""
     if given is None:
         return []
     kind = given.needed_text("type")
@@ -163,7 +163,7 @@ def _of_open_names(given: Fields | None, prefix: str) -> list[_Found]:
 
 
 def _text(kind: ConstraintKind, given: Fields, name: str) -> str | None:
-    """Read the text of a constraint; None if absent."""
+    """Return the text of a constraint. None if the body does not have it."""
     if kind is ConstraintKind.JSON_OBJECT:
         return "" if given.flag(name) else None
     if kind is ConstraintKind.CHOICE:
@@ -190,12 +190,12 @@ class ToolRules:
 
     @property
     def param(self) -> str:
-        """Return the parameter that needs a constraint; empty if none."""
+        """Return the name of a parameter that needs a constraint on calls. Empty if there is none."""
         needs = (self.where, *(self.strict or {}).values(), self.single)
         return next((each for each in needs if each), "")
 
     def held(self, form: FormatFields, style: CallStyle | None) -> FormatFields:
-        """Return the constraint of a reply that has `form` or calls tools; raises Refusal if impossible."""
+        """Return the constraint for replies that have `form` or call tools. Raises Refusal if impossible."""
         if not self.tools:
             return form
         known = None if style is None else style.form
@@ -243,7 +243,7 @@ class ToolRules:
 
 
 def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRules:
-    """Read `tool_choice` and `parallel_tool_calls`; `is_nested`: names are inside `function`."""
+    """Read `tool_choice` and `parallel_tool_calls`. `is_nested`: names of tools are inside `function`."""
     where = fields.where("tool_choice")
     choice = fields.take("tool_choice")
     if not fields.flag("parallel_tool_calls", True) and rules.tools:
@@ -258,14 +258,14 @@ def take_choice(fields: Fields, rules: ToolRules, *, is_nested: bool) -> ToolRul
 
 
 def required(rules: ToolRules, where: str, names: Sequence[str] | None = None) -> ToolRules:
-    """Require a call, of one of `names` if given."""
+    """Require a call. With `names`, require a call of one of these tools."""
     if not rules.tools:
         raise Refusal(where, "needs tools")
     return replace(only(rules, where, names), must=True)
 
 
 def only(rules: ToolRules, where: str, names: Sequence[str] | None) -> ToolRules:
-    """Allow only calls of `names`, if given."""
+    """Allow only calls of the tools in `names`. None: calls of all tools."""
     if names is None:
         return replace(rules, where=where)
     known = {each["function"]["name"] for each in rules.tools}

@@ -1,16 +1,17 @@
 """Read messages and tools of a chat completion, and the input of a response.
 
-Content is text: a string, or a list of text parts, which become lines. Assistant messages may have thinking
-(`reasoning_content`) and tool calls. These fields are ignored: fields that servers add to a message
-(`annotations`, a null `refusal`), fields of a client's own (`id`, `provider_specific_fields` of LiteLLM), and
-cache markers for other providers (`cache_control`).
+Content is a string, or a list of text parts, which are joined with line ends. Assistant messages may have
+thinking (`reasoning_content`) and tool calls. Three groups of fields are ignored: fields that servers add to
+a message (`annotations`, a null `refusal`), fields that clients add (`id`, `provider_specific_fields` of
+LiteLLM), and cache markers for other providers (`cache_control`).
 
-A response's input may have several items for one assistant turn, which become one message:
+The input of a response may have several items for one assistant turn, which become one message:
 
-    reasoning  message  function_call  function_call     one assistant's message
-    function_call_output  function_call_output           a tool's message each
+    reasoning  message  function_call  function_call     one assistant message
+    function_call_output  function_call_output           two tool messages
 
-Items are added to an assistant message until another role follows. Reasoning begins a new message.
+Items are added to an assistant message until an item with another role follows. Reasoning always begins a new
+message.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ INPUT_ROLES = ("system", "developer", "user", "assistant")
 
 
 def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
-    """Read the messages; with prefill, return the last message apart, as the beginning of the reply."""
+    """Read the messages. With prefill, return the text of the last message separately."""
     given = fields.items("messages")
     if given is None:
         raise Refusal(fields.where("messages"), "is required", "missing_required_parameter")
@@ -46,7 +47,7 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
 
 
 def _continues(fields: Fields) -> bool:
-    """Read vLLM's fields for prefill; return whether to continue the last message."""
+    """Read vLLM's fields for prefill. Return whether the reply continues the last message."""
     continues = fields.flag("continue_final_message")
     if fields.flag("add_generation_prompt", not continues) is continues:
         problem = "must be false beside continue_final_message: true, and true without"
@@ -55,12 +56,12 @@ def _continues(fields: Fields) -> bool:
 
 
 def _is_prefix(given: Any) -> bool:
-    """Return whether a message has Mistral's and DeepSeek's mark for prefill."""
+    """Return whether a message has `prefix`, which Mistral and DeepSeek use for prefill."""
     return isinstance(given, Mapping) and given.get("prefix") is True
 
 
 def reply_begins(messages: Sequence[Message], where: str) -> str:
-    """Return the text of the last message, for the model to continue."""
+    """Return the text of the last message, which the reply continues."""
     last = messages[-1]
     if last.role != "assistant" or len(messages) == 1:
         raise Refusal(
@@ -73,7 +74,7 @@ def reply_begins(messages: Sequence[Message], where: str) -> str:
 
 
 def messages_of(given: Sequence[Any], where: str) -> tuple[Message, ...]:
-    """Read messages; errors name the first wrong one."""
+    """Read messages. An error names the first invalid message."""
     last = len(given) - 1
     return tuple(
         _message(Fields(each, f"{where}[{n}]"), may_begin_reply=n == last)
@@ -114,7 +115,7 @@ def _thinking(fields: Fields) -> str | None:
 
 
 def take_content(fields: Fields, name: str, kinds: frozenset[str]) -> str:
-    """Read text, or parts of these kinds as lines; empty if absent."""
+    """Read text, or parts of these kinds joined with line ends. Empty if absent."""
     given = fields.take(name)
     if given is None or isinstance(given, str):
         return given or ""
@@ -131,7 +132,7 @@ def _part(fields: Fields, kinds: frozenset[str]) -> str:
         raise Refusal(fields.where("type"), problem, "unsupported_parameter")
     text = fields.needed_text("text")
     fields.take("annotations")
-    fields.take("logprobs")  # of an answer that the client sends back
+    fields.take("logprobs")  # no effect: from an answer that the client sends back
     fields.take("cache_control")
     fields.end()
     return text
@@ -145,7 +146,7 @@ def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
 def _tool_call(fields: Fields) -> ToolCall:
     call_id = fields.needed_text("id")
     fields.only("type", "function")
-    fields.take("index")  # from a stream that the client has assembled
+    fields.take("index")  # no effect: from a stream that the client has assembled
     function = fields.fields("function")
     if function is None:
         raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
@@ -158,7 +159,7 @@ def _tool_call(fields: Fields) -> ToolCall:
 
 
 def take_arguments(fields: Fields) -> Mapping[str, Any]:
-    """Read the arguments of a tool call, a JSON object as text; empty text is an empty object."""
+    """Read the arguments of a tool call: a JSON object as text. Empty text means an empty object."""
     text, where = fields.needed_text("arguments"), fields.where("arguments")
     if not text.strip():
         return {}
@@ -170,9 +171,9 @@ def take_arguments(fields: Fields) -> Mapping[str, Any]:
 
 
 def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
-    """Read the tools, in the shape of a chat completion, and the rules for calls.
+    """Read the tools and the rules for calls. Return the tools in the shape of a chat completion.
 
-    `is_nested`: a function's description is in the member `function` instead of the tool itself.
+    `is_nested`: the description of a function is in the tool's member `function`, not in the tool itself.
     """
     given, where = fields.items("tools") or (), fields.where("tools")
     strict: dict[int, str] = {}
@@ -185,7 +186,7 @@ def take_tools(fields: Fields, *, is_nested: bool) -> ToolRules:
 def _tool(
     fields: Fields, is_nested: bool, number: int, strict: dict[int, str]
 ) -> Mapping[str, Any]:
-    """Read a tool; register a strict tool in `strict`."""
+    """Read a tool. If it is strict, add its index and path to `strict`."""
     kind = fields.needed_text("type")
     if kind != "function":
         problem = f"{quoted(kind)} is not supported: a tool is a function"
@@ -227,7 +228,7 @@ def take_input(fields: Fields) -> tuple[Message, ...]:
 
 
 def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None:
-    """Append items to these messages; `where`: the list's name in the body."""
+    """Append items to these messages. `where`: the name of the list in the body."""
     for number, each in enumerate(given):
         _add(messages, Fields(each, f"{where}[{number}]"))
         if len(messages) > MESSAGES_MAX:
@@ -289,7 +290,7 @@ def _call(fields: Fields) -> ToolCall:
 
 
 def _reasoning(fields: Fields) -> str:
-    """Read the text of reasoning; a summary is not the model's thinking."""
+    """Read the text of reasoning. A summary is ignored, because it is not the model's thinking."""
     fields.only("encrypted_content", "", problem="encrypted reasoning cannot be read")
     fields.items("summary")
     return take_content(fields, "content", REASONING_PARTS)

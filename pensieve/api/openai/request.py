@@ -2,17 +2,18 @@
 
     body ──parse──> ParsedRequest: a turn or a raw prompt, number of choices, streaming, conversation
 
-A parameter is honoured, or cannot affect the answer (`user`, `metadata`, `service_tier`, …), or is refused by
-name. Fields of other servers' clients that cannot change the answer (IGNORED) are listed in
-`ParsedRequest.ignored`. `stream` and the parameters of stored conversations (`previous_response_id`,
-`conversation`, `background`) are read here; an endpoint that does not support them refuses them.
+Some parameters have no effect on any answer (`user`, `metadata`, `service_tier`, …). All others are honoured,
+or refused by name. Clients of other servers send further fields without effect (IGNORED).
+`ParsedRequest.ignored` lists these. `stream` and the parameters of stored conversations
+(`previous_response_id`, `conversation`, `background`) are read here. An endpoint that does not support such a
+parameter refuses it.
 
-Sampling parameters have the names of `Sampling`, except the maximum length and logprobs, which differ between
-endpoints. Parameters that OpenAI lacks (`top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-`stop_token_ids`, `ignore_eos`) have the names that open servers use.
+Sampling parameters have the same names as in `Sampling`, except the maximum length and logprobs, whose names
+differ between endpoints. Parameters that OpenAI's API lacks (`top_k`, `min_p`, `repetition_penalty`,
+`min_tokens`, `stop_token_ids`, `ignore_eos`) have the names that other open servers use.
 
-Nothing is rendered or tokenized, so parsing is cheap. If the template or the tokenizer refuses something
-later, `ParsedRequest.param` returns the body's name of the field.
+Parsing renders and tokenizes nothing, so it is cheap. If the template or the tokenizer later refuses a value,
+`ParsedRequest.param` returns the name of the field in the body.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ ECHOED = (
     *("store", "text", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-LENGTHS = {  # the first one that is set counts
+LENGTHS = {  # names of the maximum length; the first name that is set counts
     RequestKind.CHAT: ("max_completion_tokens", "max_tokens"),
     RequestKind.COMPLETION: ("max_tokens",),
     RequestKind.RESPONSE: ("max_output_tokens",),
 }
 LOGPROBS_INCLUDED = "message.output_text.logprobs"
-LATEST = ":latest"  # Ollama's clients append it to the model's name
-IGNORED = (  # fields of other servers' clients that cannot change the answer
+LATEST = ":latest"  # Ollama's clients append this to the model's name
+IGNORED = (  # fields without effect, which clients of other servers send
     *(
         "keep_alive",
         "ttl",
@@ -90,7 +91,7 @@ IGNORED = (  # fields of other servers' clients that cannot change the answer
 )
 NEUTRAL: Mapping[
     str, tuple[Any, ...]
-] = {  # fields that Pensieve does not have, and the values that change nothing
+] = {  # fields that Pensieve does not have, and their values that have no effect
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),
@@ -114,14 +115,14 @@ TOKEN_ID_DIGITS_MAX = 10
 
 
 class Served(NamedTuple):
-    """The served model and the caller, for parsing a body."""
+    """What a parser needs to know about the served model and the caller."""
 
     defaults: Sampling
     models: Collection[str] | None = None  # served names; None: any name
     vocab_size: int | None = None  # None: token ids are not checked
-    template_options: Collection[str] | None = None  # known to the template; None: not checked
-    call_style: CallStyle | None = None  # how the model writes tool calls
-    knows_developer: bool = True  # the template has the role developer; else it becomes system
+    template_options: Collection[str] | None = None  # of the chat template; None: not checked
+    call_style: CallStyle | None = None  # the format of the model's tool calls
+    knows_developer: bool = True  # the template has the role developer; otherwise, system is used
     tenant: str = ""
     priority: int = 0
     request_id: str = ""
@@ -137,7 +138,7 @@ class Served(NamedTuple):
         *,
         continues_text: bool = False,
     ) -> TurnRequest:
-        """Return the turn that a body asks for.
+        """Return the turn for a body.
 
         `continues_text`: the reply continues an unfinished text instead of beginning a message.
         """
@@ -160,13 +161,13 @@ class Served(NamedTuple):
 class ParsedRequest:
     """A parsed body: the turn to run, and parameters of the answer.
 
-    The turn names no conversation. Its settings hold the tools (in the shape of a chat completion's `tools`)
-    and the template options. A text completion has no messages.
+    The turn names no conversation. Its settings have the template options and the tools, in the shape of a
+    chat completion's `tools`. A text completion has no messages.
     """
 
     kind: RequestKind
     model: str
-    turn: TurnRequest  # for the first choice; the caller derives seeds for the others
+    turn: TurnRequest  # for the first choice; the others have the same turn with other seeds
     prompt: str | tuple[int, ...] | None = None  # of a text completion
     num_choices: int = 1
     stream: bool = False
@@ -176,8 +177,8 @@ class ParsedRequest:
     background: bool = False  # of a response
     store: bool | None = None  # None: the daemon's default
     prompt_cache_key: str = ""
-    params: Mapping[str, str] = field(default_factory=dict)  # the body's names of fields
-    echoed: Mapping[str, Any] = field(default_factory=dict)  # repeated in a response
+    params: Mapping[str, str] = field(default_factory=dict)  # our field names -> names in the body
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # parameters that a response repeats
     ignored: Sequence[str] = ()  # fields without effect, listed in a response header
 
     @property
@@ -194,7 +195,7 @@ class ParsedRequest:
         return self.turn.settings.tools
 
     def param(self, name: str) -> str:
-        """Return the body's name of a field, for errors of the template, tokenizer or engine."""
+        """Return the name of a field in the body, for errors of the template, tokenizer or engine."""
         if name in OF_MESSAGES:
             return MESSAGES_PARAMS[self.kind]
         return self.params.get(name, name)
@@ -203,7 +204,7 @@ class ParsedRequest:
 def tokens_of(
     request: ParsedRequest, template: ChatTemplate, context_max: int, now: datetime
 ) -> list[int]:
-    """Return the tokens of the whole prompt; callable in any thread. `now`: for templates with a date."""
+    """Return the tokens of the whole prompt. Any thread may call this. `now`: for templates with a date."""
     if isinstance(request.prompt, tuple):
         return list(request.prompt)
     if request.prompt is not None:
@@ -223,7 +224,7 @@ def parse(
     served: Served,
     fields_of: Callable[[Any], Fields] = checked_fields,
 ) -> ParsedRequest:
-    """Parse a body; InvalidArgument names the wrong parameter."""
+    """Parse a body. InvalidArgument names the invalid parameter."""
     fields = fields_of(body)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
@@ -268,12 +269,12 @@ def parse(
 
 
 def take_model(fields: Fields, models: Collection[str] | None) -> str:
-    """Read the model's name, which must be served."""
+    """Read the model's name. Raises Refusal if this model is not served."""
     return served_name(fields.needed_text("model"), models)
 
 
 def served_name(name: str, models: Collection[str] | None) -> str:
-    """Return the served model's name, without a tag `:latest`; raises Refusal for unknown models."""
+    """Return the name of a served model, without the tag `:latest`. Raises Refusal for an unknown model."""
     if models is not None and name not in models:
         name = name.removesuffix(LATEST)
     if not name or (models is not None and name not in models):
@@ -294,7 +295,7 @@ def _chat(fields: Fields) -> dict[str, Any]:
     fields.only("modalities", ["text"])
     fields.only("echo", False)
     fields.only("add_special_tokens", False)
-    fields.object("prediction")  # a hint for speed; no effect
+    fields.object("prediction")  # no effect: only a hint for speed
     fields.only("functions", problem="is no longer supported: use tools")
     fields.only("function_call", problem="is no longer supported: use tool_choice")
     messages, begins = take_messages(fields)
@@ -320,7 +321,7 @@ def _response(fields: Fields) -> dict[str, Any]:
     background = fields.flag("background")
     fields.only("truncation", "disabled")
     fields.only("prompt", problem="there are no stored prompts")
-    fields.integer("max_tool_calls")  # for tools that servers run; no effect
+    fields.integer("max_tool_calls")  # no effect: only for tools that run on the server
     previous, conversation = fields.text("previous_response_id"), _conversation(fields)
     if previous and conversation:
         raise Refusal("previous_response_id", "cannot be combined with conversation")
@@ -378,7 +379,7 @@ def _num_choices(fields: Fields) -> int:
 
 
 def _form(kind: RequestKind, fields: Fields, ignored: list[str]) -> FormatFields:
-    """Read the required form of the reply, under the endpoint's names."""
+    """Read the required form of the reply. The names of the fields depend on the endpoint."""
     if kind is not RequestKind.RESPONSE:
         return take_response_format(fields)
     if (text := fields.fields("text")) is None:
@@ -390,7 +391,7 @@ def _form(kind: RequestKind, fields: Fields, ignored: list[str]) -> FormatFields
 
 
 def _verbosity(fields: Fields, ignored: list[str]) -> None:
-    """Read a hint for the length of replies; values other than the default have no effect."""
+    """Read a hint for the length of replies. It has no effect; other values than the default are reported."""
     if fields.text("verbosity") not in (None, "medium"):
         ignored.append(fields.where("verbosity"))
 
@@ -398,7 +399,7 @@ def _verbosity(fields: Fields, ignored: list[str]) -> None:
 def _template_options(
     fields: Fields, is_chat: bool, known: Collection[str] | None
 ) -> dict[str, Any]:
-    """Read template options; map the reasoning effort to the template's option or its switch for thinking."""
+    """Read template options. The reasoning effort sets the template's option, or its switch for thinking."""
     options = take_template_options(fields, known)
     where, effort = _effort(fields, is_chat)
     if effort is None:
@@ -426,7 +427,7 @@ def take_template_options(fields: Fields, known: Collection[str] | None) -> dict
 
 
 def _effort(fields: Fields, is_chat: bool) -> tuple[str, str | None]:
-    """Return the endpoint's name of the effort, and its value."""
+    """Return the endpoint's name for the reasoning effort, and its value."""
     if is_chat:
         return "reasoning_effort", fields.text("reasoning_effort")
     reasoning = fields.fields("reasoning")
@@ -455,7 +456,7 @@ def _kept(fields: Fields) -> dict[str, Any]:
 
 
 def _pass_over(fields: Fields) -> None:
-    """Read parameters without effect; types are checked, because a response repeats some of them."""
+    """Read parameters without effect. Their types are checked, because a response repeats some of them."""
     for name in ("user", "safety_identifier", "service_tier"):
         fields.text(name)
     fields.text("prompt_cache_retention")
@@ -471,13 +472,13 @@ def _pass_over(fields: Fields) -> None:
 class SamplingFields(NamedTuple):
     sampling: Sampling
     given: Mapping[str, Any]  # fields that the body sets
-    params: Mapping[str, str]  # the body's names of fields, if different
+    params: Mapping[str, str]  # our field names -> names in the body, if different
 
 
 def take_sampling(
     kind: RequestKind, fields: Fields, defaults: Sampling, vocab_size: int | None
 ) -> SamplingFields:
-    """Read sampling parameters; Refusal names the wrong one as in the body."""
+    """Read sampling parameters. Refusal names the invalid parameter as in the body."""
     values: dict[str, Any] = {name: fields.number(name) for name in FLOATS}
     values |= {name: fields.integer(name) for name in INTEGERS if name != "max_tokens"}
     length_param, values["max_tokens"] = _length(LENGTHS[kind], fields)
@@ -520,7 +521,7 @@ def _logprobs(kind: RequestKind, fields: Fields) -> int | None:
 
 
 def _included(fields: Fields) -> bool:
-    """Return whether `include` asks for logprobs; other data does not exist here."""
+    """Return whether `include` lists logprobs. Raises Refusal for values that are not supported."""
     given = fields.items("include") or ()
     for index, each in enumerate(given):
         if each not in (LOGPROBS_INCLUDED, "reasoning.encrypted_content"):
@@ -554,7 +555,7 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...] | None:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...] | None:
-    """Read logit_bias; its token ids are strings, because JSON keys are."""
+    """Read logit_bias. Its token ids are strings, because JSON keys are strings."""
     given, where = fields.object("logit_bias"), fields.where("logit_bias")
     if given is None:
         return None

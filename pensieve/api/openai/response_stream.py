@@ -8,11 +8,11 @@
     response.completed | response.incomplete | response.failed | error
 
 The first two events and the last event have the whole response in its current state. An item ends when an
-item of another kind begins, and a call when the next call begins, so only the last item is open. An empty
-reply is a message without text.
+item of another kind begins; a call also ends when the next call begins. So only the last item is open. If the
+reply is empty, there is a message without text.
 
-Logprobs are in the delta of their tokens. If text is withheld because it may begin a call, its logprobs come
-with the next delta. If it did begin a call, they are left out.
+The logprobs of tokens are in the delta with their text. Text is withheld if it may begin a call. If it turns
+out to be text, its logprobs come with the next delta. If it does begin a call, its logprobs are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ENDED = frozenset({"completed", "incomplete", "failed", "cancelled"})
 
 
 def unfinished(request: ParsedRequest, heading: Heading, status: str) -> dict[str, Any]:
-    """Return the body of a response without a reply yet."""
+    """Return the body of a response that has no reply yet."""
     body = response_body(request, NO_TOKENS, NO_PROMPT, heading, [])
     return {**body, "status": status, "incomplete_details": None, "usage": None}
 
@@ -66,7 +66,7 @@ def finished(
     *,
     is_cut: bool = False,
 ) -> dict[str, Any]:
-    """Return the whole body; `is_cut`: the reply was ended early."""
+    """Return the whole body. `is_cut`: the reply was ended early."""
     body = response_body(request, reply, prompt, heading, list(items))
     if is_cut:
         body |= {"status": "incomplete", "incomplete_details": {"reason": "cancelled"}}
@@ -93,8 +93,8 @@ class ResponseStream:
     def tokens(self, tokens: ReplyTokens) -> list[Event]:
         """Return the events for these tokens of the reply.
 
-        With logprobs, tokens are handled one by one, so that the events do not depend on how many tokens
-        arrived at once.
+        With logprobs, tokens are handled one by one. Otherwise the events would depend on how many tokens
+        arrive at once.
         """
         if self._request.sampling.logprobs is None:
             return self.pieces(tokens.pieces(self._cutter))
@@ -125,7 +125,7 @@ class ResponseStream:
         return self._numbered([*self._items.end(is_whole=status == "completed"), last])
 
     def failed(self, body: Mapping[str, Any]) -> list[Event]:
-        """Return the event of a failed response; `body` has the reason."""
+        """Return the event of a failed response. `body` has the reason."""
         return self._numbered([{"type": "response.failed", "response": dict(body)}])
 
     def error(self, code: str | None, message: str, param: str | None = None) -> list[Event]:
@@ -166,7 +166,7 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
         self._names = names
         self._is_open = False  # the last item is open
-        self._text: list[str] = []  # of the open item
+        self._text: list[str] = []  # text of the open item
         self._rows: list[Mapping[str, Any]] = []  # logprobs of the open item
         self._waiting: list[Mapping[str, Any]] = []  # logprobs for the next delta of text
         self._num_calls = 0
@@ -195,7 +195,7 @@ class OutputItems:
         return events
 
     def end(self, *, is_whole: bool) -> list[Event]:
-        """Return the last events; the last item is incomplete unless the reply is whole."""
+        """Return the last events. If `is_whole` is False, the last item is marked as incomplete."""
         events = [] if self.items else self._opened("message")
         if self._waiting and self._is_open and self.items[-1]["type"] == "message":
             events.append(self._text_delta(""))

@@ -4,14 +4,15 @@
         for answer in await fleet.stats():
             print(answer.replica.name, answer.value or answer.reason)
 
-replicas.py     `Replica`: name and address of a daemon discovery.py    list the replicas, from an argument
-or from a daemon asking.py       call all replicas at once; a replica that does not answer yields an error
-fleet.py        `Fleet`: the calls of AdminService, to all replicas totals.py       combine figures: sums,
-maxima, and quantiles over all samples holdings.py     which replicas hold KV of a conversation, and which
-one owns it exposition.py   merge the metrics of all replicas into one text with a `replica` label
+    replicas.py      `Replica`: name and address of a daemon
+    discovery.py     list the replicas, from an argument or from a daemon
+    asking.py        call all replicas at once; a replica that does not answer yields an error
+    fleet.py         `Fleet`: the calls of AdminService, to all replicas
+    totals.py        combine figures: sums, maxima, and quantiles over all samples
+    holdings.py      find the replicas that hold KV of a conversation, and the replica that owns it
+    exposition.py    merge the metrics of all replicas into one text with a `replica` label
 
-It is part of the SDK because it needs only a channel and the stubs. A monitoring machine can install the
-client alone.
+This package is part of the SDK, so that a monitoring machine can install the client alone.
 """
 
 from pensieve.client.fleet.asking import ReplicaAnswer

@@ -1,7 +1,7 @@
 """Call several daemons at once. A daemon that does not answer yields an error, not an exception.
 
-Runs on one event loop. Each call has its own deadline, so a daemon that is gone, hangs or refuses costs
-only its own row. Connections stay open between calls, until their replica is no longer listed.
+Runs on one event loop. Each call has its own deadline, so a daemon that is down, hangs or refuses the call
+does not affect the other answers. A connection stays open until its replica is no longer listed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pensieve.client.retry import Deadline
 from pensieve.errors import DeadlineExceeded, PensieveError, whole_line
 from pensieve.v1 import admin_pb2_grpc
 
-if TYPE_CHECKING:  # the stubs define this name for type checkers only
+if TYPE_CHECKING:  # the generated stubs define this name only for type checkers
     from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 T = TypeVar("T")
-LATE_SECONDS = 1.0  # after its deadline, a call is abandoned even if gRPC does not end it
+LATE_SECONDS = 1.0  # after this time past its deadline, a call is abandoned
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ReplicaAnswer(Generic[T]):
 
     @property
     def reason(self) -> str:
-        """Why there is no value, in one line; "" if there is a value."""
+        """Why there is no value, in one line; "" if there is one."""
         return whole_line(self.error) if self.error is not None else ""
 
 

@@ -1,4 +1,4 @@
-"""List the replicas: from an argument, or from a daemon, which knows the others that share its history."""
+"""List the replicas: from an argument, or from a daemon, which knows all daemons that share its history."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FixedReplicas:
 
 
 class SharedReplicas:
-    """The daemons that share a history, as one of them lists them. Bound to no event loop."""
+    """The daemons that share a history, listed by one of them. May be used on several event loops."""
 
     def __init__(self, address: str, *, token: str | None = None, tls: Tls = False) -> None:
         self._address, self._token, self._tls = address, token, tls
@@ -55,7 +55,7 @@ class SharedReplicas:
         return sorted(replicas, key=lambda each: each.name)
 
     def _replica(self, told: pb.Replica) -> Replica:
-        """Convert a replica of the wire. One without an address is the called daemon, which is alone."""
+        """Convert a protobuf Replica. If it has no address, it is the called daemon itself, the only one."""
         address = told.address or self._address
         state = "draining" if told.draining else "alive" if told.alive else "silent"
         return Replica(told.name or address, address, told.metrics_address, state)

@@ -5,14 +5,14 @@
     x{replica="a",…} 1
     x{replica="b",…} 2
 
-The output is Prometheus' text format 0.0.4. The input may be the same format or OpenMetrics, whose extra
-parts are dropped (EOF, UNIT, exemplars, timestamps in seconds). The parser reads only the family of a
-sample and where its labels begin. Values and labels are copied byte for byte, so escapes survive. Only \\n
-ends a line: a label may contain other characters that Python treats as line ends.
+The output is Prometheus' text format 0.0.4. The input may be the same format or OpenMetrics. Parts that only
+OpenMetrics has are dropped: EOF, UNIT, exemplars, timestamps in seconds. Values and labels are copied byte
+for byte, so escapes stay intact. Only \\n ends a line, because a label may contain other characters that
+Python treats as line ends.
 
-A daemon started with `--replica` sets the label itself. If that label equals the replica's name here, it is
-not repeated. A different name becomes `exported_replica`, as in Prometheus. If the replica has no name here
-(only an address), its samples keep the daemon's own label and get no other.
+A daemon started with `--replica` sets the label itself. If this label equals the replica's name in the list
+of replicas, it is not repeated. A different label becomes `exported_replica`, as in Prometheus. If the
+replica has only an address in the list, its samples keep the daemon's label.
 
 A replica whose text cannot be parsed loses only its own samples: `read` raises, and the caller counts the
 replica as down.
@@ -113,7 +113,7 @@ def _sample(line: str, keep_time: bool) -> Sample | None:
             if alone is None:
                 labels.append((_bare(label), value))
             elif name:
-                return None  # two names
+                return None  # the sample has two names
             else:
                 name = _bare(alone)
             position, is_more = found.end(), bool(comma)
@@ -128,13 +128,13 @@ def _sample(line: str, keep_time: bool) -> Sample | None:
 
 
 def _bare(name: str) -> str:
-    """Remove the quotes of a name that is valid without them; otherwise return it unchanged."""
+    """Remove the quotes of a name, if the name is valid without quotes."""
     inside = name[1:-1] if name.startswith('"') else name
     return inside if BARE.fullmatch(inside) else name
 
 
 def _family_of(name: str, families: Families) -> str:
-    """Return the family that announced this sample: x for x_bucket."""
+    """Return the name of a sample's family: x for x_bucket."""
     if name in families:
         return name
     for suffix in FAMILY_SUFFIXES:
@@ -145,7 +145,7 @@ def _family_of(name: str, families: Families) -> str:
 
 
 def _as_0_0_4(families: Families) -> Families:
-    """Convert OpenMetrics families, where counters are announced without the _total of their samples."""
+    """Convert OpenMetrics families. In OpenMetrics, the name of a counter's family lacks `_total`."""
     found: Families = {}
     for name, family in families.items():
         family.kind = KINDS.get(family.kind or "", family.kind)

@@ -1,12 +1,12 @@
 """`Fleet`: call AdminService on all replicas at once.
 
-Each method returns a row for each replica, in the order of discovery, also for replicas that do not answer.
-Only connections are kept between calls, so a recovered replica appears in the next answer.
+Each method returns one row per replica, in the order of discovery. A replica that does not answer has a row
+with an error. Only connections are kept between calls, so a recovered replica answers the next call.
 
-`watch` runs a task for each replica, which reads its stream and keeps the latest figures. A stream that
-ends, or is silent for longer than the interval plus the deadline, is started again. Each interval yields
-the latest figures of each replica, so a hanging replica delays only its own row. The list of replicas is
-refreshed at most every LIST_SECONDS. All of it runs on the event loop of the first call.
+`watch` runs a task for each replica, which reads the replica's stream and keeps the latest figures. A stream
+is started again if it ends, or is silent for longer than the interval plus the deadline. Each interval yields
+the latest figures of all replicas. So a hanging replica delays only its own row. The list of replicas is
+refreshed at most every LIST_SECONDS. Everything runs on the event loop of the first call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pensieve.client.requests import check_text
 from pensieve.errors import PensieveError, ServerFault, Unavailable
 from pensieve.v1 import admin_pb2 as pb
 
-if TYPE_CHECKING:  # the stubs define this name for type checkers only
+if TYPE_CHECKING:  # the generated stubs define this name only for type checkers
     from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Fleet:
         await self._connections.keep_only(found)
         return found
 
-    # -- one call to each --
+    # -- one call to each replica --
 
     async def stats(self) -> list[ReplicaAnswer[pb.Stats]]:
         """Return the figures of each replica."""
@@ -96,7 +96,7 @@ class Fleet:
     async def cached(
         self, least_valuable: bool = False
     ) -> list[ReplicaAnswer[pb.ListCachedConversationsResponse]]:
-        """Return the conversations with KV in the cache of each replica, at most CACHED_MAX of each.
+        """Return the conversations with KV in the cache, at most CACHED_MAX per replica.
 
         `holdings.held_of` merges them.
         """
@@ -116,7 +116,7 @@ class Fleet:
     async def explain(
         self, conversation_id: str, tenant: str = ""
     ) -> list[ReplicaAnswer[pb.ExplainConversationResponse]]:
-        """Return where the KV of a conversation is on each replica; NotFound where it is unknown."""
+        """Return where each replica has the KV of a conversation. The error of a row may be NotFound."""
         request = pb.ExplainConversationRequest(
             conversation_id=check_text("conversation_id", conversation_id),
             tenant=check_text("tenant", tenant),
@@ -139,7 +139,7 @@ class Fleet:
         return await self._each(call)
 
     async def check(self) -> list[ReplicaAnswer[list[str]]]:
-        """Return the problems in each replica's bookkeeping, normally none."""
+        """Check the consistency of each replica's tables, and return the problems found."""
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> list[str]:
             request = pb.CheckIntegrityRequest()
@@ -151,8 +151,8 @@ class Fleet:
     async def metrics(self) -> list[ReplicaAnswer[exposition.Families]]:
         """Return the parsed metrics of each replica. `exposition.merged` makes one text of them.
 
-        A thread parses them after all replicas have answered. Parsing many replicas takes seconds, which
-        must not count towards their deadlines.
+        A thread parses the metrics after all replicas have answered. Parsing may take seconds, which must not
+        count towards the deadlines.
         """
 
         async def call(stub: AdminServiceAsyncStub, seconds: float) -> str:
@@ -181,9 +181,9 @@ class Fleet:
     async def watch(
         self, interval_seconds: float = 1.0
     ) -> AsyncGenerator[list[ReplicaAnswer[pb.Stats]], None]:
-        """Iterate over the figures of each replica, every `interval_seconds`.
+        """Iterate over the figures of all replicas, every `interval_seconds`.
 
-        The first figures come when every replica has answered or failed.
+        The first result is yielded when every replica has answered or failed.
         """
         loop = asyncio.get_running_loop()
         latest: dict[Place, ReplicaAnswer[pb.Stats]] = {}
@@ -219,7 +219,7 @@ class Fleet:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _listed_again(self, before: Sequence[Replica]) -> Sequence[Replica]:
-        """Return the current replicas, or the previous ones while they cannot be listed."""
+        """Return the current replicas. If they cannot be listed, return the previous list."""
         try:
             return await self.replicas()
         except PensieveError:
@@ -231,7 +231,7 @@ class Fleet:
         interval_seconds: float,
         keep: Callable[[ReplicaAnswer[pb.Stats]], None],
     ) -> None:
-        """Pass the figures of one replica to `keep` as they come, or the error if there are none."""
+        """Pass each new figures of one replica to `keep`, or the error if the replica sends none."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
         patience = interval_seconds + self.seconds
         while True:

@@ -1,9 +1,9 @@
-"""Find which replicas hold KV of a conversation, and which one owns it.
+"""Find the replicas that hold KV of a conversation, and the replica that owns the conversation.
 
-The owner serves the conversation. Another replica may still hold KV from before a move. That KV is stale:
-it costs memory until it is evicted, and is never read, because its holder drops it before it serves the
-conversation again. All this is about replicas that share a history. In separate histories, the same id is a
-different conversation.
+The owner serves the conversation. After the conversation has moved, its previous owner may still hold KV.
+This KV is stale: it uses memory until it is evicted, but is never read. If the previous owner becomes the
+owner again, it drops this KV first. All this applies to replicas that share a history. In separate histories,
+the same id means different conversations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def held_of(
 ) -> list[HeldConversation]:
     """Merge the lists of all replicas and return the first `limit` conversations.
 
-    `least_valuable` sorts by retention value, otherwise the largest come first.
+    With `least_valuable`, the lowest retention value comes first; otherwise, the largest conversation.
     """
     holders: dict[tuple[str, str, str], list[str]] = {}
     listed = []
@@ -77,9 +77,9 @@ Explained = ReplicaAnswer[pb.ExplainConversationResponse]
 
 
 def owner_of(found: Sequence[Explained]) -> ServingReplica | None:
-    """Return the conversation's owner. An owner that did not answer has the name that the others report.
+    """Return the conversation's owner. If the owner did not answer, the other replicas name it.
 
-    None if nobody knows, or if several histories have a conversation with this id.
+    None if no replica knows the owner, or if several histories have a conversation with this id.
     """
     if num_histories(found) > 1:
         return None

@@ -1,4 +1,4 @@
-"""A replica as an operator writes it: `name=address`."""
+"""A replica, and the parser of its notation `name=address`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Replica:
     """One daemon of several.
 
     Attributes:
-        name: its name in rows and labels; its address if it has no name.
-        address: of its gRPC services, HOST:PORT or unix:PATH.
-        metrics_address: where it serves GET /metrics; "" if unknown.
-        state: such as "alive" or "draining", from the daemon that lists it; "" if unknown.
+        name: the replica's name in rows and labels; its address if it has no name.
+        address: HOST:PORT or unix:PATH of its gRPC services.
+        metrics_address: HOST:PORT where it serves GET /metrics; "" if unknown.
+        state: such as "alive" or "draining", according to the daemon that listed the replica; "" if unknown.
     """
 
     name: str
@@ -36,7 +36,7 @@ def replicas_of(text: str, field: str = "replicas") -> tuple[Replica, ...]:
     found: dict[str, Replica] = {}
     for each in filter(None, (part.strip() for part in text.split(","))):
         name, is_named, address = each.partition("=")
-        if "/" in name or ":" in name:  # the = is part of the address's path
+        if "/" in name or ":" in name:  # not a name: the `=` belongs to the address
             name, is_named, address = "", "", each
         address = address.strip() if is_named else each
         name = name.strip() if is_named else address

@@ -1,14 +1,14 @@
 """Combine the figures of several daemons.
 
-    counts                add up (turns, tokens, bytes; pages as tokens, because page sizes differ)
+    counts                are added (turns, tokens, bytes; pages as tokens, because page sizes differ)
     quantiles             are computed from the summed buckets of `Latency`
-    shares and means      are ratios of sums, if their parts are known
+    shares and means      are ratios of sums, if the numerator and the denominator are known
     worst values          are maxima (loop lag, age of a backup)
-    per history           is counted once for each history, whose replicas all report the same number
-    all else              appears only per replica: quantiles without buckets, differing objectives, uptimes
+    counts of a history   are counted once, because all replicas of a history report the same number
+    other figures         appear only per replica: quantiles without buckets, differing objectives, uptimes
 
-Unknown figures (from a later version) are summed, unless their name has an ending of NOT_ADDITIVE, such as
-`_p99` or `_share`.
+Figures that this version does not know are added. The exceptions are names that end like NOT_ADDITIVE, such
+as `_p99` or `_share`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ WORST = (
 )
 PER_HISTORY = ("history_problems", "scrub_passes")
 NOT_ADDITIVE = ("_p50", "_p90", "_p95", "_p99", "_seconds", "_share", "_used", "_attained")
-# An uptime, and a mean that is computed from its parts.
+# Not added: an uptime, and a mean that is computed from its numerator and denominator.
 NEITHER = ("seconds", "tokens_per_iteration")
 QUANTILES = (0.5, 0.95, 0.99)
 
 
 def total_of(found: Sequence[pb.Stats]) -> dict[str, Any]:
-    """Return the combined figures as plain values."""
+    """Return the combined figures as JSON values."""
     sums: dict[str, Any] = {name: sum(getattr(each, name) for each in found) for name in SUMS}
     computed = sum(each.more.get("tokens_computed", 0.0) for each in found)
     return {
@@ -85,9 +85,10 @@ def _quantile(counts: Mapping[float, int], total: int, share: float) -> float:
 
 
 def once_per_history(counts: Iterable[tuple[str, int]]) -> int:
-    """Sum counts, given with their history. A history counts once, with its largest count.
+    """Sum counts of (history, count), with only the largest count of each history.
 
-    The counts are from different moments, so they may differ. An empty history name counts by itself.
+    The counts of a history may differ, because they are from different moments. Each count with an empty
+    history name is added.
     """
     shared: dict[str, int] = {}
     own = 0
@@ -102,7 +103,7 @@ def once_per_history(counts: Iterable[tuple[str, int]]) -> int:
 def tenants_of(found: Sequence[pb.ListTenantsResponse]) -> list[dict[str, Any]]:
     """Return the total usage of each tenant, by name.
 
-    Limits and saved-up allowances belong to each daemon, and appear only in the rows of the replicas.
+    Limits and saved allowances apply to each daemon separately. They appear only in the rows of the replicas.
     """
     by_name: dict[str, list[tuple[str, pb.Tenant]]] = {}
     for each in found:
@@ -156,12 +157,12 @@ def _service(found: Sequence[pb.Stats]) -> dict[str, Any]:
 
 
 def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
-    """Combine the named figures over the daemons that have them."""
+    """Combine the figures in `more`, each over the daemons that report it."""
     whole: dict[str, float] = {}
     for name in sorted({name for each in found for name in each.more}):
         having = [each for each in found if name in each.more]
         values = [each.more[name] for each in having]
-        if name.startswith("tenant_tokens."):  # regardless of the end of the tenant's name
+        if name.startswith("tenant_tokens."):  # even if the tenant's name ends like NOT_ADDITIVE
             whole[name] = sum(values)
         elif name in WORST:
             whole[name] = max(values)
@@ -186,7 +187,7 @@ def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
 
 
 def _share_attained(found: Sequence[pb.Stats], kind: str) -> float | None:
-    """Return the share over all daemons, if all have the same objective. Weighted by their sample counts."""
+    """Return the mean share, weighted by sample counts. None if the daemons have different objectives."""
     name, count = f"{kind}_attained", f"{kind}_count"
     having = [each for each in found if name in each.more]
     if len({each.more[f"{kind}_objective_seconds"] for each in having}) != 1:
