@@ -18,8 +18,8 @@ Rules:
 * A claim interrupts the running turn of the previous owner. The previous owner can no longer end that turn
   (`StoreTransactions.may_end`).
 * If the previous owner was another session, the claim calls `on_stale` before its commit, because the local
-  engine's KV may be outdated. If the commit fails, the call was unnecessary: the engine has dropped KV that it
-  could have kept. The call cannot wait for the commit, because a commit that fails may still take effect.
+  engine's KV may be outdated. If the commit fails, the engine has dropped KV that it could have kept. The
+  call cannot wait for the commit, because a commit that reports an error may still take effect.
 
 A session ends when its row is deleted. This happens when its daemon closes the history, when a daemon opens
 the history again from the same data folder, and when a daemon opens the history exclusively. In the last two
@@ -176,7 +176,7 @@ class Owners:
 
     @repeated
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
-        """Tell the other daemons where this one can be reached."""
+        """Tell the other daemons where this daemon can be reached."""
         self._places = address, http_address, metrics_address
         with self._transactions.writing() as conn:
             conn.execute(

@@ -1,8 +1,8 @@
 """The frozen values that the store takes and returns.
 
-A conversation's *log* is the sequence of all its token ids. The messages cover the log without gaps: a message
-has the positions [first_token, first_token + num_tokens), and the next message begins at the end of that
-range. Every commit to a conversation creates its next *revision*. Each message records the revision that
+A conversation's *log* is the sequence of all its token ids. The messages cover the log without gaps: a
+message has the positions [first_token, first_token + num_tokens), and the next message begins at the end of
+that range. Every commit to a conversation creates its next *revision*. Each message records the revision that
 added it. The messages of a new conversation have revision 0.
 """
 
@@ -20,9 +20,9 @@ from pensieve.errors import InvalidArgument
 from pensieve.store.bodies import canonical_json
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-PREFIX_MARK = "prefix:"  # begins the id of a conversation that stores a declared prefix
+PREFIX_MARK = "prefix:"  # start of the id of a conversation that stores a declared prefix
 PAGE_SIZE_MAX = 1000
-PAGE_BYTES_MAX = 2 << 20  # limit of a page's records; a page with a single record may be larger
+PAGE_BYTES_MAX = 2 << 20  # limit for the records of a page; a page with a single record may be larger
 
 
 class StoredTurnState(StrEnum):
@@ -145,8 +145,8 @@ class NewTurn:
     repeated request compares equal. `seed` is the seed to use.
 
     The token ids of `messages` are valid only after revision `expected_revision` of the conversation that was
-    created at `expected_created_at`. (A conversation that is created later may have the same id.) None accepts
-    any value.
+    created at `expected_created_at`. (A conversation that is created later may have the same id.) None
+    accepts any value.
     """
 
     request_id: str
@@ -177,7 +177,7 @@ class StoredConversation:
     revision: int
     num_messages: int
     num_tokens: int  # the length of the log
-    fingerprint: str  # identifies model, tokenizer and template of the token ids
+    fingerprint: str  # identifies the model, tokenizer and template that the token ids are for
     tools: tuple[Any, ...]
     template_options: dict[str, Any]
     metadata: dict[str, Any]
@@ -185,7 +185,7 @@ class StoredConversation:
     running_turn_id: int | None
     created_at: float
     updated_at: float
-    began_at: float | None = None  # if the head has its own tokens: the template's current time
+    began_at: float | None = None  # the template's current time, if the head already has its tokens
     has_pending: bool = False  # messages are pending, or were taken by the last turn
     title: str = field(default="", compare=False)  # only readers of lists set it: titles.py
 
@@ -230,13 +230,13 @@ class StoredTurn:
     tenant: str
     request_id: str
     state: StoredTurnState
-    attempts: int  # number of starts; above 1 after an interruption or failure
+    attempts: int  # how often the turn was begun; above 1 after an interruption or failure
     sampling: dict[str, Any]
     seed: int
     finish_reason: str | None
-    failure: str | None  # why it failed
+    failure: str | None  # why the turn failed
     usage: dict[str, Any]
-    revision: int | None  # the revision that it created
+    revision: int | None  # the revision that the turn created
     created_at: float
     finished_at: float | None
 

@@ -116,7 +116,7 @@ class ResponseStore:
 def put_response(conn: Connection, number: int, response: StoredResponse) -> None:
     """Insert or replace a response of the conversation with this row number.
 
-    If the stored response is final (its turn is in the history), a late update from the running turn is ignored.
+    If the turn of the stored response is in the history, a late update from the running turn is ignored.
     """
     tenant = response.tenant
     last_revision = response.revision or response.began_at_revision
