@@ -77,7 +77,8 @@ UNAVAILABLE = {
 CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
 UNDECODABLE = "Could not decode to UTF-8"  # the driver's message; SQLite has no code for it
 REOPEN_AFTER = {8, 10, 14}
-READERS_MILLISECONDS = 100  # how long a truncation waits for readers of other daemons; no daemon writes then
+# how long a truncation waits for readers of other daemons; no daemon writes then
+READERS_MILLISECONDS = 100
 FULL, IO_ERROR, CONSTRAINT = 13, 10, 19
 
 
@@ -279,7 +280,8 @@ class WriterConnection:
             with contextlib.suppress(self.driver.Error):
                 conn.close()
             raise
-        if has_changed:  # after a schema change, each statement on the connection is slower (measured)
+        # after a schema change, each statement on the connection is slower (measured)
+        if has_changed:
             conn.close()
             return self._connect()
         return db

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 MAKE_WAY_SECONDS = 0.1
-MAKE_WAY_EVERY_SECONDS = 1.0  # delay reads only this often: another program may block the erasure for long
+# delay reads only this often: another program may block the erasure for long
+MAKE_WAY_EVERY_SECONDS = 1.0
 TURN_ID_PATTERN = re.compile("[0-9]{1,18}")
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 

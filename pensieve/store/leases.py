@@ -47,7 +47,8 @@ class Leases:
 
     def renew(self) -> None:
         for _ in range(CALLS_MAX - 1):
-            with contextlib.suppress(Conflict):  # another daemon took the housekeeper's row at the same time
+            # another daemon took the housekeeper's row at the same time
+            with contextlib.suppress(Conflict):
                 self._renew()
                 return
         self._renew()

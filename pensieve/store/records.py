@@ -22,7 +22,8 @@ from pensieve.store.bodies import canonical_json
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 PREFIX_MARK = "prefix:"  # start of the id of a conversation that stores a declared prefix
 PAGE_SIZE_MAX = 1000
-PAGE_BYTES_MAX = 2 << 20  # limit for the records of a page; a page with a single record may be larger
+# limit for the records of a page; a page with a single record may be larger
+PAGE_BYTES_MAX = 2 << 20
 
 
 class StoredTurnState(StrEnum):
@@ -157,7 +158,8 @@ class NewTurn:
     expected_created_at: float | None = None
     # The conversation's pending messages, if `messages` includes them; otherwise None.
     pending: Sequence[NewMessage] | None = None
-    history_digest: bytes = b""  # for a request with an Idempotency-Key: digest of all messages in it
+    # for a request with an Idempotency-Key: digest of all messages in it
+    history_digest: bytes = b""
 
     def content_hash(self) -> str:
         """Return a digest of messages, sampling and `history_digest`, to recognize a repeated request."""

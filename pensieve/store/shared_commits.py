@@ -174,7 +174,8 @@ class Group:
         self.leader = Waiter()
         self.joined: list[Waiter] = []  # threads that wait for the commit
         self.is_lost = False  # the database has failed and may have rolled back everything
-        self.failure: Exception | None = None  # why the group was not committed; raised only as a copy
+        # why the group was not committed; raised only as a copy
+        self.failure: Exception | None = None
 
 
 class SharedCommits(WriterConnection):
@@ -183,7 +184,8 @@ class SharedCommits(WriterConnection):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._turns = ConnectionTurns(self._pass_on)
-        self._group: Group | None = None  # the open group; accessed only by the thread with the connection
+        # the open group; accessed only by the thread with the connection
+        self._group: Group | None = None
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:

@@ -258,7 +258,8 @@ class Erasure(ErasureSteps):
                 if not self._reserve.release():
                     raise
             with contextlib.suppress(StoreUnavailable):
-                self._writer.truncate_journal()  # free the log, because the second try may need as much space
+                # free the log, because the second try may need as much space
+                self._writer.truncate_journal()
             return delete()
 
     def has_room(self) -> bool:

@@ -23,7 +23,8 @@ BEGINNING_BYTES = 2048  # how much of a message's JSON is read; a character take
 TEXT_CHARACTERS_MAX = 2048  # how much of a text is used; it may begin with white space
 CONTENT = re.compile(rb'\{"content":"((?:[^"\\]|\\u[0-9a-f]{4}|\\[^u])*)')
 
-MESSAGE_BYTES_MAX = 1 << 20  # longer messages give no title, because SQLite would read them completely
+# longer messages give no title, because SQLite would read them completely
+MESSAGE_BYTES_MAX = 1 << 20
 BEGINNING = (
     f"CASE WHEN length(b.private) <= {MESSAGE_BYTES_MAX}"
     f" THEN substr(b.private, 1, {BEGINNING_BYTES}) END"

@@ -134,7 +134,8 @@ class StoreTransactions:
         """
         stays_live, was_written = False, False
         new = object()
-        with self._lock:  # make the turn live again if an earlier call that should end it has failed
+        # make the turn live again if an earlier call that should end it has failed
+        with self._lock:
             token = self._live.setdefault(turn_id, new)
         was_live = token is not new
         self._here.turn = None
@@ -161,7 +162,8 @@ class StoreTransactions:
             if not stays_live and not (is_late and was_live):
                 self._end_life(turn_id, token)
                 if not was_written:
-                    self._note_failure()  # only after `_end_life`: a live turn would not be repaired
+                    # only after `_end_life`: a live turn would not be repaired
+                    self._note_failure()
 
     def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
         """Return whether this daemon may end the turn, i.e. no other daemon has claimed the conversation.

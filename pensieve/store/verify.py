@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 PROBLEMS_MAX = 100
-KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}  # tables that a scrub reads, with their key columns
+# tables that a scrub reads, with their key columns
+KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}
 ROWS = 256
 BODIES_BYTES = 256 * 2**10
 # Reads rows after a key. Returns the last key that it has read, or None at the end.

@@ -154,7 +154,8 @@ CORRUPT = {
 }
 NO_TABLE = {"3F000", "42P01", "42501"}  # tables or permissions were removed
 STRONGER = ("on", "remote_apply")  # values of synchronous_commit
-STARTING = ("starting up", "shutting down", "not yet accepting", "recovery mode")  # in a server's error
+# in a server's error
+STARTING = ("starting up", "shutting down", "not yet accepting", "recovery mode")
 # SQLSTATEs: row changed meanwhile, deadlock, duplicate key, row still referenced.
 CONFLICTS = {"40001", "40P01", "23505", "23503"}
 
@@ -441,7 +442,8 @@ class PostgresWriter:
         try:
             backend = conn.execute(OWN_BACKEND).fetchone()
             assert backend is not None
-            self._claim.backends.add(backend)  # before this process could mistake the session for hanging
+            # before this process could mistake the session for hanging
+            self._claim.backends.add(backend)
             self._check(conn)
             self._take_slot(conn)
             with self._claim.opening:
