@@ -154,7 +154,7 @@ CORRUPT = {
 }
 NO_TABLE = {"3F000", "42P01", "42501"}  # tables or permissions were removed
 STRONGER = ("on", "remote_apply")  # values of synchronous_commit
-# in a server's error
+# words in the error of a server that refuses connections for now
 STARTING = ("starting up", "shutting down", "not yet accepting", "recovery mode")
 # SQLSTATEs: row changed meanwhile, deadlock, duplicate key, row still referenced.
 CONFLICTS = {"40001", "40P01", "23505", "23503"}
