@@ -23,5 +23,5 @@ def add_parser(commands: Any) -> None:
 
 def _run(act: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     if getattr(arguments, "plot", None) is not None:
-        plots.matplotlib()  # fails before minutes are spent
+        plots.matplotlib()  # fail now, not after minutes of measurements
     return act(arguments)

@@ -17,8 +17,9 @@ from collections.abc import MutableMapping
 
 from pensieve.config import machine
 
-# Time to load a model while another process is busy, compared with an otherwise idle machine: 1.2 times with a
-# spin count of 1,000, 1.5 times with 5,000, 3 times with 100,000. On the idle machine, it makes no difference.
+# Time to load a model while another process is busy, compared with an otherwise idle machine: 1.2 times with
+# a spin count of 1,000, 1.5 times with 5,000, 3 times with 100,000. On the idle machine, the spin count makes
+# no difference.
 SPIN_COUNT = 1000
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 THREADS = "OMP_NUM_THREADS"

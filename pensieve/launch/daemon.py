@@ -74,9 +74,7 @@ class DaemonSetup:
     """The parts of a daemon, before anything is opened."""
 
     resolved: Resolved
-    holder: (
-        str  # names this process in the error of another process that opens the data folder
-    )
+    holder: str  # names this process in the error of another process that opens the data folder
     listening: Listening
     config: DaemonConfig
     engine_program: tuple[str, ...] = programs.ENGINE
