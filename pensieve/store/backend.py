@@ -203,9 +203,9 @@ class Backend(Protocol):
 class TimeLimit:
     """Limits how long a transaction or a read may run, so that no statement blocks its thread for minutes.
 
-    The time counts from the start of the transaction or read. Over the limit, it fails with StoreUnavailable
-    and is rolled back. Waiting for the disk or a lock does not count. Migrations, `verify` and
-    `integrity_check` have no limit. Used only in the thread of the connection.
+    The time counts from the start of the transaction or read. A transaction that exceeds the limit fails with
+    StoreUnavailable and is rolled back. Waiting for the disk or a lock does not count. Migrations, `verify`
+    and `integrity_check` have no limit. Used only in the thread of the connection.
     """
 
     def __init__(self, seconds: float) -> None:

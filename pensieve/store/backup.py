@@ -1,10 +1,12 @@
-"""Backups of a SQLite history: a folder from which any backed-up moment can be restored.
+"""Backups of a SQLite history, in a folder.
+
+Each `Backup.write` adds a *moment*: the state of the database at that time. Any moment can be restored.
 
     FOLDER/history                the identity of the history that is backed up here
     FOLDER/lock                   locked by the process that writes to the folder
     FOLDER/generation-000001/
         base.db                   the whole database; SQLite can open it
-        base.json                 its description, and a line with the SHA-256 of the description
+        base.json                 the description of base.db, and the SHA-256 of the description
         00000001.segment, …       the pages that changed since the previous segment, or since the base
         newest                    the number of the newest segment
 
@@ -13,11 +15,11 @@ format, a line with its description (JSON), the compressed page numbers and page
 these. Each segment also contains the SHA-256 of the file before it. Every file and every generation is first
 written under another name, synced and renamed. So a crash leaves no incomplete file that looks complete.
 
-`Backup.write` adds a moment. It copies the database in one read transaction (SQLite's online backup) to an
-unnamed temporary file in the database's folder. Then it compares page digests to find the changed pages. So
-any number of processes may write to the database, commits do no extra work, and checkpoints are not
-restricted. The read transaction is closed before the backup folder is written, because that folder may be
-slow, full or unreachable.
+`Backup.write` copies the database in one read transaction (SQLite's online backup) to an unnamed temporary
+file in the database's folder. Then it compares page digests to find the changed pages. So any number of
+processes may write to the database, commits do no extra work, and checkpoints are not restricted. The read
+transaction is closed before the backup folder is written, because that folder may be slow, full or
+unreachable.
 
 `restore` checks every file and the whole restored database. Only then does it replace the history of a data
 folder.
@@ -78,7 +80,7 @@ BASE_FORMAT = 1
 GENERATION_SECONDS = 86_400.0
 # Limit for the pages of a segment, because `restore` holds them in memory. Larger changes need a new base.
 SEGMENT_BYTES_MAX = 256 * 2**20
-ROOM_BYTES = 64 * 2**20  # free space that must remain beside the database
+ROOM_BYTES = 64 * 2**20  # free disk space that the temporary copy of the database must leave
 DIGEST_BYTES = 32
 BLOCK_BYTES = 4 * 2**20
 COMPRESSION = 1

@@ -1,7 +1,8 @@
 """SQL of conversations, as functions on a connection. Each runs inside its caller's transaction.
 
 `ConversationStore` makes the decisions. This module, message_rows.py and turn_rows.py read and write rows.
-Every lookup uses a primary key or an index. Only `num_conversations` takes time proportional to their number.
+Every lookup uses a primary key or an index. Only `num_conversations` takes longer if there are more
+conversations.
 """
 
 from __future__ import annotations

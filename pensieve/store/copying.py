@@ -92,7 +92,7 @@ def copy_history(source: Backend, target: Backend) -> Copied:
         StoreCorrupt: the source is damaged.
     """
     with source.writer.reading():
-        pass  # locks it and migrates it to the newest schema
+        pass  # opening the source locks it and migrates it to the newest schema
     reads = source.snapshots()
     try:
         with reads.snapshot() as old, target.writer.writing() as new:
@@ -128,7 +128,7 @@ def _copy_table(old: Connection, new: Connection, table: str) -> None:
 
 def _batches(old: Connection, table: str, columns: list[str]) -> Iterator[list[Any]]:
     listed = ", ".join(columns)
-    if table not in NUMBER_COLUMNS and table != "history":  # few rows
+    if table not in NUMBER_COLUMNS and table != "history":  # a small table, in one batch
         yield old.execute(f"SELECT {listed} FROM {table}").fetchall()
         return
     key, where = NUMBER_COLUMNS.get(table, "conversation"), "true"
@@ -159,7 +159,7 @@ def _highest(conn: Connection) -> int:
 
 
 def _go_on_from(conn: Connection, highest_turn: int) -> None:
-    """Make sure that new rows get higher numbers than any row ever had."""
+    """Make new rows get higher numbers than all copied rows, and new turns than any turn ever had."""
     if isinstance(conn, ServerSession):
         for table, key in NUMBER_COLUMNS.items():
             found = conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()

@@ -3,8 +3,8 @@
 A declared prefix is a row of `prefixes` and the conversation that the row refers to. Clients cannot access
 that conversation by id, because the id contains a character that is not allowed in client ids. The
 conversation's messages are the system prompt and the few-shot turns, with the tokens that the template
-renders for them. No turn of it ever runs. So a prefix is stored, verified, backed up and erased like any
-conversation. A conversation under a prefix begins as a fork of the prefix's conversation:
+renders for them. This conversation never runs a turn. So a prefix is stored, verified, backed up and erased
+like any conversation. A conversation under a prefix begins as a fork of the prefix's conversation:
 
 * The fork holds the messages of the prefix at revision 0. No rewind removes these messages, and they survive
   the deletion of the prefix.

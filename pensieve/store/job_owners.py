@@ -7,8 +7,8 @@ this folder is open (owners.py).
 The key of a row is a digest of tenant and job id. A row may outlive its job. Its owner then answers that the
 job does not exist, and removes the row in the next `keep`.
 
-`keep` also refreshes `created_at` of the daemon's rows. So other daemons can tell when it was last active,
-and can remove the rows of a folder that is no longer used.
+`keep` also refreshes `created_at` of this daemon's rows. So other daemons can tell when this daemon was last
+active, and can remove the rows of a folder that is no longer used.
 """
 
 from __future__ import annotations

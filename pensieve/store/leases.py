@@ -47,7 +47,7 @@ class Leases:
 
     def renew(self) -> None:
         for _ in range(CALLS_MAX - 1):
-            # another daemon took the housekeeper's row at the same time
+            # Try again if another daemon took the housekeeper's row at the same time.
             with contextlib.suppress(Conflict):
                 self._renew()
                 return

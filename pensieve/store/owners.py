@@ -5,8 +5,8 @@ conversation has an *owner* and an *epoch*. The owner is the session of the daem
 conversation's KV. Each claim changes the owner and sets a new epoch:
 
     none ──created by A──> A, epoch 7 ──claimed by B──> B, epoch 12
-                                        only if A's session has ended, A's lease has expired, or A drains
-                                        and no turn of the conversation is running
+                                        only if A's session has ended, or A's lease has expired,
+                                        or A drains and runs no turn of the conversation
 
 Rules:
 

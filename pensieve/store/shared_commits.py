@@ -116,7 +116,7 @@ class ConnectionTurns:
             waiter.wake()
 
     def joining(self) -> Waiter | None:
-        """Remove and return the next thread to join, if any. Waking it gives it the connection."""
+        """Remove and return the next thread to join, if any. Waking this thread gives it the connection."""
         with self._lock:
             return self._joining.popleft() if self._joining else None
 
@@ -313,7 +313,7 @@ class SharedCommits(WriterConnection):
             raise self._explained(error) from error
 
     def _blames_database(self, error: Exception) -> bool:
-        """Return whether the database failed. A constraint error is none: it undoes only its statement."""
+        """Return whether the database failed. Constraint errors do not count: they undo one statement."""
         return isinstance(error, self.driver.Error) and primary_code(error) != CONSTRAINT
 
     def _joining_in(self, group: Group) -> Waiter | None:

@@ -52,7 +52,7 @@ OPEN_SECONDS_MAX = 10.0  # how long to wait until a daemon that is alone calls `
 EXCLUSIVE_SECONDS = 1.0  # how long to wait until a new holder has written its text
 OPEN_PAUSE_SECONDS = 0.02
 STOPPED_SECONDS = 1.0  # a writer must stay stopped this long before it is killed
-# (while the wait is shorter than this, pause between two tries), in seconds
+# (limit, pause) in seconds: a writer that has waited less than `limit` pauses this long between two tries
 PAUSES = ((0.05, 0.001), (1.0, 0.005), (float("inf"), 0.02))
 SHARED_TEXT = b"shared by daemons with --store sqlite://\n"
 SLICE_SECONDS = 0.005

@@ -240,7 +240,7 @@ class PostgresLanes:
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
-        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
+        """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
         with self._writer() as writer, writer.reading(is_snapshot) as session:
             yield session
 
@@ -377,7 +377,7 @@ class PostgresWriter:
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
-        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
+        """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
         with self._operation() as session:
             if is_snapshot:
                 session.begin("READ ONLY")
