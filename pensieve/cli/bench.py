@@ -1,4 +1,4 @@
-"""`pensieve bench`: measure this machine and this build. Each kind has its own module."""
+"""`pensieve bench`: measure this machine and this build. Each benchmark has its own module."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`/set`: the sampling values of a chat, and the source of each value.
 
-Values come from `/set`, flags, variables and the file of `--config`. For the others, the daemon uses its
-defaults. `server_info` returns these defaults, and whether they come from the model's files.
+Values come from `/set`, flags, variables and the file of `--config`. For values that are not set, the daemon
+uses its defaults. `server_info` returns these defaults, and whether they come from the model's files.
 """
 
 from __future__ import annotations

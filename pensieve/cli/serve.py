@@ -41,7 +41,7 @@ async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
 
     setup = replace(daemon.setup_to_serve(resolved), take_early=early.take)
     log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
-    # so that Ctrl-C ends a wait for the database
+    # Ctrl-C must end a wait for the database.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     server = daemon.open_server(setup, log.info)
     hurry = asyncio.Event()

@@ -8,8 +8,8 @@ some texts.
     gpt2     byte-level BPE: vocabulary and merges are in the file
     llama    SentencePiece's BPE: the file has a score for each token. Two parts are merged if the result is a
              token, the token with the best score first. Most models add a space before a text: Llama 2 after
-             each control token, newer Mistral models only at the start of the log. The file does not say
-             where. So only files that add no space are supported.
+             each control token, newer Mistral models only at the very start. The file does not say where. So
+             only files that add no space are supported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load the model on one device, or with several ranks only this rank's part of it."""
+"""Load the whole model on one device, or with several ranks, this rank's part of the model."""
 
 from __future__ import annotations
 

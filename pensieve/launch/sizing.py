@@ -118,8 +118,8 @@ def staging_pages(
 def turns_max(settings: Settings, pages: int | None = None) -> int:
     """Return the maximum number of concurrent turns.
 
-    If the settings have no number, it is limited by memory and by the token budget. A turn has at least two
-    pages, and a part of each iteration is left to prompts. `pages` counts the pages of the tiers in which
+    If the settings have no maximum, memory and the token budget limit the number: each turn needs at least
+    two pages, and a part of each iteration is left to prompts. `pages` counts the pages of the tiers in which
     turns may run. If `pages` is None, only the token budget counts.
     """
     if settings.turns_max:

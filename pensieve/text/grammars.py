@@ -95,7 +95,7 @@ class Matcher:
     def mask(self) -> bytearray:
         """Return a bit for each token of the vocabulary: whether the token may be next. Lowest bit first.
 
-        Bits of tokens that end a reply have no meaning. All bits are 0 when the grammar is complete.
+        Bits of tokens that end a reply have no meaning. All bits are 0 if the grammar allows no more tokens.
         """
         native = self._native
         if native.is_stopped():

@@ -38,7 +38,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None  # in a tool's answer: the name of the tool
-    # to limit the template's work
+    # used to limit the template's work
     num_characters: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

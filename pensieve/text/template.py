@@ -452,10 +452,11 @@ def _delta(encoded: Encoded, borders: list[int], skipped: int) -> TemplateDelta:
 
 
 def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
-    """Return the position in `text` where `message` ends. It is the last message in `alone`, not in `text`.
+    """Return the position in `text` where `message` ends.
 
-    Usually this is the first difference of `alone` and `text`. Some templates write the last message
-    differently (with its thinking). Then it is the first difference after the message's content.
+    `alone` ends with this message; `text` continues with more messages. Usually, the position is the first
+    difference of the two. Some templates write the last message differently (with its thinking). Then the
+    position is the first difference after the message's content.
     """
     first_difference = common_prefix(alone, text)
     content = (message["content"] or "").strip()
