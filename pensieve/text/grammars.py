@@ -6,7 +6,7 @@ A matcher uses the bytes that our tokenizer assigns to each token, so it accepts
 detokenizer produces. Control tokens have no bytes, and are allowed only where the grammar names them. (If a
 tokenizer drops a space before a reply's first token, the grammar still sees that space.)
 
-White space between the parts of JSON is one line break and at most WHITE_SPACES_MAX spaces. That is enough
+White space between the parts of JSON is at most one line break and WHITE_SPACES_MAX spaces. That is enough
 for indentation. Without this limit, an uncertain model could write spaces up to the length limit.
 
 If only one continuation is possible, its tokens are still sampled one by one (`NO_FORCING`). llguidance could
