@@ -72,7 +72,6 @@ def numbers(text: str) -> frozenset[int]:
 
 
 def policy() -> Policy:
-    """Return the memory policy of this thread."""
     mode, mask = ctypes.c_int(), (ctypes.c_ulong * MASK_WORDS)()
     _call(1, ctypes.byref(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS), None, ctypes.c_ulong(0))
     nodes = (word * BITS + bit for word in range(MASK_WORDS) for bit in range(BITS))

@@ -172,7 +172,6 @@ def _count(conn: Connection, tenant: str, num_bytes: int) -> None:
 
 
 def bytes_of_tenant(conn: Connection, tenant: str) -> int:
-    """Return the size of a tenant's conversations."""
     row = conn.execute("SELECT stored_bytes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
     return 0 if row is None else int(row[0])
 

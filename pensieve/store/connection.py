@@ -164,7 +164,6 @@ class WriterConnection:
 
     @property
     def journal_path(self) -> Path:
-        """The path of the write-ahead log."""
         return self.path.with_name(f"{self.path.name}-wal")
 
     def has_journal(self) -> bool:

@@ -276,7 +276,6 @@ def pending_json(
 
 
 def _private(conn: Connection, number: int) -> tuple[int, dict[str, Any]]:
-    """Return the body's row number and its JSON."""
     row = conn.execute(
         "SELECT c.body, b.crc, b.private, b.tokens FROM conversations c"
         " LEFT JOIN bodies b ON b.body = c.body WHERE c.conversation = ?",

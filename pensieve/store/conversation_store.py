@@ -233,7 +233,6 @@ class ConversationStore:
             return created
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
-        """Return a conversation without its messages."""
         with self._transactions.reading() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             if conversation_id.startswith(PREFIX_MARK):
@@ -490,7 +489,6 @@ class ConversationStore:
             return turn_rows.require_turn(conn, turn_id).turn
 
     def get_turn(self, turn_id: int) -> StoredTurn:
-        """Return a turn by its id."""
         with self._transactions.reading() as conn:
             return self._transactions.turn_as_read(conn, turn_rows.require_turn(conn, turn_id).turn)
 
@@ -573,7 +571,6 @@ class ConversationStore:
         self.owners.claim(conversation_id, tenant=tenant, takes=True)
 
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
-        """Publish where this daemon can be reached."""
         self.owners.announce(address, http_address, metrics_address)
 
     def drain(self) -> None:

@@ -128,7 +128,6 @@ class DataFolder:
 
     @property
     def database_path(self) -> Path:
-        """The path of the history."""
         return self.path / DATABASE_NAME
 
     @property
@@ -150,7 +149,6 @@ class DataFolder:
 
     @property
     def database_bytes(self) -> int:
-        """Size of the database file."""
         return 0 if self._database is None else os.fstat(self._database).st_size
 
     def close(self, clean: bool) -> None:
@@ -247,7 +245,6 @@ def _text_before(lock: int) -> bytes:
 
 
 def holder_in(lock: int) -> str:
-    """Return the holder that the file `lock` names."""
     text = os.pread(lock, HOLDER_BYTES_MAX, 0).decode(errors="replace")
     pid, _, command = text.partition("\n")[0].strip().partition(" ")
     if pid == "shared":

@@ -63,7 +63,6 @@ class HistoryReader:
         self._makes_way_at = 0.0  # the next time a read may be delayed
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
-        """Return a conversation without its messages."""
         with self._snapshot() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             return self._transactions.as_read(conn, found)
@@ -105,7 +104,6 @@ class HistoryReader:
             return owners.sessions(conn)
 
     def num_conversations(self) -> int:
-        """Return the number of conversations of all tenants."""
         with self._snapshot() as conn:
             return conversation_rows.num_conversations(conn)
 
@@ -159,12 +157,10 @@ class HistoryReader:
         return PrefixPage(tuple(each for _, each in page), str(page[-1][0]) if more else "")
 
     def all_prefixes(self) -> list[StoredPrefix]:
-        """Return the prefixes of all tenants."""
         with self._snapshot() as conn:
             return declared_prefixes.of_all(conn)
 
     def num_prefixes(self) -> dict[str, int]:
-        """Return the number of prefixes by tenant."""
         with self._snapshot() as conn:
             return declared_prefixes.num_by_tenant(conn)
 

@@ -193,7 +193,6 @@ class StoredConversation:
 
     @property
     def template_time(self) -> float:
-        """The current time for the template."""
         return self.created_at if self.began_at is None else self.began_at
 
 

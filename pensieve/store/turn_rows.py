@@ -317,7 +317,6 @@ def insert_logprobs(conn: Connection, tenant: str, turn_id: int, logprobs: bytes
 
 
 def read_logprobs(conn: Connection, turn_id: int) -> bytes:
-    """Return the stored logprobs; empty if there are none."""
     row = conn.execute(
         "SELECT b.crc, b.private, b.tokens FROM turns t LEFT JOIN bodies b ON b.body = t.logprobs"
         " WHERE t.turn_id = ? AND t.logprobs IS NOT NULL",

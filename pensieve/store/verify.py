@@ -177,7 +177,6 @@ class Scrub:
 
 
 def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """Check the next conversation."""
     number: int | None = conn.execute(
         "SELECT min(conversation) FROM conversations WHERE conversation > ?", (after,)
     ).fetchone()[0]
@@ -187,7 +186,6 @@ def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> i
 
 
 def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """Check the next few bodies."""
     lengths = conn.execute(
         "SELECT body, coalesce(length(private) + length(tokens), 0) FROM bodies WHERE body > ?"
         " ORDER BY body LIMIT ?",
@@ -219,7 +217,6 @@ def read_tables(
 
 
 def highest_keys(conn: Connection) -> dict[str, int]:
-    """Return the highest key of each table."""
     return {
         table: conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()[0]
         for table, key in KEYS.items()

@@ -99,7 +99,6 @@ def _function_element(calls: ParsedCalls) -> Scan[None]:
 
 
 def _quoted(text: str) -> str:
-    """Return the text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -86,7 +86,6 @@ JSON = Notation(_scalar, '"', is_json=True)
 
 
 def is_json(text: str) -> bool:
-    """Return whether a text is one JSON value."""
     scan = value(text[:1], ignore, JSON)
     num_sent = 0
     try:
