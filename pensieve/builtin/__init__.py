@@ -1,8 +1,8 @@
 """The small chat model that ships with Pensieve, so that everything runs offline.
 
-It repeats what it was told (names, places, numbers) many turns later, and knows next to nothing else. So a
-wrong KV entry shows as a wrong answer. `scripts/train_builtin.py` makes all files in `model/` from the
-dialogues of `scripts/builtin_corpus`.
+It can repeat facts from the conversation (names, places, numbers) many turns later, and knows almost nothing
+else. So a wrong KV entry causes a wrong answer. `scripts/train_builtin.py` creates all files in `model/` from
+the dialogues of `scripts/builtin_corpus`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The command line, a file per command.  Heavy imports happen inside the command that needs them."""
+"""The command line, with one module per command. Slow imports are inside the command that needs them."""

@@ -1,8 +1,8 @@
 """`pensieve admin`: inspect and control a running daemon.
 
-The command uses the socket in the data folder, which only the folder's owner may open, or --address with an
-admin token. It never opens the history itself. With --replicas or several addresses it covers several daemons
-at once (admin_fleet.py), or with --replica one of them."""
+The command connects to the socket in the data folder, which only the folder's owner may open, or to --address
+with an admin token. It never opens the history itself. With --replicas or several addresses, it shows several
+daemons (admin_fleet.py), and with --replica one of them."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         "torch": found.torch_version,
         "transformers": found.transformers_version,
     }
-    if not found.device:  # no model is loaded yet, or the engine has none
+    if not found.device:  # no model is loaded yet, or the engine runs without a model
         del rows["computes"]
     if not found.layers:
         del rows["runs"]
@@ -167,7 +167,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _kv_text(kv_dtype: str) -> str:
-    return f"{kv_dtype} KV, " if kv_dtype else ""  # empty from a daemon of an earlier version
+    return f"{kv_dtype} KV, " if kv_dtype else ""  # a daemon of an earlier version does not tell it
 
 
 def _sampling_text(info: ServerInfo) -> str:
@@ -307,7 +307,7 @@ def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _of(taken: float, most: float, unit: str = "") -> str:
-    """Return what was used of a limit; a limit of 0 means none."""
+    """Format a used amount and its limit. A limit of 0 means that there is no limit."""
     words = f"{taken:,.4g}" + (f" of {most:,.4g}" if most else "")
     return f"{words} {unit}" if unit else words
 
@@ -397,7 +397,7 @@ def jobs(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _one(found: list[Job], job_id: str) -> Job:
-    """Return the job with this id; InvalidArgument if several tenants have one."""
+    """Return the job with this id. Raises InvalidArgument if several tenants have a job with this id."""
     matching = [job for job in found if job.job_id == job_id]
     if not matching:
         raise NotFound(f"there is no job {job_id!r}")

@@ -1,8 +1,8 @@
-"""`pensieve admin` for several daemons, named by --replicas or by several addresses.
+"""`pensieve admin` for several daemons, given by --replicas or by several addresses.
 
-Each command asks all replicas at once and shows a row for each, and a total. A replica that does not answer
-has a row with the reason; the exit code is then PARTIAL. Commands that change something, or that make sense
-for one daemon only, need --replica."""
+Each command asks all replicas concurrently, and shows a row for each replica and a total. If a replica does
+not answer, its row shows the reason, and the exit code is PARTIAL. Commands that change something, or that
+make sense only for one daemon, need --replica."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def several(resolved: Resolved) -> Discovery | None:
-    """Return the discovery of the replicas that are named; None if only one daemon is meant."""
+    """Return the discovery of the given replicas, or None if the command is for one daemon."""
     from pensieve.client.fleet import FixedReplicas, SharedReplicas, replicas_of
 
     replicas, address = resolved.settings.replicas, resolved.settings.daemon
@@ -89,7 +89,7 @@ def named(discovery: Discovery, name: str) -> Replica:
 
 
 def check_alone(arguments: argparse.Namespace) -> None:
-    """Refuse flags that have no effect on one daemon."""
+    """Raise ConfigError for flags that have no effect with one daemon."""
     for flag in ("replica", "listen"):
         if getattr(arguments, flag, ""):
             raise InvalidArgument(f"--{flag}", "needs several daemons: pass --replicas NAME=A,…")
@@ -265,7 +265,7 @@ def _names(replicas: Sequence[Replica]) -> str:
 
 
 def _rows(found: Sequence[ReplicaAnswer[Any]]) -> list[dict[str, Any]]:
-    """Return the fields of each replica that all JSON output has."""
+    """Return the fields that JSON output has for each replica in all commands."""
     return [
         {
             "name": each.replica.name,
@@ -292,7 +292,7 @@ def _stats_values(found: Sequence[ReplicaAnswer[Any]]) -> dict[str, Any]:
 
 
 def _is_partial(found: Sequence[ReplicaAnswer[Any]]) -> bool:
-    """Whether a replica did not answer.  NotFound is an answer."""
+    """Return whether a replica did not answer. NotFound counts as an answer."""
     return any(each.error is not None and not isinstance(each.error, NotFound) for each in found)
 
 
@@ -301,7 +301,7 @@ def _code(found: Sequence[ReplicaAnswer[Any]]) -> int:
 
 
 def show(what: RenderableType) -> None:
-    """Print a table, as wide as the terminal, or WIDTH columns elsewhere."""
+    """Print a table with the width of the terminal. Without a terminal, it has WIDTH columns."""
     import sys
 
     from rich.console import Console
@@ -367,7 +367,7 @@ def stats_table(found: Sequence[ReplicaAnswer[pb.Stats]]) -> RenderableType:
 
 
 def _total_lines(total: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the totals that have no column."""
+    """Yield a line for each total that has no column in the table."""
     cached, stored = total["conversations_cached"], total["conversations_stored"]
     yield f"{cached:,} conversations cached of {stored:,}"
     yield (

@@ -1,7 +1,7 @@
 """`pensieve backup` and `pensieve restore`: copy a history into a folder, and back.
 
-`backup` reads the history also while daemons write to it, and checks the copy. `restore` needs the data
-folder for itself."""
+`backup` may run while daemons write to the history. It checks the copy. `restore` locks the data folder, so
+no daemon may use that folder."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""`pensieve batch`: answer a file of requests as a job of a daemon.
+"""`pensieve batch`: run a file of requests as a job of a daemon.
 
     FILE ──> find or create the job ──> wait for its end ──> OUT and the file of errors
 
-The job's id comes from the file's digest. So the same command finds the job again after a crash of this
-process or of the daemon, and answered requests are not computed again. Both output files appear only when
-they are complete. Ctrl-C ends the waiting, not the job. If the daemon was started for this command, the job
-stays in the data folder. Ctrl-C raises only where nothing is under way (ctrl_c.py)."""
+The job's id is derived from the file's digest. So after a crash of this process or of the daemon, the same
+command finds the job again, and finished requests are not computed again. Both output files appear only when
+they are complete. Ctrl-C ends this command, not the job. If the command has started the daemon, the daemon
+ends, too, and the job stays in the data folder. Ctrl-C raises an exception only at safe points
+(ctrl_c.py)."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ from pensieve.errors import (
 if TYPE_CHECKING:
     from pensieve.client import Client, Job
 
-LOOK_SECONDS = (0.05, 1.0)  # between two queries of the job: first, and maximum
+LOOK_SECONDS = (0.05, 1.0)  # first and maximum time between two queries of the job
 ERRORS_SHOWN = 10
-NAME_CHARACTERS_MAX = 60  # of the file name, which names the job
-DIGEST_DIGITS = 16  # of the file, in the job's id
-LINE_SECONDS = 10.0  # between two lines in a log
+NAME_CHARACTERS_MAX = 60  # how much of the file name is used as the job's name
+DIGEST_DIGITS = 16  # digits of the file's digest in the job's id
+LINE_SECONDS = 10.0  # time between two progress lines in a log
 CLEAR = "\r\x1b[K"
 STATES = {
     "receiving": "the file is being sent",
@@ -93,7 +94,7 @@ def add_parser(commands: Any) -> None:
 
 
 class Requests(NamedTuple):
-    """The file of requests, with the digest of its present content."""
+    """The file of requests, with the digest of its content."""
 
     path: Path
     sha256: str
@@ -101,7 +102,7 @@ class Requests(NamedTuple):
 
 @dataclass(frozen=True)
 class JobDaemon:
-    """The daemon for a job; `goes_on` says what happens to the job when this process ends."""
+    """The daemon for a job. `goes_on` tells the user what happens to the job after this process ends."""
 
     client: Client
     name: str
@@ -147,7 +148,7 @@ def _requests(path: Path) -> Requests:
 
 
 def _targets(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Return the files for answers and errors, checked before anything is computed."""
+    """Return the files for answers and errors. They are checked before anything is computed."""
     output: Path | None = arguments.output
     if arguments.check:
         return Path(), Path()
@@ -165,7 +166,7 @@ def _targets(arguments: argparse.Namespace) -> tuple[Path, Path]:
 def _check_target(flag: str, path: Path) -> None:
     if path.is_dir():
         raise InvalidArgument(flag, f"{path} is a folder")
-    if path.exists() and not path.is_file():  # writing would replace it
+    if path.exists() and not path.is_file():  # writing would replace it by a file
         raise InvalidArgument(flag, f"{path} is not a regular file")
     if not os.access(path.parent, os.W_OK):
         raise InvalidArgument(flag, f"the folder {path.parent} is missing or not writable")
@@ -222,7 +223,7 @@ def _found_or_created(
     progress: ProgressLine,
     ctrl_c: CtrlC,
 ) -> Job:
-    """Return the job of this file, created if there is none.  Wait if another process is sending the file."""
+    """Return the job of this file, or create the job. Wait if another process is sending the file."""
     jobs = daemon.client.jobs
     while True:
         ctrl_c.check()
@@ -239,9 +240,9 @@ def _found_or_created(
                         check_only=check_only,
                     )
             except AlreadyExists:
-                continue  # another process created it first
+                continue  # another process has created the job first
             except PensieveError:
-                ctrl_c.check()  # Ctrl-C may have ended the call
+                ctrl_c.check()  # Ctrl-C may have cancelled the call
                 raise
         if job.state == "receiving":
             progress.note("another process is sending this file")
@@ -284,7 +285,7 @@ def _way_back(
 def _write_results(
     client: Client, job_id: str, output: Path, errors: Path, ctrl_c: CtrlC
 ) -> list[str]:
-    """Write both files, and return the first errors in words.  Without errors there is no file of errors."""
+    """Write both files, and return the first errors in words. The file of errors exists only if needed."""
 
     def lines(kind: str) -> Iterator[bytes]:
         for line in client.jobs.results(job_id, kind):
@@ -312,7 +313,7 @@ def _write(path: Path, lines: Iterable[bytes]) -> None:
 
 
 def _in_words(line: bytes) -> str:
-    """Return the error of a line, such as `line 4 ("a-4"): max_tokens must be at least 1`."""
+    """Return the error of a request, such as `line 4 ("a-4"): max_tokens must be at least 1`."""
     error: dict[str, Any] = {}
     custom_id = None
     with contextlib.suppress(ValueError, AttributeError):
@@ -358,13 +359,13 @@ def _say(
 
 
 class ProgressLine:
-    """One changing line on a terminal, or lines in a log.  Leaving the context clears the line."""
+    """Shows one changing line on a terminal, or lines in a log. Leaving the context clears the line."""
 
     def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._now = now
         self._changes = stream.isatty()
-        self._shown = ""  # the line on the terminal, or the state of the last line in a log
+        self._shown = ""  # the line on the terminal, or the job's state in the last line of a log
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
@@ -379,7 +380,7 @@ class ProgressLine:
         self.end()
 
     def show(self, job: Job) -> None:
-        """Show the state of a job; in a log, every LINE_SECONDS and when the state changes."""
+        """Show the state of a job. In a log, do so every LINE_SECONDS and when the state changes."""
         if self._changes:
             self._write(line_of(job))
         elif job.state != self._shown or self._now() >= self._shown_at + LINE_SECONDS:
@@ -387,7 +388,7 @@ class ProgressLine:
             print(line_of(job), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
-        """Show another text; in a log, not twice in a row."""
+        """Show another text. In a log, do not repeat the same text."""
         if self._changes:
             self._write(text)
         elif text != self._shown:

@@ -1,4 +1,4 @@
-"""`pensieve bench`: measure this machine and this build. Each kind has its own module."""
+"""`pensieve bench`: measure this machine and this build. Each benchmark has its own module."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def add_parser(commands: Any) -> None:
 
 def _run(act: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     if getattr(arguments, "plot", None) is not None:
-        plots.matplotlib()  # fails before minutes are spent
+        plots.matplotlib()  # fail now, not after minutes of measurements
     return act(arguments)

@@ -1,4 +1,4 @@
-"""Options that several kinds of `pensieve bench` have."""
+"""Options that several benchmarks of `pensieve bench` have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse whole numbers with commas between them."""
+    """Parse a comma-separated list of whole numbers."""
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:

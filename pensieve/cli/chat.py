@@ -1,6 +1,6 @@
 """`pensieve chat`: connect a terminal to a daemon.
 
-The daemon is found, or started, as reaching.py says. Ctrl-C while the model loads ends the program in order
+reaching.py finds or starts the daemon. Ctrl-C while the model is loading ends the program cleanly
 (ctrl_c.py).
 """
 
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 
 def _messages(given: Sequence[str]) -> list[str]:
-    """Return the messages of -q, with standard input for `-`."""
+    """Return the messages of -q. `-` stands for standard input."""
     if given.count("-") > 1:
         raise InvalidArgument("--message", "only one message can be read from standard input")
     return [_standard_input() if each == "-" else each for each in given]
@@ -98,7 +98,7 @@ def _standard_input() -> str:
 def _with_daemon_here(
     stack: contextlib.ExitStack, resolved: Resolved, quiet: bool, ctrl_c: CtrlC
 ) -> tuple[ChatTerminal, str]:
-    """Start a daemon in this process; return the chat and the name of the model."""
+    """Start a daemon in this process. Return the chat and the name of the model."""
     daemon = start_daemon(stack, resolved, "pensieve chat", quiet, ctrl_c)
     from pensieve.cli.chat_screen import Screen
     from pensieve.cli.chat_terminal import RetryNotice

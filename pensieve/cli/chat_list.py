@@ -1,8 +1,8 @@
-"""Number the conversations of `/list`, and find the one that `/resume` names.
+"""Number the conversations of `/list`, and find the conversation that `/resume` names.
 
-A number means the conversation that the list showed under it, also after newer ones have come. A number that
-was not shown yet counts from the newest. An existing id comes first, then a number, then the beginning of an
-id."""
+A number means the conversation that the list has shown with this number, even if there are newer
+conversations now. A number that was not shown counts from the newest conversation. The argument of `/resume`
+is tried as an id, then as a number, then as the beginning of an id."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pensieve.cli.conversation_table import Cached, table_of, with_beginning
 from pensieve.client import Client
 from pensieve.errors import NotFound
 
-PAGE = 10  # conversations
+PAGE = 10  # conversations per page
 COMPLETED_MAX = 200
 COMPLETION_SECONDS = 2.0
 
 
 class ChatList:
-    """The numbers that a person has seen."""
+    """The numbers that were shown to the user."""
 
     def __init__(
         self, client: Client, cached: Callable[[str], Cached | None] = lambda conversation_id: None
     ) -> None:
-        """`cached` takes a conversation's id, and returns what the daemon has cached of that conversation."""
+        """`cached` takes a conversation's id and returns what the daemon has cached of it."""
         self._client = client
         self._cached = cached
         self._shown: dict[int, str] = {}  # ids by number
 
     def page(self, number: int, present: str) -> list[str]:
-        """Return the lines of a page, the newest conversation first; `present` is marked."""
+        """Return the lines of a page, newest conversation first. The conversation `present` is marked."""
         first = (number - 1) * PAGE
         found = list(islice(self._client.conversations(), first, first + PAGE + 1))
         marks = []
@@ -43,7 +43,7 @@ class ChatList:
         return lines
 
     def find(self, which: str) -> str:
-        """Return the id that a person means."""
+        """Return the id of the conversation that the user means."""
         if which.isdecimal():
             try:
                 return self._client.conversation(which).get().conversation_id
@@ -58,7 +58,7 @@ class ChatList:
             ) from None
 
     def newest(self) -> list[str]:
-        """Return ids to choose from while a line is typed."""
+        """Return ids for completion."""
         states = self._client.conversations(timeout=COMPLETION_SECONDS)
         return [each.conversation_id for each in islice(states, COMPLETED_MAX)]
 

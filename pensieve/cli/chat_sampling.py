@@ -1,7 +1,7 @@
-"""`/set`: the sampling values of a talk, and where each comes from.
+"""`/set`: the sampling values of a chat, and the source of each value.
 
-Values come from `/set`, flags, variables and the file of `--config`. The daemon's defaults fill the rest;
-`server_info` tells which they are, and whether the model's files name them.
+Values come from `/set`, flags, variables and the file of `--config`. For values that are not set, the daemon
+uses its defaults. `server_info` returns these defaults, and whether they come from the model's files.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pensieve.errors import InvalidArgument
 SETTINGS = {each.name: each for each in settings_for(TALK) if each.group == "sampling"}
 WIDTH = max(map(len, SETTINGS))
 OF_THE_MODEL, OF_THE_DAEMON = "the model's own", "default"
-TEMPERATURE_SANE_MAX = 2.0  # a higher one is allowed, with a warning
-TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # advice against a reply that repeats itself
+TEMPERATURE_SANE_MAX = 2.0  # higher values cause a warning
+TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # suggested if a reply repeats itself
 
 
 class ChatSampling:
-    """The sampling options of one talk."""
+    """The sampling options of one chat."""
 
     def __init__(
         self,
         resolved: Resolved,
-        defaults: Mapping[str, float] | None = None,  # of the daemon; None: not known
-        from_model: bool = False,  # the model's files name them
+        defaults: Mapping[str, float] | None = None,  # the daemon's defaults; None: unknown
+        from_model: bool = False,  # the defaults come from the model's files
     ) -> None:
         self._defaults = defaults or {}
         self._source = OF_THE_MODEL if from_model else OF_THE_DAEMON
@@ -36,11 +36,11 @@ class ChatSampling:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is sent with a message."""
+        """Return the options to send with a message."""
         return {name: value for name, value in self._values.items() if value is not None}
 
     def set(self, name: str, text: str) -> None:
-        """From `/set NAME TEXT`; the text `default` forgets what was set."""
+        """Run `/set NAME TEXT`. The text `default` removes the value."""
         self._check(name)
         if text == "default":
             self._values[name], self._sources[name] = None, "default"
@@ -52,7 +52,7 @@ class ChatSampling:
         self._sources[name] = "/set"
 
     def line(self, name: str) -> str:
-        """One setting, its value, and where it comes from."""
+        """Return a line with a setting, its value, and the source of the value."""
         self._check(name)
         value, source = self._values[name], self._sources[name]
         if value is None:
@@ -76,7 +76,7 @@ class ChatSampling:
 
     @property
     def warning(self) -> str:
-        """A warning about a temperature that makes replies useless; empty if there is none."""
+        """Return a warning if the temperature makes replies useless, otherwise an empty string."""
         temperature = self.options.get("temperature", 0)
         if temperature <= TEMPERATURE_SANE_MAX:
             return ""
@@ -87,7 +87,7 @@ class ChatSampling:
 
     @property
     def advice(self) -> str:
-        """The command that makes it rarer that a reply repeats itself."""
+        """Return a command that makes repetitive replies less likely."""
         now = self.options.get("temperature", self._defaults.get("temperature"))
         hotter = TEMPERATURE if now is None or now < TEMPERATURE else now + TEMPERATURE_STEP
         return f"/set temperature {hotter:.3g}"

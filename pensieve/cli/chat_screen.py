@@ -1,10 +1,12 @@
-"""Show replies, notices that stay, and a temporary line.
+"""Show replies, notices, and a temporary line.
 
-Standard output has only replies, as they come: as Markdown on a terminal (reply_view.py), unchanged elsewhere
-and with `--plain`. Notices go to standard error, each on its own line; the reply continues below. A temporary
-line (`passing`) disappears when anything else is shown, and the reply continues where it was.
+Standard output gets only replies, streamed: rendered as Markdown on a terminal (reply_view.py), unchanged
+otherwise or with `--plain`. Notices go to standard error, each on its own line. The reply continues below a
+notice. A temporary line (`passing`) disappears when anything else is shown, and the reply continues in its
+line.
 
-Text from models and clients reaches a terminal without control characters, so it cannot move the cursor.
+On a terminal, control characters in texts from models and clients are replaced, so they cannot move the
+cursor.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ DIM, PLAIN, CLEAR_LINE, UP = "\x1b[2m", "\x1b[0m", "\r\x1b[K", "\x1b[A"
 
 
 class Screen:
-    """Standard output and standard error.  Only the main thread uses it."""
+    """Standard output and standard error. Used only in the main thread."""
 
     def __init__(self, plain: bool = False) -> None:
         """`plain`: show replies without rendering Markdown."""
         self._is_terminal = sys.stdout.isatty()
         knows_rows = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
         self._renders = self._is_terminal and knows_rows and not plain
-        self._view: ReplyView | None = None  # of the reply on the screen
-        self._tail = ""  # of a plain reply: the text in the cursor's line
+        self._view: ReplyView | None = None  # view of the current reply
+        self._tail = ""  # for a plain reply: the text in the cursor's line
         self._passing = ""  # the temporary line
         self._is_in_view = False  # the temporary line is below a rendered reply
 
@@ -45,7 +47,7 @@ class Screen:
         self._tail = (self._tail + shown).rpartition("\n")[2]
 
     def reply_ended(self) -> None:
-        """End the reply; the cursor goes to the beginning of a line."""
+        """End the reply. The cursor moves to the beginning of a line."""
         self.clear()
         view, self._view = self._view, None
         if view is not None:
@@ -55,12 +57,12 @@ class Screen:
         self._tail = ""
 
     def begin_again(self, line: str) -> None:
-        """Show a notice, and then another reply in place of the present one."""
+        """Show a notice. The next reply replaces the current reply."""
         self.notice(line)
         self._view = None
 
     def line(self, text: str) -> None:
-        """Print lines that are no reply to standard output."""
+        """Print text that is not a reply to standard output."""
         lead = self._below()
         print(lead + (without_control(text) if self._is_terminal else text), flush=True)
 
@@ -77,7 +79,7 @@ class Screen:
         )
 
     def passing(self, line: str) -> None:
-        """Show a temporary line until `clear`.  If standard error is no terminal, the line stays."""
+        """Show a temporary line until `clear`. If standard error is not a terminal, the line stays."""
         if line == self._passing:
             return
         self.clear()
@@ -103,7 +105,7 @@ class Screen:
             self._is_in_view = False
             self._view.note("")
         elif sys.stderr.isatty():
-            # Write the reply's line again, unless it may take several rows.
+            # Write the line of the reply again, unless it may need several rows.
             fits = 2 * len(self._tail) < shutil.get_terminal_size().columns
             again = f"{UP}\r{self._tail}" if self._tail and fits else ""
             sys.stderr.write(CLEAR_LINE + again)
@@ -113,7 +115,7 @@ class Screen:
         return self._renders and shutil.get_terminal_size().columns >= COLUMNS_MIN
 
     def _below(self) -> str:
-        """Make room below the reply; return the text that moves the cursor there."""
+        """Make room below the reply. Return the text that moves the cursor there."""
         self.clear()
         if self._view is not None:
             self._view.cut()

@@ -1,6 +1,6 @@
 """Send the messages of a chat and stream the replies to the screen.
 
-A stopped reply keeps the text that the screen shows (ctrl_c.py).
+If the user stops a reply, the text on the screen is kept (ctrl_c.py).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class TalkSettings:
     """The settings of a chat."""
 
     sampling: ChatSampling
-    system: str  # system prompt of new conversations
-    stats: bool  # show figures after each reply
+    system: str  # system prompt for new conversations
+    stats: bool  # show statistics after each reply
 
 
 class Talk:
-    """The present conversation, and the settings of new ones."""
+    """The current conversation, and the settings for new conversations."""
 
     def __init__(
         self, client: Client, settings: TalkSettings, ctrl_c: CtrlC, screen: Screen
@@ -39,20 +39,20 @@ class Talk:
         self.conversation_id = new_id()
         self.sampling = settings.sampling
         self.system = settings.system
-        self.thinking = ""  # of the last reply
-        self.usage: Usage | None = None  # of the last reply
+        self.thinking = ""  # the thinking of the last reply
+        self.usage: Usage | None = None  # the usage of the last turn
         self._client = client
         self._stats = settings.stats
         self._ctrl_c = ctrl_c
         self._screen = screen
-        self._prefix_id = ""  # declared prefix of new conversations
+        self._prefix_id = ""  # declared prefix for new conversations
 
     def open(self, conversation_id: str) -> None:
-        """Continue a conversation.  A new one is created with its first message."""
+        """Continue the conversation with this id. If it does not exist, the first message creates it."""
         self.conversation_id = conversation_id
 
     def begin_under(self, prefix_id: str) -> None:
-        """Start new conversations with a declared prefix; NotFound if there is none with this id."""
+        """Start new conversations with a declared prefix. Raises NotFound if the prefix does not exist."""
         self._client.prefix(prefix_id).get()
         self._prefix_id = prefix_id
 
@@ -63,7 +63,7 @@ class Talk:
         self.system = system
 
     def check_system(self, conversation_id: str) -> None:
-        """Refuse a system prompt that differs from that of an existing conversation."""
+        """Raise an error if the conversation exists and has another system prompt than the settings."""
         conversation = self._client.conversation(conversation_id)
         try:
             first = next(conversation.messages(), None)
@@ -77,7 +77,7 @@ class Talk:
             )
 
     def say(self, message: MessageInput, **options: Any) -> Reply:
-        """Send a message and stream the reply to the screen.  `options` override the settings."""
+        """Send a message and stream the reply to the screen. `options` override the settings."""
         conversation = self.conversation
         if self.system or self._prefix_id:
             system = "" if self._prefix_id else self.system
@@ -119,14 +119,14 @@ class Talk:
         return self._client.conversation(self.conversation_id)
 
     def messages(self) -> list[Message]:
-        """Return the messages of the present conversation; none if it does not exist yet."""
+        """Return the messages of the current conversation; none if it does not exist yet."""
         try:
             return list(self.conversation.messages())
         except NotFound:
             return []
 
     def take_back(self, command: str, num_turns: int = 1) -> list[Message]:
-        """Rewind the last turns, and return their messages."""
+        """Rewind the last `num_turns` turns, and return their messages."""
         try:
             expected_revision = self.conversation.get().revision
         except NotFound:
@@ -144,20 +144,23 @@ class Talk:
 
 
 def new_id() -> str:
-    """Return an id that is short enough to type, and that no other conversation has."""
+    """Return a random id that is short enough to type."""
     return f"chat-{secrets.token_hex(6)}"
 
 
 def _cancel(turn: Turn) -> None:
-    """Cancel a turn, in a thread of its own. If that fails, the turn has ended, or another press gives up."""
+    """Cancel a turn. Called in a separate thread.
+
+    Errors are ignored: either the turn has already ended, or the user presses Ctrl-C again to give up.
+    """
     with contextlib.suppress(
         PensieveError, ValueError
-    ):  # gRPC raises ValueError for a client that was closed meanwhile
+    ):  # gRPC raises ValueError if the client was closed meanwhile
         turn.cancel()
 
 
 def cost_line(usage: Usage) -> str:
-    """Return where the tokens of a turn came from, and how fast it was."""
+    """Return a line that says where the tokens of a turn came from, and how fast the turn was."""
     seconds = usage.total_seconds - usage.first_token_seconds
     shared = f"; {usage.shared_tokens} of {usage.shared_from}" if usage.shared_tokens else ""
     rate = max(usage.output_tokens - 1, 0) / seconds if seconds > 0 else 0.0

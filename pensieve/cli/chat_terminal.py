@@ -1,7 +1,7 @@
 """Read lines of a chat, and send them as messages or run them as /commands.
 
-Each command prints its result, or one line that says why it was refused. Ctrl-C stops a reply, whose text so
-far is kept, or clears the line at the prompt (ctrl_c.py). Ctrl-D ends the program."""
+Each command prints its result, or one line that says why it was refused. Ctrl-C stops a reply and keeps the
+text so far. At the prompt, Ctrl-C clears the line (ctrl_c.py). Ctrl-D ends the program."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ Ctrl-C             stop the reply and keep its text so far; at the prompt: clear
 Ctrl-R             search the lines that you have typed before
 Tab                completes commands, settings, and ids after /resume"""
 
-NEAR = 0.7  # similarity of a command that is suggested
-PROMPT_COLUMNS = 60  # a line quotes at most this much of a system prompt
+NEAR = 0.7  # minimum similarity of a suggested command
+PROMPT_COLUMNS = 60  # how much of a system prompt a line quotes
 GOODBYES = ("/bye", "/quit", "/exit")
 
 
@@ -96,7 +96,7 @@ class Commands:
         self._listed = ChatList(
             client, lambda conversation_id: cached_by_id(partial(admin, conversation_id))
         )
-        self._editor: LineEditor | None = None  # where the command was typed
+        self._editor: LineEditor | None = None  # the editor in which the command was typed
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/new": self._new,
@@ -117,7 +117,7 @@ class Commands:
         }
 
     def run(self, line: str, editor: LineEditor) -> None:
-        """Run the command that a line holds."""
+        """Run the command in a line."""
         name, _, argument = line.partition(" ")
         if name not in self._commands:
             near = difflib.get_close_matches(name, [*self._commands, *GOODBYES], 1, NEAR)
@@ -127,7 +127,7 @@ class Commands:
         self._commands[name](argument.strip())
 
     def completions(self, line: str) -> list[str]:
-        """Return words that may end a line."""
+        """Return completions for a line."""
         name, space, _ = line.partition(" ")
         if not space and line.startswith("/"):
             return [*self._commands, *GOODBYES]
@@ -154,7 +154,7 @@ class Commands:
         self._screen.line(f"conversation {conversation_id}")
 
     def _system(self, argument: str) -> None:
-        """Start another conversation: a system prompt is fixed for a conversation's life."""
+        """Start a new conversation, because the system prompt of a conversation cannot change."""
         if argument:
             self._talk.begin_with("" if argument == "none" else argument)
             self._open(new_id())
@@ -208,7 +208,8 @@ class Commands:
                 try:
                     file.writelines(write(state, messages))
                 except BaseException:
-                    path.unlink(missing_ok=True)  # half a file looks like a whole one
+                    # an incomplete file could be mistaken for a complete one
+                    path.unlink(missing_ok=True)
                     raise
         except FileExistsError:
             raise InvalidArgument("/save", f"{path} exists already; choose another name") from None
@@ -260,7 +261,7 @@ class Commands:
             self._screen.notice(f"[the same reply again: {self._talk.sampling.advice} varies it]")
 
     def _edit(self, argument: str) -> None:
-        """Keep the old turn until the new message is typed."""
+        """Edit the last message. The old turn is kept until the new message is entered."""
         messages = self._talk.messages()
         last = next((each for each in reversed(messages) if each.role == "user"), None)
         if last is None or not last.revision:
@@ -283,7 +284,7 @@ class Commands:
         sent = [
             {**openai_message(each), "content": text}
             for each, text in zip(taken, texts, strict=True)
-            if not each.finish_reason  # not the reply
+            if not each.finish_reason  # leave out the reply
         ]
         options: dict[str, Any] = {"metadata": taken[0].metadata} if taken[0].metadata else {}
         if "seed" in self._talk.sampling.options:
@@ -341,7 +342,7 @@ class Commands:
 
 
 def usage_rows(usage: Usage) -> Iterator[tuple[str, str]]:
-    """Return what a turn cost, as rows of a table."""
+    """Return the usage of a turn as rows of a table."""
     held = usage.prompt_tokens - usage.new_tokens
     found = usage.device_tokens + usage.host_tokens
     share = f", {found / held:.0%} of the earlier ones cached" if held else ""
@@ -353,7 +354,7 @@ def usage_rows(usage: Usage) -> Iterator[tuple[str, str]]:
 
 
 def daemon_rows(stats: pb.Stats) -> Iterator[tuple[str, str]]:
-    """Return those figures of a daemon that are useful in a chat, as rows of a table."""
+    """Return the statistics of a daemon that are useful in a chat, as rows of a table."""
     state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
     model = " ".join(filter(None, (stats.server.model, stats.server.dtype, stats.server.device)))
     yield "daemon", f"{model}, {state}, up {seconds_text(stats.daemon_seconds)}"
@@ -371,7 +372,7 @@ def daemon_rows(stats: pb.Stats) -> Iterator[tuple[str, str]]:
 
 
 class RetryNotice:
-    """Wait between two attempts of the client: a line says so, and Ctrl-C gives up."""
+    """Waits between two attempts of the client. A line shows that it is retrying, and Ctrl-C gives up."""
 
     def __init__(self, ctrl_c: CtrlC, screen: Screen, name: str) -> None:
         self._ctrl_c = ctrl_c
@@ -380,9 +381,9 @@ class RetryNotice:
 
     def __call__(self, seconds: float) -> None:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(seconds)  # in a call that stops a reply
+            time.sleep(seconds)  # the client retries a call that stops a reply
             return
-        if not self._ctrl_c.at_prompt:  # at the prompt, Tab completion must not wait
+        if not self._ctrl_c.at_prompt:  # at the prompt, completion must not wait
             self._screen.passing(f"[{self._name} is not ready; retrying, Ctrl-C gives up]")
             if self._ctrl_c.sleep(seconds):
                 return
@@ -397,7 +398,7 @@ class ChatTerminal:
         client: Client,
         admin: Callable[[str], Admin],  # connects to the daemon of a conversation
         settings: TalkSettings,
-        ended: Callable[[], bool],  # whether the daemon has ended for good
+        ended: Callable[[], bool],  # returns whether the daemon has ended and will not restart
         ctrl_c: CtrlC,
         screen: Screen,
     ) -> None:
@@ -408,15 +409,15 @@ class ChatTerminal:
         self._screen = screen
 
     def warn(self) -> None:
-        """Show a warning about the sampling that the flags ask for."""
+        """Show a warning if the flags contain unusual sampling values."""
         if warning := self.talk.sampling.warning:
             self._screen.notice(warning)
 
     def loop(self, history: Path) -> None:
-        """Run until the person leaves.  `history` is the file of lines that were typed."""
+        """Run until the user leaves. `history` is the file of entered lines."""
         editor = LineEditor(self._ctrl_c, history, self._commands.completions)
         complain = self._screen.line if editor.is_terminal else self._screen.notice
-        presses = 0  # of Ctrl-C at the prompt, in a row
+        presses = 0  # consecutive presses of Ctrl-C at the prompt
         while True:
             try:
                 text = editor.message()

@@ -131,7 +131,7 @@ def _up(arguments: argparse.Namespace) -> int:
     is_new = address is None
     if address is None:
         check_free(config.http_options.host, config.http_options.port)
-        check_free("0.0.0.0", config.grpc_options.port)  # Ray listens on all interfaces
+        check_free("0.0.0.0", config.grpc_options.port)  # because Ray listens on all interfaces
         print("starting Ray on this machine", flush=True)
         address = local.start(arguments.nodes, arguments.cpus)
     try:
@@ -201,7 +201,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _local_ray(arguments: argparse.Namespace) -> LocalRay:
-    """Return the Ray of this machine.  Set its environment before the first import of ray, which reads it."""
+    """Return the Ray of this machine. Sets environment variables that the first import of ray reads."""
     from pensieve.cluster.local_ray import LocalRay
     from pensieve.extras import need
 

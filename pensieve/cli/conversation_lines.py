@@ -1,12 +1,13 @@
-"""Write conversations as lines of JSON or as Markdown, and read such lines.
+"""Write conversations as JSON lines or Markdown, and read JSON lines.
 
     {"id": "trip", "metadata": {}, "tools": [], "template_options": {}, "messages": [
         {"role": "user", "content": "Where to?"}, {"role": "assistant", "content": "To Oslo."}]}
 
-A line has messages in the format of OpenAI's API, and is written message by message, whatever its length. The
-model's thinking is in `reasoning_content`, its calls in `tool_calls`. A call without an id gets the id that
-its answer names, or one made from its position. An imported line is exported as the same line. A line for
-import may have only `messages`, as in files for fine-tuning."""
+A line contains one conversation, with messages in the format of OpenAI's API. It is written message by
+message, so its length is not limited by memory. The model's thinking is in `reasoning_content`, its calls in
+`tool_calls`. If a call has no id, it gets the id in its answer, or an id made from its position. Exporting an
+imported line gives the same line again. For an import, only `messages` is required, as in files for
+fine-tuning."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from pensieve.text.message import Message as TemplateMessage
 class Given:
     """A conversation that was read from a line."""
 
-    conversation_id: str | None  # None: the line has none
+    conversation_id: str | None  # None: the line has no id
     metadata: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     template_options: Mapping[str, Any]
@@ -36,7 +37,7 @@ class Given:
 
 
 def line_of(state: ConversationState, messages: Iterable[Message]) -> Iterator[str]:
-    """Yield the pieces of a line, with its line end."""
+    """Yield the pieces of a line, including the newline."""
     head = {
         "id": state.conversation_id,
         "metadata": state.metadata,
@@ -53,10 +54,10 @@ def line_of(state: ConversationState, messages: Iterable[Message]) -> Iterator[s
 
 def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     """Yield messages in the format of OpenAI's API, with ids for calls that have none."""
-    held: list[dict[str, Any]] = []  # a message with calls, and its answers so far
+    held: list[dict[str, Any]] = []  # a message with calls, and the answers to it so far
     for number, each in enumerate(messages):
         if each.role == "system" and not each.text:
-            continue  # an empty system message only holds the tokens of the tools
+            continue  # an empty system message exists only for the tokens of the tools
         if held and each.role != "tool":
             yield from _named(held)
             held = []
@@ -70,7 +71,7 @@ def _with_ids(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
 
 
 def _named(held: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield a message with calls and its answers, with ids for the calls."""
+    """Yield a message with calls and the answers to it. Calls without an id get one."""
     if not held:
         return
     calls = held[0]["tool_calls"]
@@ -99,10 +100,10 @@ def openai_message(message: Message) -> dict[str, Any]:
 
 
 def given_of(line: str | bytes) -> Given:
-    """Read a line; InvalidArgument names the wrong field."""
+    """Parse a line. InvalidArgument names the wrong field."""
     fields = Fields(
         read_json(line, "the line", math.inf), ""
-    )  # no limit but that of a conversation
+    )  # the only limit is that of a conversation
     conversation_id = fields.text("id")
     metadata, options = fields.object("metadata") or {}, fields.object("template_options") or {}
     tools, given = fields.items("tools") or (), fields.items("messages") or ()
@@ -124,7 +125,7 @@ def given_of(line: str | bytes) -> Given:
 
 
 def _for_sdk(message: TemplateMessage) -> dict[str, Any]:
-    """Return a message as `Conversation.create` takes it."""
+    """Return a message in the form that `Conversation.create` accepts."""
     calls = [
         {
             "id": call.id or "",

@@ -1,7 +1,7 @@
-"""Show conversations to people: title, age, size, what is cached, and an id to paste.
+"""A table of conversations for people: title, age, size, what is cached, and an id.
 
-`pensieve conversations ls` and `/list` of `pensieve chat` print this table. `with_beginning` finds a
-conversation by the beginning of its id, as the table shows it."""
+`pensieve conversations ls` and `/list` in `pensieve chat` print this table. The ids in the table may be
+shortened. `with_beginning` finds a conversation by a shortened id."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pensieve.client.admin import Admin
     from pensieve.v1 import admin_pb2 as pb
 
-SEARCHED_MAX = 5000  # conversations, the newest first
-NAMED_MAX = 4  # conversations that an error names
-CACHED_MAX = 1000  # maximum of the daemon's list
-ID_CHARACTERS_MAX = 20  # a longer id is shortened
-SHORT_ID_CHARACTERS = 12  # the beginnings of thousands of random ids still differ
+SEARCHED_MAX = 5000  # only this many of the newest conversations are searched
+NAMED_MAX = 4  # how many conversations an error names
+CACHED_MAX = 1000  # maximum length of the daemon's list
+ID_CHARACTERS_MAX = 20  # longer ids are shortened
+SHORT_ID_CHARACTERS = 12  # enough to distinguish thousands of random ids
 TITLE_COLUMNS_MIN, TITLE_COLUMNS_MAX = 16, 60
 UNTITLED = "(no message yet)"
 
@@ -33,10 +33,10 @@ Cached = Mapping[str, "pb.CachedConversation"]
 
 
 def cached_by_id(connect: Callable[[], Admin]) -> Cached | None:
-    """Return what a daemon has cached, by conversation; None if it cannot be asked.
+    """Return what a daemon has cached, by conversation, or None if that is not available.
 
-    Only the UNIX socket in the data folder is asked. Over the network this needs an admin token, and each
-    refusal of another token is a line in the audit log."""
+    Only a daemon with a UNIX socket in the data folder is asked. Over the network, this would need an admin
+    token, and each rejected token would be a line in the audit log."""
     with contextlib.suppress(PensieveError), connect() as admin:
         if admin.address.startswith("unix:"):
             return by_id(admin.cached(limit=CACHED_MAX))
@@ -44,7 +44,7 @@ def cached_by_id(connect: Callable[[], Admin]) -> Cached | None:
 
 
 def by_id(cached: Sequence[pb.CachedConversation]) -> Cached:
-    """Return cached conversations by id, without ids that several tenants have."""
+    """Return cached conversations by id. Ids that several tenants use are left out."""
     count = Counter(each.conversation_id for each in cached)
     return {each.conversation_id: each for each in cached if count[each.conversation_id] == 1}
 
@@ -52,7 +52,7 @@ def by_id(cached: Sequence[pb.CachedConversation]) -> Cached:
 def table_of(
     states: Sequence[ConversationState], cached: Cached | None, marks: Sequence[str] = ()
 ) -> list[str]:
-    """Return a header and a row for each conversation.  `marks` stand before the rows."""
+    """Return a header and a row for each conversation. `marks` are put before the rows."""
     if not states:
         return []
     ids = short_ids([each.conversation_id for each in states])
@@ -100,9 +100,9 @@ def cached_text(state: ConversationState, cached: pb.CachedConversation | None) 
 
 
 def short_ids(ids: Sequence[str]) -> list[str]:
-    """Return each id, or of a long one the beginning that no other of these ids has."""
+    """Return the ids, long ids shortened to a beginning that no other of these ids has."""
     ordered = sorted(ids)
-    common = dict.fromkeys(ids, 0)  # length of the beginning shared with another id
+    common = dict.fromkeys(ids, 0)  # length of the longest beginning shared with another id
     for before, after in pairwise(ordered):
         length = next(
             (index for index, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
@@ -118,9 +118,9 @@ def short_ids(ids: Sequence[str]) -> list[str]:
 
 
 def with_beginning(client: Client, beginning: str) -> str:
-    """Return the id of the conversation with this id, or else the only one whose id begins so.
+    """Return `beginning` if it is an existing id, otherwise the only id that begins with it.
 
-    It looks at the SEARCHED_MAX newest conversations.
+    Searches the SEARCHED_MAX newest conversations.
     """
     try:
         return client.conversation(beginning).get().conversation_id
@@ -150,7 +150,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def age_of(then: datetime, now: datetime | None = None) -> str:
-    """Return roughly how long ago a time was."""
+    """Return approximately how long ago a time was."""
     seconds = ((now or datetime.now(UTC)) - then).total_seconds()
     if seconds < 60:
         return "just now"

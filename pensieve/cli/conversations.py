@@ -1,8 +1,8 @@
 """`pensieve conversations`: list, show, export, import and delete the conversations of a running daemon.
 
-The command is an ordinary client: a token sees the conversations of its tenant. An export streams message by
-message, and its output file appears only when it is complete. An import reports each invalid line by its
-number and imports the others."""
+The command is an ordinary client, so it sees the conversations of its token's tenant. An export streams
+message by message, and its output file appears only when it is complete. An import reports each invalid line
+by its number, and imports the other lines."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pensieve.cli.conversation_table import Cached
     from pensieve.client import Client, ConversationState
 
-LINE_BYTES_MAX = 1 << 30  # of an imported line: more than any context holds
-SPOOL_BYTES = 1 << 20  # of an exported line that is kept in memory
+LINE_BYTES_MAX = 1 << 30  # limit for an imported line; larger than any context
+SPOOL_BYTES = 1 << 20  # larger exported lines are buffered in a file instead of memory
 LISTED = 50  # conversations that `ls` lists by default
 TIMEOUT_SECONDS = 60.0
 
@@ -129,7 +129,10 @@ def _run(
 
 
 def _find(client: Client, conversation_id: str) -> str:
-    """Return the id that a person means.  A program must name the whole id: it does not see what is found."""
+    """Return the id of the conversation that the user means.
+
+    Without a terminal, only a full id is accepted, because a program does not see which one was found.
+    """
     from pensieve.cli.conversation_table import with_beginning
 
     return with_beginning(client, conversation_id) if sys.stdin.isatty() else conversation_id
@@ -164,7 +167,7 @@ def ls(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 
 def _cached_tokens(state: ConversationState, held: Cached | None) -> dict[str, int | None]:
-    """Return how many tokens each tier holds; None where the daemon does not tell this client."""
+    """Return how many tokens of the conversation are in each tier. None if this client may not know it."""
     if held is None:
         return {"device_tokens": None, "host_tokens": None}
     found = held.get(state.conversation_id)
@@ -208,7 +211,7 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
         for conversation_id in _wanted(client, arguments):
             conversation = client.conversation(conversation_id)
             try:
-                # The conversation may be deleted meanwhile, so only whole lines are written.
+                # Write only complete lines, because the conversation may be deleted meanwhile.
                 with tempfile.SpooledTemporaryFile(SPOOL_BYTES, "w+", encoding="utf-8") as line:
                     line.writelines(
                         line_of(conversation.get(), conversation.messages(cut_replies=True))
@@ -216,7 +219,7 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
                     line.seek(0)
                     shutil.copyfileobj(line, file)
             except NotFound as error:
-                if arguments.all:  # deleted meanwhile
+                if arguments.all:  # the conversation was deleted meanwhile
                     continue
                 code = _complain(f"{conversation_id}: {error}")
             else:
@@ -291,7 +294,7 @@ def _input(name: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines that are not blank; of a line that is too long, only the beginning."""
+    """Yield the lines that are not blank. If a line is too long, yield only its beginning."""
     while line := file.readline(LINE_BYTES_MAX + 1):
         rest = line
         while len(rest) > LINE_BYTES_MAX and not rest.endswith(b"\n"):

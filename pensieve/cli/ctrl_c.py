@@ -1,31 +1,32 @@
-"""Handle Ctrl-C in `pensieve chat`: it interrupts nothing but the line editor.
+"""Handle Ctrl-C in `pensieve chat`. Only the line editor is interrupted by an exception.
 
-Python runs a SIGINT handler in the main thread, between any two bytecodes. A handler that raises leaves locks
-of the interrupted code (gRPC, threading) held for ever. A handler that takes a lock or starts a thread may
-wait for itself. So from `with CtrlC()` to the end of the process, the handler takes no lock and raises in one
-place only:
+Python runs a SIGINT handler in the main thread, between any two bytecodes. If the handler raises an
+exception, locks of the interrupted code (gRPC, threading) may stay locked forever. If the handler takes a
+lock or starts a thread, it may deadlock with the interrupted code. So from `with CtrlC()` to the end of the
+process, the handler takes no lock, and raises an exception only at the prompt:
 
-    at the prompt          it raises KeyboardInterrupt out of input(), and `line` returns None. In functions
-                           that readline calls (completion) it does nothing: they would swallow the exception.
-    while a reply comes    it queues the function that stops the reply, for a thread of this class.
-    anywhere else          it sets `pressed`. The main thread checks it where it can turn back: while the
+    at the prompt          it raises KeyboardInterrupt out of input(), and `line` returns None. It does
+                           nothing in functions that readline calls (completion), because readline would
+                           swallow the exception.
+    during a reply         it queues the function that stops the reply, for a thread of this class.
+    anywhere else          it sets `pressed`. The main thread checks this flag at safe points: while the
                            daemon starts, between two attempts to reach a daemon, before a reply begins.
 
-*Why no press does harm.*  Only the main thread writes `at_prompt`, also from the handler, which clears the
-flag when it raises. So within `line` the handler raises at most once, between two assignments inside the
-`try` that catches the exception. Outside of `line` it never raises: further presses set a flag that is
-already set. A handler may call SimpleQueue.put at any point, even during another put.
+**Why a press does no harm.** Only the main thread writes `at_prompt`. The handler also runs in that thread,
+and clears the flag before it raises. So within `line`, the handler raises at most once, inside the `try` that
+catches the exception. Outside of `line`, it never raises. It may call SimpleQueue.put at any point, even
+during another put.
 
-*Why no press is lost.*  A press within microseconds of Enter still clears the line. A later press leaves
-`pressed` set, and `stopping` checks the flag after it has published its stop function: whichever of handler
-and main thread comes second sees what the first has done. A signal just before readline begins to wait wakes
-nobody, so a timer ends that wait several times a second, and pending handlers run. (A line that is typed and
-entered in between is cleared too.)
+**Why no press is lost.** A press within microseconds after Enter still clears the line. A later press sets
+`pressed`. `stopping` first publishes its stop function and then checks the flag. So either the handler finds
+the function, or the main thread finds the flag. A signal just before readline begins to wait does not
+interrupt the wait. So a timer interrupts it several times per second, and pending handlers run. (If the user
+enters a line in between, that line is cleared, too.)
 
-*Why no text is lost.*  By default a terminal discards unshown output on Ctrl-C; NOFLSH prevents that. Without
-ECHOCTL it does not print ^C, which would stand in rows that are written again (reply_view.py).
+**Why no text is lost.** By default, a terminal discards pending output on Ctrl-C; NOFLSH prevents that.
+ECHOCTL is turned off, because the terminal would print ^C into rows that are written again (reply_view.py).
 
-*Why typed text does not mix with a reply.*  The terminal echoes only within `line`. Keys that are pressed at
+**Why typed text does not mix with a reply.** The terminal echoes only within `line`. Keys that are pressed at
 other times stay in the terminal's queue until the next prompt.
 
 Before the program ends, SIGINT is ignored, so that a press does not disturb the shutdown.
@@ -44,8 +45,8 @@ from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-WAKE_SECONDS = 0.2  # longest delay of a press at the prompt, or between two attempts
-PATIENCE_SECONDS = 3.0  # a press so long after the first one gives up waiting for the reply to stop
+WAKE_SECONDS = 0.2  # maximum delay until a press has an effect
+PATIENCE_SECONDS = 3.0  # after this time, another press gives up waiting for the reply to stop
 Action = Callable[[], None]
 
 
@@ -53,19 +54,19 @@ class CtrlC:
     """Use in the main thread, once, for the rest of the process."""
 
     def __init__(self) -> None:
-        self.pressed = False  # since the last prompt began
-        self.at_prompt = False  # within `line`
+        self.pressed = False  # Ctrl-C was pressed since the start of the last prompt
+        self.at_prompt = False  # the main thread is within `line`
         self._stop: Action | None = None
         self._to_call: SimpleQueue[Action | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._call, name="ctrl-c", daemon=True)
-        self._terminal: list[Any] | None = None  # attributes of the terminal at the start
+        self._terminal: list[Any] | None = None  # original attributes of the terminal
 
     def __enter__(self) -> Self:
         self._thread.start()
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(
             signal.SIGALRM, _wake
-        )  # never restored: a late alarm must not end the program
+        )  # never restored, because a late alarm would then end the program
         self._prepare_terminal()
         return self
 
@@ -82,19 +83,19 @@ class CtrlC:
                 termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._terminal)
 
     def line(self, prompt: str) -> str | None:
-        """Return the line that is typed, or None after Ctrl-C.  Raises EOFError at the end of input."""
+        """Return the entered line, or None after Ctrl-C. Raises EOFError at the end of input."""
         signal.setitimer(signal.ITIMER_REAL, WAKE_SECONDS, WAKE_SECONDS)
         self._echo(True)
         try:
             self.at_prompt = True
             try:
-                self.pressed = False  # earlier presses meant something else
+                self.pressed = False  # earlier presses were not meant for this prompt
                 return input(prompt)
             finally:
                 self.at_prompt = False
         except KeyboardInterrupt:
             return None
-        except SystemError as error:  # Python raises it if the press comes as readline returns
+        except SystemError as error:  # raised by Python if the press comes while readline returns
             if not isinstance(error.__cause__, KeyboardInterrupt):
                 raise
             return None
@@ -104,7 +105,10 @@ class CtrlC:
 
     @contextlib.contextmanager
     def stopping(self, stop: Action, give_up: Action) -> Iterator[None]:
-        """Let the first press call `stop`, and a press PATIENCE_SECONDS later `give_up`; in other threads."""
+        """During the block, the first press calls `stop`, and a press PATIENCE_SECONDS later `give_up`.
+
+        Both are called in other threads.
+        """
         self._stop = _StopPresses(stop, give_up)
         if self.pressed:
             self._to_call.put(self._stop)
@@ -114,12 +118,12 @@ class CtrlC:
             self._stop = None
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C was pressed.  Call it only where nothing is under way."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed. Call this only where an exception is safe."""
         if self.pressed:
             raise KeyboardInterrupt
 
     def sleep(self, seconds: float) -> bool:
-        """Return whether the time passed without a press."""
+        """Sleep until Ctrl-C is pressed. Return whether the time passed without a press."""
         end = time.monotonic() + seconds
         while not self.pressed and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, WAKE_SECONDS))
@@ -130,7 +134,7 @@ class CtrlC:
             if frame is not None and frame.f_code is _wake.__code__:
                 frame = frame.f_back  # the signal came while the timer's handler ran
             if frame is None or frame.f_code is not CtrlC.line.__code__:
-                return  # in a function that readline calls, which would swallow the exception
+                return  # readline has called this function, and would swallow the exception
             self.at_prompt = False
             raise KeyboardInterrupt
         self.pressed = True
@@ -138,17 +142,17 @@ class CtrlC:
             self._to_call.put(self._stop)
 
     def _call(self) -> None:
-        """Run in the thread of this class.  Each action gets its own thread: a dead daemon answers none."""
+        """Run queued actions. Each gets its own thread, because it may hang if the daemon is dead."""
         while (action := self._to_call.get()) is not None:
             threading.Thread(target=action, daemon=True).start()
 
     def _prepare_terminal(self) -> None:
-        with contextlib.suppress(termios.error, ValueError, OSError):  # no terminal
+        with contextlib.suppress(termios.error, ValueError, OSError):  # there is no terminal
             self._terminal = termios.tcgetattr(sys.stdin.fileno())
             self._echo(False)
 
     def _echo(self, is_on: bool) -> None:
-        """Let the terminal show what is typed, or not.  Keys that wait in its queue are kept."""
+        """Turn the terminal's echo on or off. Keys in the terminal's queue are kept."""
         if self._terminal is None:
             return
         attributes = [*self._terminal]
@@ -161,11 +165,11 @@ class CtrlC:
 
 
 def _wake(number: int, frame: FrameType | None) -> None:
-    """Do nothing: Python runs other pending handlers beside this one."""
+    """Do nothing. The signal only makes Python run other pending handlers."""
 
 
 class _StopPresses:
-    """Act on the presses during one reply.  Calls may overlap; the first one stops the reply."""
+    """Handles the presses during one reply. Calls may overlap. The first call stops the reply."""
 
     def __init__(self, stop: Action, give_up: Action) -> None:
         self._stop, self._give_up = stop, give_up

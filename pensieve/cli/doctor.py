@@ -23,9 +23,9 @@ from pensieve.extras import PACKAGES
 
 UNKNOWN = "unknown: "
 REFUSED = "cannot be loaded: "
-# Settings for loading a model.
+# settings that affect loading a model
 LOADING = settings_named("device", "dtype", "context_max", "weights", "kv_dtype", "chat_template")
-# What a stored turn takes on disk, measured with English text (docs/http.md).
+# Disk space of a stored turn, and of each token in it. Measured with English text (docs/http.md).
 TURN_BYTES, TOKEN_BYTES = 2000, 10
 USUAL_TURNS, USUAL_TOKENS = 10, 250
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
@@ -136,7 +136,7 @@ def _gpu() -> str:
 
 
 def _gpu_kernels() -> str:
-    """Return where the code of the kernels comes from; compile one if none is shipped."""
+    """Return where the code of the kernels comes from. Compile a kernel if none is shipped."""
     try:
         import torch
 
@@ -165,8 +165,7 @@ def _gpu_kernels() -> str:
 
 
 def _model(arguments: argparse.Namespace) -> dict[str, str]:
-    """Load a model, its tokenizer and its template as `serve` does, with settings from the environment
-    too."""
+    """Load a model, its tokenizer and its template in the same way as `serve`. Uses environment variables."""
     try:
         from pensieve.launch import profiles
         from pensieve.launch.executor import check_vocabulary
@@ -195,7 +194,7 @@ def _model(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _ignored(line: str) -> None:
-    """Drop a line that a start would report."""
+    """Drop a progress line."""
 
 
 def _state(data: Path) -> str:
@@ -208,7 +207,7 @@ def _state(data: Path) -> str:
 
 
 def _room(data: Path) -> str:
-    """Return how many usual conversations the free disk space has room for."""
+    """Return how many typical conversations fit into the free disk space."""
     folder = next(each for each in (data, *data.absolute().parents) if each.exists())
     free = shutil.disk_usage(folder).free
     size = USUAL_TURNS * (TURN_BYTES + USUAL_TOKENS * TOKEN_BYTES)
@@ -219,7 +218,7 @@ def _room(data: Path) -> str:
 
 
 def _rounded(count: int) -> int:
-    """Return the number with two digits that count."""
+    """Return the number rounded to two significant digits."""
     unit: int = 10 ** max(len(str(count)) - 2, 0)
     return count // unit * unit
 

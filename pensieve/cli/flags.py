@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from pensieve.client.channel import Tls
 
 REMOVED_FLAG = (
-    "removed_"  # prefix of its destination, as another command may have a flag of this name
+    "removed_"  # prefix of the destination, because another command may have a flag of this name
 )
 
 
 def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
-    """Add a flag for each setting.  A flag that is not given stays None.
+    """Add a flag for each setting. A flag that is not given is None.
 
-    In a command with all settings of the engine, --help shows the common ones and --help-all shows all.
+    If a command has all settings of the engine, --help shows the common settings and --help-all shows all.
     """
     is_long = set(settings_for(ENGINE)) <= set(table)
     groups = {name: command.add_argument_group(name, GROUPS.get(name)) for name in _groups(table)}
@@ -103,7 +103,7 @@ class _HelpAll(argparse.Action):
 
 
 def tls_to(address: str, resolved: Resolved) -> Tls:
-    """Return the TLS settings for these addresses.  UNIX sockets have no TLS."""
+    """Return the TLS settings for these addresses. UNIX sockets have no TLS."""
     names = [each.strip().removeprefix("grpc://") for each in address.split(",")]
     if all(name.startswith("unix:") for name in names):
         return False
@@ -113,7 +113,10 @@ def tls_to(address: str, resolved: Resolved) -> Tls:
 def with_settings(
     act: Callable[[argparse.Namespace, Resolved], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Return a function that runs a command with its settings, or prints them for --print-config."""
+    """Return a function that resolves the settings and runs the command, or prints the settings.
+
+    It prints the settings for --print-config.
+    """
 
     def run(arguments: argparse.Namespace) -> int:
         for name in REMOVED_SETTINGS:

@@ -1,14 +1,14 @@
 '''Read messages of one or several lines from a terminal, with readline.
 
-* A paste is one message ("bracketed paste").  Alt-Enter adds a line.
-* A typed line that ends with a backslash continues in the next one.
-* A line that begins with """ opens a message that ends with """ at the end of a line, also without a
-  terminal.  Pasted text opens none.
+* Pasted text is one message ("bracketed paste"). Alt-Enter adds a line.
+* A typed line that ends with a backslash continues in the next line.
+* A line that begins with """ opens a message that ends with """ at the end of a line. This also works without
+  a terminal, but not in pasted text.
 * Ctrl-R searches the history.
-* The history file has one entry per line and is written at once, so a killed program loses none, and several
-  programs may append to it.  It keeps the newest HISTORY_ENTRIES_MAX.
+* The history file has one entry per line. Each entry is written immediately, so a killed program loses none.
+  Several programs may append to the file. It keeps the newest HISTORY_ENTRIES_MAX entries.
 
-Without readline, or with libedit, a paste of three lines is three messages.
+Without readline, or with libedit, each pasted line is a separate message.
 '''
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from pensieve.cli.ctrl_c import CtrlC
 
 HISTORY_ENTRIES_MAX = 1000
 QUOTES = '"""'
-Complete = Callable[
-    [str], list[str]
-]  # takes the line up to the cursor; returns words that may end it
+Complete = Callable[[str], list[str]]  # takes the line up to the cursor; returns completions
 
 
 class LineEditor:
@@ -38,18 +36,21 @@ class LineEditor:
         self._history = history
         self._complete = complete
         self._found: list[str] = []
-        self.is_terminal = sys.stdin.isatty()  # else a program reads the replies: no prompts
+        self.is_terminal = sys.stdin.isatty()  # if not, show no prompts
         self._readline = _readline() if self.is_terminal and sys.stdout.isatty() else None
         if self._readline is not None:
             self._prepare(self._readline)
 
     @property
     def edits(self) -> bool:
-        """Whether `message` can begin with a given text."""
+        """Whether `message` supports `begin_with`."""
         return self._readline is not None
 
     def message(self, begin_with: str = "") -> str | None:
-        """Return the message that is typed, or None after Ctrl-C.  Raises EOFError at the end of input."""
+        """Return the entered message, or None after Ctrl-C. Raises EOFError at the end of input.
+
+        `begin_with` is text that the user can edit.
+        """
         readline = self._readline
         if readline is not None and begin_with:
             readline.set_startup_hook(lambda: readline.insert_text(begin_with))
@@ -125,13 +126,13 @@ class LineEditor:
 def _readline() -> ModuleType | None:
     try:
         import readline
-    except ImportError:  # a Python without it still reads lines
+    except ImportError:  # Python may be built without readline
         return None
     return readline
 
 
 def _read_history(path: Path) -> list[str]:
-    """Return the newest entries, and cut a file that has twice as many."""
+    """Return the newest entries. Shorten the file if it has more than twice as many."""
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         if len(lines) > 2 * HISTORY_ENTRIES_MAX:

@@ -39,8 +39,8 @@ from pensieve.errors import (
 from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
 
-SIMILARITY = 0.65  # a suggestion is at least so similar
-# (class, words, remedy): the remedy for an error of the class whose text has the words.
+SIMILARITY = 0.65  # minimum similarity of a suggestion
+# (class, words, remedy): the remedy for an error of this class whose message contains these words.
 REMEDIES: tuple[tuple[type[PensieveError], str, str], ...] = (
     (
         Unavailable,
@@ -56,7 +56,7 @@ REMEDIES: tuple[tuple[type[PensieveError], str, str], ...] = (
 
 
 class Command(argparse.ArgumentParser):
-    """A parser whose errors are one line, with a suggestion, and say where to read on."""
+    """A parser whose errors are one line, with a suggestion and a pointer to the help."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         found, unknown = super().parse_known_args(args, namespace)
@@ -93,7 +93,7 @@ def _name_of(action: argparse.Action) -> str:
 
 
 def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
-    """Say what an argument has to be; empty if its parser has said so."""
+    """Return what an argument must be; empty if the error of its parser says that."""
     parse = action.type
     if parse in (int, float):
         return f"must be a {'whole ' if parse is int else ''}number, not {' '.join(given)!r}"
@@ -108,7 +108,7 @@ def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
 
 
 def _meant(given: str, known: Iterable[str]) -> str:
-    """Suggest the most similar of the known words; dashes make no words similar."""
+    """Suggest the most similar known word. Leading dashes do not count for the similarity."""
     words = {each.strip("-"): each for each in known}
     near = difflib.get_close_matches(given.strip("-"), list(words), 1, SIMILARITY)
     return f". Did you mean {words[near[0]]}?" if near else ""
@@ -163,9 +163,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pensieve: {MOVED_HISTORY}", file=sys.stderr)
         return ConfigError.exit_code
     arguments = parser().parse_args(words)
-    # The engine sets the number of threads; tokenizers would warn about each child process.
+    # The engine sets the number of threads. Without this variable, tokenizers warns about each child process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Pensieve reports errors in one line; gRPC would log several lines before it.
+    # Pensieve reports an error in one line. Without this variable, gRPC logs several lines before that.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     prepare_threads()
     try:
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_remedy(error: PensieveError) -> str:
-    """Return an error in one line, with what a person can do on the command line."""
+    """Return an error in one line, with a remedy for users of the command line."""
     text = " ".join(str(error).split())
     remedies = [
         remedy for kind, words, remedy in REMEDIES if isinstance(error, kind) and words in text

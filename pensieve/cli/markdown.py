@@ -1,8 +1,8 @@
 """Render the blocks of a reply as rows of a terminal, and make control characters harmless.
 
-Unlike plain Markdown, every line stays a line and keeps its indentation, because poems and code without
-fences need both. HTML is shown as text, links show their target, and code keeps its fences so that it can be
-copied. rich leaves out colours if NO_COLOR is set.
+Unlike in standard Markdown, line breaks and indentation are kept, because poems and code without fences need
+both. HTML is shown as text, links show their target, and code keeps its fences so that it can be copied. rich
+uses no colours if NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from pensieve.cli.reply_blocks import Block
 
 CODE_THEME = "ansi_dark"  # the terminal's own colours and background
-TAB_COLUMNS = CODE_COLUMNS = 4  # Markdown takes a line with this indentation as code
-INDENT_COLUMNS_MIN = 2  # a notice may cut a line before a space
-INDENT = "\ue000"  # stands for a leading space, which Markdown would drop
+TAB_COLUMNS = CODE_COLUMNS = 4  # a line with this indentation is code in Markdown
+INDENT_COLUMNS_MIN = 2  # one space is no indentation: a notice may cut a line before a space
+INDENT = "\ue000"  # placeholder for a leading space, which Markdown would drop
 ITEM = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?: |$)")
 STARTS_BLOCK = re.compile(r"[>|]|#{1,6}(?: |$)|(?:-+|=+)\s*$")
-PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # a backslash before it makes it plain text
-CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"}  # as pictures
+PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # to escape with a backslash in plain text
+CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"}  # pictures
 CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def without_control(text: str) -> str:
-    """Replace control characters by pictures of them; line ends and tabs stay."""
+    """Replace control characters by their Unicode control pictures. Line breaks and tabs stay."""
     return text.replace("\r\n", "\n").replace("\r", "\n").translate(CONTROL)
 
 
@@ -126,9 +126,9 @@ def _markdown(text: str) -> RenderableType:
 
 
 def _with_indentation(text: str) -> str:
-    """Mark the indentation that Markdown would drop; lines that are indented like code are shown verbatim."""
+    """Mark the indentation that Markdown would drop. Lines that are indented like code are shown verbatim."""
     lines = []
-    offset = 0  # of the text of the list item that the line is in
+    offset = 0  # column where the text of the current list item begins
     for line in text.split("\n"):
         rest = line.lstrip(" \t")
         column = len(line[: len(line) - len(rest)].expandtabs(TAB_COLUMNS))

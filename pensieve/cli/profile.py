@@ -16,7 +16,7 @@ profile. `pensieve serve` and `pensieve chat` then use it for the same model, ty
 decide which KV is worth keeping, whether to copy or recompute it, and how much of a prompt may join an
 iteration. Run nothing else meanwhile. The printed prediction error is measured on iterations that were held
 out."""
-# Settings that change how an engine computes.
+# settings that affect the cost of an engine's computations
 PROFILED = settings_named(
     *("model", "device", "dtype", "context_max", "weights", "kv_dtype", "device_cache"),
     *("host_cache", "token_budget", "turns_max", "threads", "tensor_parallel"),
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         from pensieve.bench import plots
 
-        plots.matplotlib()  # fails before minutes are spent
+        plots.matplotlib()  # fail now, not after minutes of measurements
     from pensieve.bench import profile
 
     report = Report(arguments.json)

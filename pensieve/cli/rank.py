@@ -1,4 +1,4 @@
-"""`pensieve rank`: compute some layers, or a part of each, for an engine on another machine."""
+"""`pensieve rank`: compute some layers, or a part of each layer, for an engine on another machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Find the daemon for a command: the one at --address, the one that has the data folder, or a new one.
+"""Find or start the daemon for `pensieve chat` and `pensieve batch`.
 
-`pensieve chat` and `pensieve batch` look for a daemon in this order, and refuse settings that have no effect
-on the daemon they find. A new daemon runs in the process, on a private socket in the data folder
-(launch/embedded_daemon.py)."""
+The command uses the daemon at --address, or the daemon that has the data folder open. If there is none, the
+command starts a daemon in its own process, on a private socket in the data folder
+(launch/embedded_daemon.py). Flags that have no effect on a running daemon are an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def daemon_of(data: Path) -> str | None:
-    """Return the socket address of the `pensieve serve` that has the data folder, or None."""
+    """Return the socket address of the `pensieve serve` that has the data folder open, or None."""
     from pensieve.api.grpc.admin_socket import is_listened_to, socket_address, socket_path
     from pensieve.store.folder import holder_of
 
@@ -49,7 +49,7 @@ def daemon_of(data: Path) -> str | None:
 
 
 def address_of(resolved: Resolved) -> tuple[str, Tls]:
-    """Return the address and TLS settings of a running daemon; ConfigError if none has the data folder."""
+    """Return the address and TLS settings of a running daemon. Raises ConfigError if there is none."""
     from pensieve.api.grpc.admin_socket import is_listened_to, socket_address, socket_path
 
     address, data = resolved.settings.daemon, resolved.settings.data
@@ -70,7 +70,10 @@ def address_of(resolved: Resolved) -> tuple[str, Tls]:
 
 
 def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
-    """Refuse flags for a daemon that runs already; ignore settings from variables and files."""
+    """Raise ConfigError for flags that have no effect, because the daemon is already running.
+
+    Such settings from variables and files are ignored.
+    """
     from pensieve.launch.model_folder import model_name
 
     given = [
@@ -88,7 +91,7 @@ def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> No
 
 
 def check_reaching(resolved: Resolved) -> None:
-    """Refuse --token and --tls without --address: the socket in the data folder uses neither."""
+    """Raise ConfigError for --token or --tls without --address: the data folder's socket uses neither."""
     given = [each.flag for each in settings_for(REACH) if resolved.sources[each.name] == "flag"]
     if given:
         raise InvalidArgument(", ".join(given), "of no use without --address, which names a daemon")
@@ -97,7 +100,7 @@ def check_reaching(resolved: Resolved) -> None:
 def start_daemon(
     stack: contextlib.ExitStack, resolved: Resolved, holder: str, quiet: bool, ctrl_c: CtrlC
 ) -> EmbeddedDaemon:
-    """Start a daemon in this process, and wait until it is ready.  Ctrl-C ends the program."""
+    """Start a daemon in this process, and wait until it is ready. Ctrl-C ends the program."""
     from pensieve.conversations.engine_child import EarlyEngine
     from pensieve.launch.programs import engine_program
 
@@ -115,7 +118,7 @@ def start_daemon(
 
 
 def make_model(model: str, ctrl_c: CtrlC) -> None:
-    """Download or convert a model that is used for the first time, and report it in lines that stay."""
+    """Download or convert the model if it is used for the first time. Progress lines stay on the screen."""
     from pensieve.launch.model_folder import needs_making, resolve_model
 
     def check() -> None:
@@ -127,9 +130,9 @@ def make_model(model: str, ctrl_c: CtrlC) -> None:
 
 
 def reached(client: Client) -> ServerInfo | None:
-    """Check address, TLS and token before a person has typed anything; None from an old daemon.
+    """Check address, TLS and token before the user types anything. Return None for an old daemon.
 
-    A daemon that is loading its model counts as reached: the first request waits for it.
+    A daemon that is loading its model counts as reached, because the first request waits for the model.
     """
     try:
         info = client.server_info()
@@ -139,7 +142,7 @@ def reached(client: Client) -> ServerInfo | None:
         raise Unavailable(f"no daemon can be reached at {client.address}: {error}") from error
     if (
         info.state == "draining" and len(client.addresses) == 1
-    ):  # else another daemon takes the turns
+    ):  # otherwise another daemon accepts the turns
         raise Unavailable(
             f"the daemon at {client.address} is draining: it takes no new turns, and will exit"
         )
@@ -147,7 +150,7 @@ def reached(client: Client) -> ServerInfo | None:
 
 
 def log_errors(stack: contextlib.ExitStack) -> None:
-    """Show the errors that a daemon logs."""
+    """Show errors that the daemon in this process logs."""
     log, handler = logging.getLogger("pensieve"), logging.StreamHandler()
     handler.setLevel(logging.ERROR)
     handler.setFormatter(logging.Formatter("! %(message)s"))

@@ -1,11 +1,11 @@
-"""Cut the Markdown of a streaming reply into blocks that are shown one after the other.
+"""Cut the Markdown of a streamed reply into blocks that are rendered separately.
 
 A block is a heading, a paragraph, a list item, or code. Only the last block is open. Finished blocks never
-change and are printed once, so the cost of a reply grows only with its length. A paragraph is cut after
-BLOCK_CHARACTERS_MAX; code is cut after CODE_LINES_MAX lines, and the next block continues it.
+change and are printed once, so the cost is proportional to the length of the reply. A paragraph is cut after
+BLOCK_CHARACTERS_MAX characters, and code is cut after CODE_LINES_MAX lines and continues in the next block.
 
 The meaning of a last line may depend on the text after it ("-" begins a rule, an item or the underline of a
-heading). Such a line is held back until more text comes or the reply ends.
+heading). Such a line is withheld until more text arrives or the reply ends.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ UNDECIDED = re.compile(r"[ \t]*(([-=*_`~#>|+:]+|\d{1,9}[.)]?)[ \t]*|(```|~~~)[^`
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a reply; `gap`: an empty row comes before it."""
+    """A part of a reply. `gap`: show an empty row before the block."""
 
     text: str
     gap: bool = False
     is_code: bool = False
     language: str = ""
-    opens: bool = True  # the code begins in this block
-    closes: bool = False  # the code ends in this block
+    opens: bool = True  # for code: it begins in this block
+    closes: bool = False  # for code: it ends in this block
 
 
 class Blocks:
     """The blocks of one reply."""
 
     def __init__(self) -> None:
-        self._partial = ""  # the last line, which has no end yet
+        self._partial = ""  # the last line, which is incomplete
         self._lines: list[str] = []  # complete lines of the open block
-        self._num_characters = 0  # in these lines
-        self._gap = False  # before the open block
-        self._any = False  # there was a block before
+        self._num_characters = 0  # number of characters in `_lines`
+        self._gap = False  # `gap` of the open block
+        self._any = False  # the reply has an earlier block
         self._is_item = False  # the open block is a list item
-        self._is_waiting = False  # the item has an empty line at its end, and may continue
-        self._fence = ""  # that began the open code
+        self._is_waiting = False  # the list item ends with an empty line, and may continue
+        self._fence = ""  # the fence that began the open code
         self._language = ""
         self._opens = False
 
     def push(self, text: str) -> list[Block]:
-        """Add text, and return the blocks that it finishes."""
+        """Add text. Return the blocks that are now finished."""
         finished: list[Block] = []
         *lines, self._partial = (self._partial + text).split("\n")
         for line in lines:
@@ -65,13 +65,13 @@ class Blocks:
 
     @property
     def open(self) -> Block | None:
-        """The last block, as far as it has arrived."""
+        """The unfinished last block, or None."""
         held = UNDECIDED.fullmatch(self._partial) is not None
         lines = self._lines if held or not self._partial else [*self._lines, self._partial]
         return self._block(lines, False) if lines or self._fence else None
 
     def cut(self) -> list[Block]:
-        """Finish the open block; later text begins another one."""
+        """Finish the open block. Later text begins another block."""
         finished: list[Block] = []
         if self._partial:
             line, self._partial = self._partial, ""
@@ -80,7 +80,7 @@ class Blocks:
         return finished
 
     def end(self) -> list[Block]:
-        """Return the last blocks; unclosed code ends here."""
+        """Return the last blocks. Unclosed code is closed."""
         finished = self.cut()
         if self._fence:
             self._close(finished)

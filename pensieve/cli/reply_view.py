@@ -1,7 +1,7 @@
-"""Show a streaming reply on a terminal as Markdown, with the model's thinking folded into one line.
+"""Show a streamed reply on a terminal as Markdown, with the model's thinking reduced to one line.
 
-Finished blocks are printed once. The last block is written again as it grows, at most every SHOW_SECONDS. The
-last words of the thinking are shown dim while it streams; then one line replaces them.
+Finished blocks are printed once. The last block is written again when it grows, at most every SHOW_SECONDS.
+During the thinking, its last words are shown dim. After the thinking, one line replaces them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pensieve.cli.reply_blocks import Block, Blocks
 
 SHOW_SECONDS = 0.05
 THINKING_ROWS = 3
-COLUMNS_MIN = 20  # a narrower terminal shows plain text
+COLUMNS_MIN = 20  # narrower terminals show plain text
 
 
 class ReplyView:
@@ -53,12 +53,12 @@ class ReplyView:
             self._show()
 
     def note(self, line: str) -> None:
-        """Show a line below the reply until the next `note`, `cut` or `end`; an empty line removes it."""
+        """Show a line below the reply until the next `note`, `cut` or `end`. An empty text removes it."""
         self._note = line
         self._show()
 
     def cut(self) -> None:
-        """Finish all rows; later text appears below."""
+        """Finish all rows. Later text appears below them."""
         self._note = ""
         self._fold()
         self._keep(self._blocks.cut())
@@ -76,7 +76,7 @@ class ReplyView:
     def _width(self) -> int:
         return (
             self._size().columns - 1
-        )  # after a full row, the cursor's place depends on the terminal
+        )  # one less, because the cursor position after a full row depends on the terminal
 
     def _think(self, text: str) -> None:
         self._keep(self._blocks.cut())
@@ -85,7 +85,7 @@ class ReplyView:
             self._show()
 
     def _fold(self) -> None:
-        """Replace the thinking by one line."""
+        """Replace the shown thinking by one line."""
         if not self._thought:
             return
         num_words = len("".join(self._thought).split())
@@ -115,11 +115,11 @@ class ReplyView:
 
 
 class LiveRows:
-    """The last rows of a terminal, which can be written again until they are kept.
+    """The last rows of a terminal. They can be written again until `keep`.
 
-    Each row has its colours and is narrower than the terminal.  The cursor is at the end of the last row.
-    `show` writes only the difference: for growing text, the new text.  Rows that have left the screen at its
-    top are never changed.
+    Each row contains its colour codes and is narrower than the terminal. The cursor is at the end of the last
+    row. `show` writes only the difference, which for growing text is the new text. Rows that have scrolled
+    off the screen are never changed.
     """
 
     def __init__(self, write: Callable[[str], None], height: Callable[[], int]) -> None:
@@ -128,7 +128,7 @@ class LiveRows:
         self._shown: list[str] = []
 
     def show(self, rows: Sequence[str]) -> None:
-        """Replace the present rows by these."""
+        """Replace the current rows by `rows`."""
         shown, rows = self._shown, list(rows)
         num_same = 0
         while num_same < min(len(shown), len(rows)) and shown[num_same] == rows[num_same]:
@@ -150,7 +150,7 @@ class LiveRows:
         self._write(f"{up}\r\x1b[J" + "\n".join(rows[first:]))
 
     def keep(self) -> None:
-        """Make the rows final; the cursor goes to the beginning of the next line."""
+        """Make the rows final. The cursor moves to the beginning of the next line."""
         if self._shown:
             self._write("\n")
             self._shown = []

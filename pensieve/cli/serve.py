@@ -1,7 +1,7 @@
-"""`pensieve serve`: run a daemon in the foreground until a signal ends it.
+"""`pensieve serve`: run a daemon in the foreground until a signal arrives.
 
-SIGTERM or Ctrl-C drains: the daemon takes no new turns, waits for the running ones (at most --drain-timeout)
-and exits. A second signal interrupts the running turns at once."""
+After SIGTERM or Ctrl-C, the daemon drains: it accepts no new turns, waits for the running turns (at most
+--drain-timeout) and exits. A second signal interrupts the running turns immediately."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.launch.programs import engine_program
 
     with log_to_stderr(resolved.settings.log_format, turns=True):
-        resolve_model(resolved.settings.model, log.info)  # a signal ends the process at once here
+        resolve_model(resolved.settings.model, log.info)  # during this, a signal ends the process
         began = time.monotonic()
         with EarlyEngine(engine_program(resolved)) as early:
             return asyncio.run(_serve(resolved, early, began))
@@ -41,7 +41,8 @@ async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
 
     setup = replace(daemon.setup_to_serve(resolved), take_early=early.take)
     log.info("model %s", resolved.settings.model or "built-in (for trying the machinery)")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ends a wait for a database
+    # Ctrl-C must end a wait for the database.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     server = daemon.open_server(setup, log.info)
     hurry = asyncio.Event()
 
@@ -74,7 +75,7 @@ async def _serve(resolved: Resolved, early: EarlyEngine, began: float) -> int:
 
 
 def _write_ready(path: Path, address: str) -> None:
-    """Write the file atomically: a program that waits for it may read it at once."""
+    """Write the file atomically, because a program that waits for the file may read it immediately."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(address + "\n", encoding="ascii")

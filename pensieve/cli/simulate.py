@@ -40,11 +40,11 @@ Value = TypeVar("Value")
 
 COMPARED = ("lru", "value", "return")
 AUTO = -1  # as many tokens as fit
-PROMPT_SECONDS = 0.05  # a daemon's default, see config/settings.py
+PROMPT_SECONDS = 0.05  # the default of a daemon, see config/settings.py
 
 
 class _Help(argparse.HelpFormatter):
-    """Keep the line breaks of the examples."""
+    """A formatter that keeps the line breaks of the examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text == EXAMPLES else super()._fill_text(text, width, indent)
@@ -86,7 +86,7 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
     from pensieve.sim.trace import Problems
 
     if arguments.plot is not None:
-        plots.matplotlib()  # fails before hours are spent
+        plots.matplotlib()  # fail now, not after hours of simulation
     cost = _cost(arguments)
     timeless = arguments.cost is None and arguments.hardware == INSTANT
     recompute = instant(CHUNK_TOKENS)[1] if timeless else cost.recompute(CHUNK_TOKENS)
@@ -147,7 +147,7 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
 def _simulated(
     setting: SweepSettings, point: SweepPoint, problems: Problems, name: str, record: Path | None
 ) -> dict[str, Any]:
-    """Simulate one point and return its row; with `record`, also write its journal."""
+    """Simulate one point of the sweep and return its row. With `record`, also write a journal."""
     from pensieve.sim.sweep import recorded
 
     simulator = setting.simulator(point)
@@ -159,7 +159,7 @@ def _simulated(
 
 
 def _facts(arguments: argparse.Namespace, cost: CostModel) -> list[str]:
-    """Return the facts that a figure needs: model and machine, load, seeds."""
+    """Return the facts to show with a plot: model and machine, load, seeds."""
     facts = [f"simulated: {cost.source}"]
     if arguments.workload is not None:
         reaction = f", reactions {arguments.reaction:g} s" if arguments.reaction else ""
@@ -203,7 +203,7 @@ def _hardware(arguments: argparse.Namespace) -> HardwarePreset:
 
 
 def _points(arguments: argparse.Namespace) -> list[SweepPoint]:
-    """Return each combination of the options with several values."""
+    """Return the points of the sweep: all combinations of the options that have several values."""
     from pensieve.sim.sweep import points
 
     devices, hosts = _tiers(arguments)
@@ -242,7 +242,7 @@ def _report(problems: Problems) -> None:
 
 
 def _progress(name: str) -> Callable[[float, SimulationFigures], None]:
-    """Reports on stderr, now and then, how far a long run is."""
+    """Return a function that reports the progress of a long run on standard error."""
     last = time.monotonic()
 
     def report(now: float, counts: SimulationFigures) -> None:
@@ -410,14 +410,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def policies_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the names of --policy, or the default ones."""
+    """Return the policies of --policy, or the default policies."""
     if arguments.policy is not None:
         return list(arguments.policy.split(","))
     return list(COMPARED[:1] if arguments.stateless else COMPARED)
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse options that cannot be simulated together."""
+    """Raise an error for options that cannot be combined."""
     from pensieve.sim.sweep import CLAIRVOYANT
 
     known = (*POLICIES, CLAIRVOYANT)
@@ -456,7 +456,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def _several(one: Callable[[str], Value]) -> Callable[[str], list[Value]]:
-    """Return a parser of values with commas between them."""
+    """Return a parser for comma-separated values."""
 
     def several(text: str) -> list[Value]:
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pensieve.sim.observed import Observations
 
 REPORT_EVERY = 200_000  # iterations
-ERRORS_KEPT = 100_000  # newest prediction errors
+ERRORS_KEPT = 100_000  # how many of the newest prediction errors are kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

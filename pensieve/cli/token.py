@@ -1,7 +1,8 @@
-"""`pensieve token`: make a token for a client, and its entry in the daemon's token file.
+"""`pensieve token`: create a token for a client, and its entry for the daemon's token file.
 
-Without --file, standard output has the entry and standard error has the token, so that `>> tokens.toml`
-works. With --file, the entry is appended to the file and standard output has only the token."""
+Without --file, the entry is printed to standard output and the token to standard error, so that
+`>> tokens.toml` works. With --file, the entry is appended to the file, and only the token is printed to
+standard output."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _append(path: Path, entry: str) -> None:
     """Append an entry in one write, because the daemon may read the file at any time.
 
-    Raise ConfigError if the daemon would refuse the resulting file.
+    Raises ConfigError if the daemon would reject the resulting file.
     """
     from pensieve.guard.callers import check_mode, limits_of, tokens_of
 

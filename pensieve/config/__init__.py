@@ -1,9 +1,9 @@
 """All settings of the program.
 
-A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default. `resolve`
-records the source of each value. Each command has some of the settings. All commands may share one file, so a
-file may have keys of other commands; an unknown key is an error. The result is frozen. Values that also
-depend on the model, such as the number of pages, are computed where they are used."""
+A value comes from the first of these sources that has one: the command line, PENSIEVE_<NAME>, the TOML file,
+the default. `resolve` records the source of each value. Each command uses only some settings. All commands
+may share one file, so keys of other commands are allowed. Unknown keys are an error. The result is frozen.
+Values that also depend on the model, such as the number of pages, are computed where they are used."""
 
 from pensieve.config.machine import available_memory_bytes
 from pensieve.config.resolve import (

@@ -1,7 +1,8 @@
 """Find the memory and the processors that this process may use.
 
-A control group may allow less than the machine has (a container's limits). Both versions of control groups
-are read, from the process's own group up to the root, because each group limits the groups below it."""
+Control groups (cgroups) may allow less than the machine has, for example in a container. Versions 1 and 2 are
+supported. All groups from the process's own group up to the root are read, because each limits the groups
+below it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def available_memory_bytes() -> int:
-    """Return the memory that can be used without swapping, within the control groups' limits."""
+    """Return the bytes of memory that can be used without swapping, within the control groups' limits."""
     try:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -53,7 +54,7 @@ def num_cores() -> int:
 
 
 def cpu_quota() -> float | None:
-    """Return the number of processors whose time the control groups allow; None: no limit."""
+    """Return the control groups' CPU quota as a number of processors. None: no limit."""
     quotas: list[float] = []
     for folder in _control_groups("cpu"):
         both = _numbers(folder / "cpu.max")
@@ -78,7 +79,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
             mounts = [GROUPS / controller, GROUPS / controllers]
         else:
             continue
-        inside = Path(path.lstrip("/"))  # in a container the path may be the host's, and not exist
+        inside = Path(path.lstrip("/"))  # in a container, this may be a path of the host
         for mount in mounts:
             yield from (mount / each for each in (inside, *inside.parents))
 
@@ -88,14 +89,14 @@ def _cached_bytes(folder: Path) -> int:
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
         figures = dict(line.split() for line in lines if line.count(" ") == 1)
-        own = figures.get("inactive_file", "0")  # in version 1, without the groups below
+        own = figures.get("inactive_file", "0")  # in version 1, this leaves out the groups below
         return int(figures.get("total_inactive_file", own))
     except (OSError, ValueError):
         return 0
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the numbers in a file; none if the file is missing or says "max"."""
+    """Return the numbers in a file; an empty list if the file is missing or contains "max"."""
     try:
         return [int(each) for each in path.read_text().split()]
     except (OSError, ValueError):

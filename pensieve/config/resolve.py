@@ -30,9 +30,9 @@ from pensieve.errors import ConfigError
 class Resolved:
     table: Table
     settings: Settings
-    sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
-    written: dict[str, str]  # texts of the engine's settings, without secrets and empty ones
-    texts: dict[str, str]  # texts of all settings; "" if there is none
+    sources: dict[str, str]  # by setting: "flag", "PENSIEVE_…", the file's path, or "default"
+    written: dict[str, str]  # the engine's settings as texts, without secrets and empty values
+    texts: dict[str, str]  # all settings as texts; "" for no value
 
 
 def resolve(
@@ -41,7 +41,7 @@ def resolve(
     file: Path | None = None,
     table: Table = ENGINE_SETTINGS,
 ) -> Resolved:
-    """Resolve the settings of `table` and the internal ones; ConfigError names a wrong one."""
+    """Resolve the settings of `table` and the internal settings. ConfigError names an invalid setting."""
     in_file = _read(file) if file is not None else {}
     internal = {each.name for each in settings_for(INTERNAL)}
     for name in REMOVED_SETTINGS.keys() - internal:
@@ -60,7 +60,7 @@ def resolve(
             text, source = in_file[setting.name], str(file)
         else:
             text = ""
-        if not text:  # an empty text counts as not given: containers set empty variables
+        if not text:  # an empty text counts as not given, because containers set empty variables
             text, source = setting.default, "default"
         named = setting.flag if source in ("flag", "default") else f"{setting.name} ({source})"
         try:
@@ -98,7 +98,7 @@ def print_settings(resolved: Resolved) -> None:
 
 
 def _as_toml(text: str) -> str:
-    """Write a text as a TOML number if it reads back unchanged, else as a string."""
+    """Write a text as a TOML number if that reads back unchanged, otherwise as a TOML string."""
     if re.fullmatch(r"0|[1-9][0-9]{0,17}", text):
         return text
     if re.fullmatch(r"[0-9]+\.[0-9]+", text) and str(float(text)) == text:
@@ -128,7 +128,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 def default_data_folder(environ: Mapping[str, str]) -> Path:
-    """Return DATA_FOLDER, or `pensieve` in XDG_DATA_HOME."""
+    """Return DATA_FOLDER, or the folder `pensieve` in XDG_DATA_HOME."""
     home = environ.get("XDG_DATA_HOME")
     own = Path(DATA_FOLDER).expanduser()
     return Path(home) / own.name if home and sys.platform != "darwin" else own

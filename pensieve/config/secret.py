@@ -16,17 +16,17 @@ SECRETS = frozenset({*OF_LIBPQ, *(each.variable for each in ALL if each.secret)}
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without secrets, for the engine process.
 
-    The engine reads model files of unknown origin, and needs neither the history nor tokens. So it gets no
-    variable of a secret setting, and none that tells PostgreSQL's library a password.
+    The engine reads model files of unknown origin, and needs neither the history nor tokens. So variables of
+    secret settings are removed, and variables that contain a password for libpq.
     """
     return {name: value for name, value in environ.items() if name not in SECRETS}
 
 
 def read_secret(path: Path | None) -> str:
-    """Return the secret in the file; ConfigError if it is unfit.
+    """Return the secret in the file. Raises ConfigError if the secret or the file's mode is not acceptable.
 
-    Only the owner may be able to read the file. If the owner is root, its group may, too: Kubernetes mounts
-    secrets in this way for containers that do not run as root.
+    Only the owner may have permission to read the file. If the owner is root, the group may have it, too:
+    Kubernetes mounts secrets in this way for containers that do not run as root.
     """
     if path is None:
         return ""

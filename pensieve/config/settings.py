@@ -27,14 +27,14 @@ from pensieve.config.values import (
 )
 from pensieve.sampling import Parameter, Sampling, parameter_of
 
-# The part of the program that has a setting.
+# the parts of the program that use a setting
 ENGINE = "engine"  # model, cache, scheduling and history; the engine process gets these
 SERVE = "serve"  # only `pensieve serve`
 REACH = "reach"  # clients of a daemon
 LOOK = "look"  # `pensieve admin`
 TALK = "talk"  # `pensieve chat`
 RANK = "rank"  # `pensieve rank`
-INTERNAL = "internal"  # for tests and measurements: a variable of the engine, without a flag or key
+INTERNAL = "internal"  # for tests and measurements: only a variable of the engine, no flag or key
 
 DATA_FOLDER = (
     "~/Library/Application Support/pensieve"
@@ -52,14 +52,14 @@ GROUPS = {
 class Setting:
     """The description of a setting."""
 
-    parse: Callable[[str], Any]  # raises ValueError that says what is valid
-    default: str  # as a text; "" for none
+    parse: Callable[[str], Any]  # raises ValueError whose message says what is valid
+    default: str  # as a text; "" for no default
     help: str
     metavar: str = ""  # "" for a switch
     of: tuple[str, ...] = (ENGINE,)
     group: str = ""
-    common: bool = False  # shown in `serve --help`, not only in --help-all
-    spelled: str = ""  # the flag, if it is not made from the name
+    common: bool = False  # shown in `serve --help`; other settings only in --help-all
+    spelled: str = ""  # the flag, if it is not derived from the name
     secret: bool = False
     name: str = ""
 
@@ -87,7 +87,7 @@ def _parser_of(type_: Any, parameter: Parameter) -> Callable[[str], float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The parsed values; None if a command lacks the setting, or if it has no value and no default."""
+    """The parsed values. None if the command does not use the setting, or if there is no value."""
 
     # The model.
     model: str = _setting(
@@ -312,7 +312,7 @@ class Settings:
         of=(SERVE,),
         group="history",
     )
-    # Who may reach the daemon.
+    # Access to the daemon.
     address: str = _setting(
         str,
         "127.0.0.1:50051",
@@ -431,7 +431,7 @@ class Settings:
         of=(SERVE,),
         group="several daemons",
     )
-    # What operators watch.
+    # Monitoring.
     metrics: str | None = _setting(
         str,
         "",
@@ -548,7 +548,7 @@ class Settings:
         group="talking",
         common=True,
     )
-    # One for each number of `Sampling`.
+    # A setting for each numeric field of `Sampling`.
     for _each in fields(Sampling):
         if (_parameter := parameter_of(_each)).metavar:
             __annotations__[_each.name] = f"{_each.type} | None"
@@ -625,7 +625,7 @@ def settings_named(*names: str) -> Table:
     return tuple(each for each in ALL if each.name in names)
 
 
-# Settings of earlier versions, and what to do instead.
+# settings of earlier versions, and what to use instead
 REMOVED_SETTINGS = {
     "backup_seconds": "a changed history is backed up every minute",
     "chain_keep": "a conversation is found by its history for 30 days after its last reply",

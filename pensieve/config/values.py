@@ -1,5 +1,4 @@
-"""Parse the texts of settings. Each function returns a value, or raises ValueError that says what is
-valid."""
+"""Parse the texts of settings. Each function raises ValueError, whose message says what is valid."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def parse_tier_size(text: str) -> TierSize:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parse names with commas between them."""
+    """Parse a comma-separated list of names."""
     return tuple(filter(None, (each.strip() for each in text.split(","))))
 
 
@@ -123,13 +122,14 @@ def file(text: str) -> Path:
 
 
 def replica_name(text: str) -> str:
-    """Parse the name of a daemon, which is used in labels, in flags and before an address."""
+    """Parse the name of a daemon. It must be valid in labels, in flags and before an address."""
     if not re.fullmatch(r"[A-Za-z0-9._~-]{1,128}", text):
         raise ValueError("must have 1 to 128 characters of A-Z a-z 0-9 . _ ~ -")
     return text
 
 
-# Each part matches what libpq reads there, so that an error cannot show a piece of a password as a host name.
+# Each part matches exactly what libpq reads as this part. Otherwise an error could show a piece of a password
+# as a host name.
 _WORD = r"[^:@/?#\s,]*"
 _HOST = rf"(?:{_WORD}|\[[0-9a-fA-F:.%]*\])(?::[0-9]*)?"
 STORE_URL = re.compile(
@@ -160,9 +160,9 @@ def store_url(text: str) -> str:
 
 
 def shown_store(url: str) -> str:
-    """Return the place of a history without user, password and options; "" for none.
+    """Return the URL of a history without user, password and options. "" if the URL is empty.
 
-    All daemons that share a history get the same text.
+    The result is the same for all daemons that share a history.
     """
     if SQLITE_URL.fullmatch(url):
         return url

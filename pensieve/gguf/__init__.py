@@ -1,12 +1,11 @@
-"""Convert a GGUF file of llama.cpp or Ollama into a folder in the Hugging Face layout, once.
+"""Convert a GGUF file of llama.cpp or Ollama into a folder in the Hugging Face layout.
 
-A GGUF file holds weights (usually quantised), tokenizer and chat template. `convert` writes them as
-config.json, model.safetensors, tokenizer.json and so on. Nothing else depends on where the folder came
-from, and the reference of exactness is plain `transformers` on that folder.
+A GGUF file contains weights (usually quantised), the tokenizer and the chat template. `convert` writes them
+as config.json, model.safetensors, tokenizer.json and so on. The rest of Pensieve handles the folder like any
+other model. Its results are compared with those of plain `transformers` on the same folder.
 
-Nothing is guessed. llama.cpp has its own names for what a model computes. The names listed in
-`architectures` and `tokenizer` mean exactly what `transformers` computes. A file with any other key, tensor
-or rule is refused, and the error names it.
+Nothing is guessed. `architectures` and `tokenizer` list the names in GGUF files whose meaning is exactly what
+`transformers` computes. A file with any other key, tensor or rule is refused, and the error names it.
 """
 
 from __future__ import annotations

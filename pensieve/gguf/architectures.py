@@ -1,12 +1,12 @@
-"""Map llama.cpp's architectures, keys and tensors to those of transformers.
+"""Map the architectures, keys and tensors of llama.cpp to those of transformers.
 
-llama.cpp's converter keeps a model's weights, with two exceptions:
+llama.cpp's converter does not change a model's weights, with two exceptions:
 
-* For `llama` it reorders the rows of the query and key projections, because it rotates neighbouring
-  elements, and transformers rotates element i with element i + half. `weights` restores the order.
-* It writes Llama 3's scaling of rotary frequencies as one factor for each frequency (`rope_freqs`), without
-  the four numbers behind them. Three of the numbers are the same in every Llama 3. With these, the fourth
-  is the largest factor. If the four numbers do not give the file's factors, the file is refused.
+* For `llama`, it reorders the rows of the query and key projections. llama.cpp applies the rotary embedding
+  to adjacent elements, transformers to elements i and i + half. `weights` restores the order.
+* It replaces the four parameters of Llama 3's rotary scaling by one factor per frequency (`rope_freqs`).
+  Three of these parameters are the same in every Llama 3, and the fourth is the largest factor. If the four
+  parameters do not give the factors in the file, the file is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KEYS = {
     "rope.dimension_count",
     "rope.freq_base",
 }
-# Keys that a file may have because they change nothing.
+# Keys that have no effect on the model.
 MEANINGLESS: dict[str, Any] = {
     "expert_count": 0,
     "expert_used_count": 0,
@@ -68,7 +68,7 @@ class Architecture(NamedTuple):
     model_type: str
     class_name: str
     more_in_layers: dict[str, str]
-    is_reordered: bool = False  # rows of queries and keys are
+    is_reordered: bool = False  # whether the rows of the query and key projections are reordered
 
 
 ARCHITECTURES = {
@@ -79,11 +79,11 @@ ARCHITECTURES = {
 
 
 class Weight(NamedTuple):
-    """A tensor of the file under transformers' name."""
+    """A tensor of the file, with its name in transformers."""
 
     name: str
     tensor: Tensor
-    num_heads: int = 0  # whose rows are put back in order; 0: they are in order
+    num_heads: int = 0  # number of heads whose rows must be reordered; 0: no reordering
 
 
 def architecture_of(header: Header) -> Architecture:
@@ -97,7 +97,7 @@ def architecture_of(header: Header) -> Architecture:
 
 
 def config_of(header: Header) -> dict[str, Any]:
-    """Return the model's config.json for transformers, without the type of its weights."""
+    """Return the model's config.json for transformers, without the dtype of the weights."""
     architecture, prefix = architecture_of(header), header.architecture
     _refuse_unknown_keys(header)
 
@@ -131,7 +131,7 @@ def config_of(header: Header) -> dict[str, Any]:
 
 
 def weights_of(header: Header) -> list[Weight]:
-    """Return every tensor, in the order of the layers. A missing or unknown tensor is an error."""
+    """Return every tensor, in layer order. A missing or unknown tensor is an error."""
     architecture, config = architecture_of(header), config_of(header)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found = []
@@ -149,7 +149,7 @@ def weights_of(header: Header) -> list[Weight]:
 
 
 def _names(architecture: Architecture, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the file's name and transformers' name of each tensor that a model needs."""
+    """Yield the name in the file and the name in transformers of each tensor that the model needs."""
     for name, wanted in OUTSIDE_LAYERS.items():
         if not (name == "output.weight" and config["tie_word_embeddings"]):
             yield name, wanted
@@ -207,6 +207,6 @@ def _llama3_factors(base: float, head_size: int, factor: float) -> list[float]:
     for index in range(0, head_size, 2):
         turns = LLAMA3_LENGTH / (2 * math.pi * base ** (index / head_size))
         share = (turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
-        share = min(max(share, 0.0), 1.0)  # of the original frequency
+        share = min(max(share, 0.0), 1.0)  # weight of the original frequency
         factors.append(1 / ((1 - share) / factor + share))
     return factors

@@ -13,16 +13,16 @@ from pensieve.gguf.header import Header
 from pensieve.gguf.tokenizer import end_of_turn_ids, write_tokenizer
 from pensieve.gguf.weights import NAMES, check_kinds, kind_of, num_bytes, write_weights
 
-STEP_PERCENT = 20  # written between two lines of progress
-# A file's sampling values, and their names in generation_config.json.
+STEP_PERCENT = 20  # report progress after this percentage of the bytes
+# names of sampling values in a GGUF file, and in generation_config.json
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
 class Conversion:
-    """A file that was checked completely and can be converted."""
+    """A file that has passed all checks and can be converted."""
 
     def __init__(self, path: Path, name: str = "", chat_template: str | None = None) -> None:
-        """`chat_template` replaces the one in the file."""
+        """`chat_template` replaces the template in the file."""
         self.name = name or path.name
         self._header = Header(path)
         self._config = config_of(self._header)
@@ -52,7 +52,7 @@ class Conversion:
         )
 
     def write(self, folder: Path, report: Callable[[str], None], check: Callable[[], None]) -> None:
-        """Write the folder. `check` is called regularly, and raises to give the conversion up."""
+        """Write the folder. `check` is called regularly, and may raise to cancel the conversion."""
         config = self._config | {"dtype": NAMES[kind_of(self._weights)]}
         ends = end_of_turn_ids(self._header)
         if ends:

@@ -1,4 +1,4 @@
-"""A GGUF file on the disk: its metadata, and its tensors, which are mapped and not read."""
+"""Read the metadata of a GGUF file, and map its tensors into memory."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pensieve.errors import ModelError, UnsupportedModel, one_line
 from pensieve.extras import need
 from pensieve.gguf import MAGIC
 
-BRIEF = 100  # characters of a value in an error
+BRIEF = 100  # error messages show at most this many characters of a value
 
 
 def library(purpose: str = "a GGUF file") -> ModuleType:
-    """Return llama.cpp's own package, which reads the format and unpacks its blocks."""
+    """Import and return llama.cpp's `gguf` package, which reads the format and unpacks quantised blocks."""
     return need("gguf", "gguf", purpose)
 
 
 class Tensor(NamedTuple):
     name: str
-    shape: tuple[int, ...]  # as in torch, outermost first
+    shape: tuple[int, ...]  # outermost dimension first, as in torch
     kind: str  # F32, BF16, Q4_K, ...
-    data: Any  # mapped from the file: rows of floats, or rows of bytes that hold quantized blocks
+    data: Any  # memory-mapped: rows of floats, or rows of bytes that contain quantised blocks
 
     @property
     def num_elements(self) -> int:
@@ -82,7 +82,7 @@ def brief(value: Any) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file is GGUF, by its first bytes, because Ollama's files have no suffix."""
+    """Return whether a file is GGUF. Checks its first bytes, because Ollama's files have no suffix."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC

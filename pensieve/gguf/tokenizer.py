@@ -1,15 +1,15 @@
 """Make a tokenizer.json from the vocabulary, merges and rules in a GGUF file.
 
-The file names the rule that cuts text into words before merges apply (`tokenizer.ggml.pre`). llama.cpp
-knows what the name means. `RULES` lists the names whose meaning is certain, from the models' own
-tokenizer.json. With another rule, most text would become the same tokens and some silently would not, so
-any other rule is refused.
+Before merges apply, a rule cuts the text into words. The file has only the name of this rule
+(`tokenizer.ggml.pre`). `RULES` lists the names whose meaning is certain, with the rules from the models' own
+tokenizer.json. Files with other names are refused, because a wrong rule would silently give wrong tokens for
+some texts.
 
     gpt2     byte-level BPE: vocabulary and merges are in the file
-    llama    SentencePiece's BPE: the file has a score for each token. Two parts merge if they make a token,
-             the best score first. Most models put a space before a text: Llama 2 after each control token,
-             newer Mistral models only at the very beginning. The file does not say which. So only files that
-             put no space there are served.
+    llama    SentencePiece's BPE: the file has a score for each token. Two parts are merged if the result is a
+             token, the token with the best score first. Most models add a space before a text: Llama 2 after
+             each control token, newer Mistral models only at the very start. The file does not say where. So
+             only files that add no space are supported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CONTROL, USER_DEFINED = 3, 4  # llama.cpp's kinds of added tokens
-# From the models' tokenizer.json; regular expressions of Oniguruma.
+# regular expressions (Oniguruma) from the models' tokenizer.json
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,12 +38,12 @@ _TEKKEN = (
 
 
 class Rule(NamedTuple):
-    """How text is cut into words. Without an expression, as GPT-2 does."""
+    """How to cut text into words. Without an expression, GPT-2's rule is used."""
 
     expression: str = ""
     digits_alone: bool = False  # each digit is a word
-    whole_words: bool = False  # a word that is a token needs no merges
-    composed: bool = False  # text becomes Unicode's form NFC first
+    whole_words: bool = False  # if a word is a token, no merges are applied
+    composed: bool = False  # the text is first converted to Unicode NFC
 
 
 RULES = {
@@ -64,7 +64,7 @@ END_OF_TURN = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def write_tokenizer(header: Header) -> dict[str, str]:
-    """Return the text of each tokenizer file, and of chat_template.jinja if the file has a template."""
+    """Return the content of each tokenizer file, including chat_template.jinja if there is a template."""
     texts = {
         "tokenizer.json": tokenizer_of(header).to_str(),
         "tokenizer_config.json": _json(
@@ -78,7 +78,7 @@ def write_tokenizer(header: Header) -> dict[str, str]:
 
 
 def end_of_turn_ids(header: Header) -> list[int]:
-    """Return all end tokens. A model may end a turn with another token than a document."""
+    """Return the ids of all end tokens. The token that ends a turn may differ from that of a document."""
     named = (header.get(f"tokenizer.ggml.{key}") for key in END_OF_TURN)
     return list(dict.fromkeys(int(each) for each in named if each is not None))
 
@@ -109,7 +109,7 @@ def tokenizer_of(header: Header) -> Tokenizer:
     tokens = _array(header, "tokens")
     try:
         made = _byte_level(header, tokens) if kind == "gpt2" else _sentence_piece(header, tokens)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library has no narrower exception class
         if isinstance(error, ModelError):
             raise
         raise ModelError(
@@ -184,7 +184,7 @@ def _sentence_piece(header: Header, tokens: list[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that makes a token, the best token's pairs first."""
+    """Return all pairs of tokens that can be merged into a token, by descending score of that token."""
     found = []
     for token, number in vocabulary.items():
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

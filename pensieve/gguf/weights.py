@@ -1,9 +1,9 @@
 """Unpack the weights of a GGUF file into one safetensors file, block by block.
 
-Quantised weights and bfloat16 become bfloat16. float16 and float32 stay. Rows are unpacked BLOCK_ELEMENTS
-at a time and written at once, so the memory needed does not depend on the model's size. A safetensors file
-can be written as it goes: 8 bytes with the header's length, a JSON header with the place of each tensor,
-the tensors.
+Quantised weights and bfloat16 become bfloat16. float16 and float32 are kept. Weights are unpacked and written
+in blocks of BLOCK_ELEMENTS, so the memory use does not depend on the model's size. A safetensors file can be
+written sequentially. It contains 8 bytes with the header's length, a JSON header with the offset of each
+tensor, and the tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NAMES = {
     "BF16": "bfloat16",
     "F16": "float16",
     "F32": "float32",
-}  # from safetensors' names to torch's
+}  # maps the names of safetensors to those of torch
 SIZES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 def kind_of(weights: Sequence[Weight]) -> str:
-    """Return the type of all weights once they are unpacked."""
+    """Return the dtype of all weights after unpacking."""
     kinds = {each.tensor.kind for each in weights}
     if kinds - PLAIN or "BF16" in kinds:
         return "BF16"
@@ -40,7 +40,7 @@ def num_bytes(weights: Sequence[Weight]) -> int:
 
 
 def check_kinds(weights: Sequence[Weight], name: str) -> None:
-    """Refuse a quantisation that cannot be unpacked, before anything is written."""
+    """Raise ModelError for a quantisation that cannot be unpacked. Called before anything is written."""
     samples = {each.tensor.kind: each.tensor for each in weights}
     for kind, tensor in samples.items():
         try:
@@ -52,7 +52,7 @@ def check_kinds(weights: Sequence[Weight], name: str) -> None:
 
 
 def write_weights(weights: Sequence[Weight], path: Path, progress: Callable[[int], None]) -> None:
-    """Write the file. `progress` gets the number of bytes written so far, after each block."""
+    """Write the file. After each block, `progress` gets the number of bytes written so far."""
     kind = kind_of(weights)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -72,7 +72,7 @@ def write_weights(weights: Sequence[Weight], path: Path, progress: Callable[[int
 
 
 def _blocks(weight: Weight) -> Iterator[Any]:
-    """Yield packed rows of a tensor, in the order in which they are written."""
+    """Yield blocks of packed rows of a tensor, in the order for transformers."""
     data = weight.tensor.data
     if len(weight.tensor.shape) == 1:
         yield data
@@ -84,7 +84,7 @@ def _blocks(weight: Weight) -> Iterator[Any]:
 
 
 def _order(weight: Weight) -> Any:
-    """Return the rows' original order. In a head of n rows, llama.cpp puts row i + n / 2 after row i."""
+    """Return the original order of the rows. In a head of n rows, llama.cpp puts row i + n/2 after row i."""
     import numpy as np
 
     rows = np.arange(len(weight.tensor.data))
@@ -105,6 +105,6 @@ def _as_kind(values: Any, kind: str) -> bytes:
     if kind == "F16":
         return bytes(values.astype("<f2").tobytes())
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # to the nearest, ties to even
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # round to nearest, ties to even
     halves = np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
     return bytes(halves.tobytes())

@@ -1,11 +1,11 @@
-"""Choose the costs of computing and copying when an engine starts. The first source that exists is used:
+"""Choose the costs of computing and copying for a starting engine. The first source that exists is used:
 
     PENSIEVE_COST   a file from `pensieve profile --output` or `pensieve simulate --fit`, for measurements
-    a profile       kept by `pensieve profile` for this model, machine, settings and versions (profiles.py)
-    an estimate     from the model's shape and, for iterations, a data sheet
+    a profile       written by `pensieve profile` for this model, machine, settings and versions (profiles.py)
+    an estimate     from the model's shape and, for iterations, a data sheet of the device
 
-The retention policy, the choice between copying and recomputing, and the share of an iteration that prompts
-may take use these costs. A log line names the source and the reason for it.
+The costs are used by the retention policy, for the choice between copying and recomputing, and to limit the
+prompt tokens in an iteration. A log line names the source and why it was chosen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pensieve.sim.fit import assumed_for
 if TYPE_CHECKING:
     from pensieve.model.loader import LoadedModel
 
-GROUP_LAYER_SECONDS = 1e-4  # per group and layer: kernel launches, and passing on a staging arena
+# per group and layer, for kernel launches and switching the staging arena
+GROUP_LAYER_SECONDS = 1e-4
 ADVICE = "`pensieve profile` makes one"
 
 
@@ -37,15 +38,15 @@ class Costs(NamedTuple):
 
     retention: CostProfile  # per chunk
     iterations: IterationCost
-    in_words: str  # the source and the reason for it
-    copy_seconds: float  # per chunk between the tiers
-    group_seconds: float  # added to an iteration by each group of streamed turns
+    in_words: str  # the source and why it was chosen, for the log
+    copy_seconds: float  # to copy a chunk between the tiers
+    group_seconds: float  # that each group of streamed turns adds to an iteration
 
 
 def costs_of(
     settings: Settings, folder: Path, model: LoadedModel, computed_by: Mapping[str, Any]
 ) -> Costs:
-    """Return the costs of the model; ConfigError if the file of PENSIEVE_COST belongs to another model."""
+    """Return the costs of the model. ConfigError if the file of PENSIEVE_COST is for another model."""
     if settings.cost is not None:
         found = cost_file.load_all(settings.cost)
         _check_model(settings, found.cost, model)
@@ -79,7 +80,7 @@ def _measured(settings: Settings, cost: CostModel, words: str, model: LoadedMode
 def _streaming(
     settings: Settings, model: LoadedModel, copy_seconds: float = 0.0
 ) -> tuple[float, float]:
-    """Return the seconds to stage a chunk (from a data sheet if not measured) and the seconds per group."""
+    """Return the seconds to stage a chunk (from a data sheet if not measured), and the seconds per group."""
     group_seconds = GROUP_LAYER_SECONDS * model.shape.num_layers
     if streams_in_place(settings, model.flat.module.device.type == "cpu"):
         return 0.0, group_seconds

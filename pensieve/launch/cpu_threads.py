@@ -1,12 +1,13 @@
 """Set the number of compute threads, and how long torch's threads spin at a barrier.
 
-torch computes on OpenMP threads. By default they spin for a long time before they sleep. Beside another busy
-process this is very slow: the last thread waits for a core that a spinning thread holds, so each barrier
-costs a time slice. Here they spin for microseconds. The compiled kernels have threads of their own
-(csrc/cpu/threads.cpp), which do not spin like this.
+torch computes on OpenMP threads. By default, these threads spin for a long time at a barrier before they
+sleep. If another process is busy, this is very slow: the last thread waits for a core that a spinning thread
+occupies, so each barrier costs a time slice. With SPIN_COUNT, the threads spin only for microseconds. The
+compiled kernels have separate threads (csrc/cpu/threads.cpp), which do not spin for long.
 
-OpenMP's number of threads applies to both: one per core that the process may use, but no more than the CPU
-quota of the control group allows at once. More threads would only use up the quota sooner.
+OpenMP's number of threads applies to torch and to the compiled kernels. It is one thread per core that the
+process may use, but not more than the CPU quota of the control group. More threads would only use up the
+quota sooner.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from collections.abc import MutableMapping
 
 from pensieve.config import machine
 
-# Measured beside one busy process: loading a model takes 1.2 times as long as on a quiet machine with 1,000,
-# 1.5 times with 5,000 and 3 times with 100,000. On a quiet machine there is no difference.
+# Time to load a model while another process is busy, compared with an otherwise idle machine: 1.2 times with
+# a spin count of 1,000, 1.5 times with 5,000, 3 times with 100,000. On the idle machine, the spin count makes
+# no difference.
 SPIN_COUNT = 1000
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 THREADS = "OMP_NUM_THREADS"
 
 
 def prepare_threads(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set OpenMP's variables, unless the operator has; call this before torch is imported."""
+    """Set OpenMP's variables, unless the operator has set them. Call this before torch is imported."""
     if not any(name in environ for name in WAITING):
         environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     quota = machine.cpu_quota()

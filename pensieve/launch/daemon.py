@@ -1,8 +1,8 @@
 """Assemble a daemon from its settings and run it until it is stopped.
 
     open      find the model's folder, open the history, load tokenizer and chat template
-    listen    the sockets answer with NOT_SERVING
-    start     the engine process has loaded the model: SERVING
+    listen    accept connections; the health status is NOT_SERVING
+    start     wait until the engine process has loaded the model; then the health status is SERVING
     stop      drain, then close connections, engine and history, in this order
 
 `pensieve serve` runs the daemon in the main thread until a signal arrives. `pensieve chat` without an address
@@ -66,7 +66,7 @@ from pensieve.launch.sharing import (
 from pensieve.launch.traces import Traces, open_traces
 from pensieve.text import style_named
 
-SWITCH_SECONDS = 0.0005  # how long the store thread may hold the interpreter lock
+SWITCH_SECONDS = 0.0005  # how long the store thread may hold the GIL while others wait
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ class DaemonSetup:
     """The parts of a daemon, before anything is opened."""
 
     resolved: Resolved
-    holder: (
-        str  # the name of this process in the error that another process on this data folder gets
-    )
+    holder: str  # names this process in the error of another process that opens the data folder
     listening: Listening
     config: DaemonConfig
     engine_program: tuple[str, ...] = programs.ENGINE
@@ -99,7 +97,7 @@ class Hooks:
 
 
 def setup_to_serve(resolved: Resolved) -> DaemonSetup:
-    """Check the settings of `pensieve serve`; ConfigError if others could reach the daemon by accident."""
+    """Return the setup for `pensieve serve`. ConfigError if others could reach the daemon by accident."""
     settings = resolved.settings
     if settings.backup is not None and is_server(settings.store):
         raise InvalidArgument(
@@ -151,7 +149,7 @@ def setup_to_serve(resolved: Resolved) -> DaemonSetup:
 
 
 def _http_address(given: str | None) -> str:
-    """Return HOST:PORT; a port alone means 127.0.0.1."""
+    """Return HOST:PORT. If only a port is given, the host is 127.0.0.1."""
     given = given or ""
     return f"127.0.0.1:{given}" if given.isdigit() else given
 
@@ -164,7 +162,7 @@ def _backup(settings: Settings) -> BackupConfig | None:
 
 
 def open_server(setup: DaemonSetup, report: Report) -> Server:
-    """Open everything but the engine process. Call this in the event loop that will run the server."""
+    """Open everything except the engine process. Call this in the event loop that will run the server."""
     settings = setup.resolved.settings
     folder = resolve_model(settings.model, report)
     store = open_store(settings.data, setup.holder, settings.store or "", setup.sharing)
@@ -211,7 +209,7 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
 def _jobs(
     daemon: Daemon, data: Path, texts: Texts, config: JobsConfig, report: Report
 ) -> BatchJobs | None:
-    """Open the batch jobs, or report why they are unavailable. Conversations are served in any case."""
+    """Open the batch jobs. If that fails, report why and return None; conversations are served anyway."""
     try:
         jobs = JobStore.open(data)
     except PensieveError as error:
@@ -275,7 +273,7 @@ def _check_objectives(setup: DaemonSetup, daemon: Daemon) -> None:
 
 
 def _kill(engine_pid: int | None) -> None:
-    """Kill an engine that is loading its model: it has nothing to save, and would not react for seconds."""
+    """Kill an engine that is loading its model. It has nothing to save, and could take seconds to react."""
     if engine_pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(engine_pid, signal.SIGKILL)

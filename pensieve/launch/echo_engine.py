@@ -1,8 +1,9 @@
 """An engine process that computes with arithmetic instead of a model, to test and measure the service.
 
-Started as `python -m pensieve.launch.echo_engine FD`. Mailbox, scheduler, cache, detokenizer and pipe are the
-real ones. The next token is a pure function of all tokens before it, so a wrong history gives a wrong reply.
-`--seconds S` makes each iteration take S seconds, so that tests can overload the engine.
+Started as `python -m pensieve.launch.echo_engine FD`. Everything except the executor is the real code:
+mailbox, scheduler, cache, detokenizer and pipe. Each token is a pure function of all tokens before it, so a
+wrong history gives a wrong reply. `--seconds S` makes each iteration take S seconds, so that tests can
+overload the engine.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ WORDS_PER_REPLY = 24  # on average, unless max_tokens ends the reply earlier
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    """Return the digest of a whole sequence: an earlier part with digest `state`, followed by `tokens`."""
+    """Return the digest of a sequence whose first part has the digest `state`, followed by `tokens`."""
     return zlib.crc32(tokens.tobytes(), state)
 
 
 def next_token(state: int, num_tokens: int, end_id: int) -> int:
-    """Return the token that follows a context with this digest; sometimes the end-of-turn token."""
+    """Return the token that follows a context with this digest. Sometimes it is the end-of-turn token."""
     drawn = (state * MULTIPLIER + 1) % MODULUS >> 33
     if drawn % WORDS_PER_REPLY == 0:
         return end_id
@@ -60,7 +61,7 @@ class _Turn:
 
 
 class EchoExecutor:
-    """Answers each iteration at once, or after `seconds`. Copies finish at once."""
+    """Completes each iteration immediately, or after `seconds`. Completes copies immediately."""
 
     depth = 1
 

@@ -1,11 +1,11 @@
 """Run a daemon in a thread of this process, with a private socket and without a port.
 
-The daemon has the same parts as that of `pensieve serve`, with the engine in its own process. Differences:
+The daemon is the same as with `pensieve serve`, with a separate engine process. Differences:
 
-* SIGINT is blocked in the thread, in the threads that it starts and in the engine process. So Ctrl-C reaches
-  only the main thread, however early the user presses it.
-* The main thread waits until the daemon serves, and raises the daemon's exception if the start fails. Only
-  `given_up`, which is called a few times a second, can end this wait.
+* SIGINT is blocked in the daemon's threads and in the engine process. So Ctrl-C reaches only the main thread,
+  even during the start.
+* The main thread waits until the daemon is serving. If the start fails, the main thread raises the daemon's
+  exception. To cancel this wait, `given_up` (which is called a few times per second) must return true.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
 
 WAKE_SECONDS = 0.2
-CLOSE_SECONDS = 30.0  # how long to wait for the thread; a thread that hangs ends with the process
+CLOSE_SECONDS = 30.0  # how long to wait for the thread; after that, the end of the process kills it
 
 
 class EmbeddedDaemon:
@@ -55,12 +55,12 @@ class EmbeddedDaemon:
             Listening(address="", socket=path),
             DaemonConfig(ttft_seconds=resolved.settings.ttft),
             engine_program,
-            check_history_first=True,  # a person is waiting, and should see the problems first
+            check_history_first=True,  # a user should see problems of the history before the prompt
             take_early=take_early,
         )
         self._report = report
         self._given_up = given_up
-        self._started = threading.Event()  # the daemon serves, or its start has failed
+        self._started = threading.Event()  # set when the daemon serves or its start has failed
         self._failure: BaseException | None = None
         self._stop_wanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,19 +95,19 @@ class EmbeddedDaemon:
 
     def close(self) -> None:
         """Interrupt running turns, close the history, end the engine process."""
-        # Set this before reading `server`. The thread sets `server` before it reads this, so one of the two
-        # sees the other's value.
+        # Set the flag before reading `server`. The thread sets `server` before it reads the flag. So at least
+        # one of the two threads sees the other's value.
         self._stop_wanted = True
         if self.server is not None and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop is already closed
                 self._loop.call_soon_threadsafe(self.server.stopping.set)
         self._thread.join(CLOSE_SECONDS)
         self._cleanup.close()
 
     def _socket(self, data: Path) -> Path:
-        """Return the admin socket of the data folder, so that `pensieve admin` finds it.
+        """Return the path of the data folder's admin socket, so that `pensieve admin` finds this daemon.
 
-        If that path cannot be used for a socket, return one in a temporary folder.
+        If that path cannot be used for a socket, return a path in a temporary folder.
         """
         try:
             return socket_path(data)

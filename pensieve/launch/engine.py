@@ -1,7 +1,7 @@
 """Build an engine that runs a model, from its executor (executor.py), costs (costs.py) and scheduler.
 
-This module connects two packages that must not import each other: `model` and `engine`. `report` receives a
-line when a stage begins, because loading takes seconds or minutes. If a stage fails, the earlier stages are
+This module connects the packages `model` and `engine`, which must not import each other. Loading takes
+seconds or minutes, so `report` receives a line when a stage begins. If a stage fails, the earlier stages are
 undone.
 """
 
@@ -47,7 +47,7 @@ class Closable(Protocol):
 
 @dataclass
 class BuiltEngine:
-    """An engine that is ready to run, with the parts that must be closed after it."""
+    """An engine that is ready to run, and the resources to close when it ends."""
 
     engine: Engine
     executor: Closable
@@ -79,7 +79,7 @@ def build_engine(
     mailbox: Mailbox,
     sink: Sink,
 ) -> BuiltEngine:
-    """Load the model and put cache, scheduler and executor around it."""
+    """Load the model and build cache, scheduler and executor."""
     from pensieve.launch.costs import costs_of
     from pensieve.launch.executor import build_executor
     from pensieve.model.kv.page_bytes import PageBytes
@@ -150,7 +150,8 @@ def build_engine(
                 SystemClock().now,
             )
         gc.collect()
-        gc.freeze()  # these objects live as long as the process, so no collection needs to visit them
+        # these objects live as long as the process, so no collection needs to visit them
+        gc.freeze()
         undo.pop_all()
     return BuiltEngine(
         engine,
@@ -172,7 +173,7 @@ def build_engine(
 
 
 def _computed_by(settings: Settings, folder: Path, ranks: ModelRanks) -> dict[str, Any]:
-    """Describe the model and the device, for a journal and for predictions."""
+    """Describe the model and the device, for the journal and for cost predictions."""
     shape = ranks.whole.shape
     return {
         "name": folder.name,
@@ -197,7 +198,7 @@ def _journal(
     configs: EngineConfigs,
     cost: CostProfile,
 ) -> _OpenJournal | None:
-    """Open the journal. It begins with the model and device, for which costs are fitted later."""
+    """Open the journal. Its first line describes the model and device, to fit costs for them later."""
     if settings.journal is None:
         return None
     try:

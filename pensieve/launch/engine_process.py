@@ -5,19 +5,19 @@ The service starts it as `python -m pensieve.launch.engine_process FD`, where FD
     reader thread    frames from the service → Mailbox
     main thread      Engine.run
     writer thread    Outbox → one frame with all events since the last frame,
-                     or a heartbeat with the number of the main thread's rounds
+                     or a heartbeat with the main thread's loop counter
 
-Start: the process imports torch, reads the settings from the first frame, loads the model and sends `ready`
-with the sizes of its memory. It sends a `stage` frame when a stage begins.
+**Start.** The process imports torch, reads the settings from the first frame, loads the model and sends
+`ready` with the sizes of its memory. It sends a `stage` frame when a stage begins.
 
-End: when the pipe ends, the service is gone, so the process exits at once. It has nothing to save: the
-service has the history. If the reader or writer thread fails, the process exits too, as the others would wait
-forever. An engine that fails sends a last frame, `died`, with the error as one line and an exit code. Errors
-of Pensieve before `ready` (a setting, model or device that cannot be used) are for the operator. Any other
-error also prints a traceback.
+**End.** When the pipe is closed, the service is gone, and the process exits immediately. It has nothing to
+save, because the service has the history. If the reader or writer thread fails, the process exits, too.
+Otherwise the other threads would wait forever. An engine that fails sends a last frame, `died`, with the
+error as one line and an exit code. PensieveErrors before `ready` (a setting, model or device that cannot be
+used) are meant for the operator. Any other error also prints a traceback.
 
-Backpressure: if the mailbox is full, the reader thread waits. Then the pipe fills, and the service refuses
-messages.
+**Backpressure.** If the mailbox is full, the reader thread waits. Then the pipe fills, and the service
+rejects messages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Prepare = Callable[[Report], None]
 
 
 class _Stages:
-    """Send a line when a stage begins, and measure how long each stage takes."""
+    """Sends a line when a stage begins, and measures how long each stage takes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -81,9 +81,10 @@ class _Stages:
 
 
 def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
-    """Run an engine until the pipe ends.
+    """Run an engine until the pipe is closed. Return the exit code.
 
-    `prepare` needs no settings, so the service may start this process before it can send them.
+    `prepare` runs before the settings arrive. So the service may start this process before it has the
+    settings.
     """
     prepare_threads()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service handles Ctrl-C
@@ -94,9 +95,9 @@ def main(fd: int, build: Build, prepare: Prepare = lambda report: None) -> int:
         stages = _Stages(sock)
         prepare(stages)
         built = _start(sock, incoming, build, mailbox, outbox, stages)
-    except PensieveError as error:  # a message for the operator, not a bug
+    except PensieveError as error:  # an error for the operator, not a bug
         return _end(sock, error)
-    except (BrokenPipeError, ConnectionResetError):  # the service has ended
+    except (BrokenPipeError, ConnectionResetError):  # the service process is gone
         return 0
     except BaseException as error:
         traceback.print_exc()
@@ -153,7 +154,7 @@ def _run(
     mailbox: Mailbox,
     outbox: Outbox,
 ) -> None:
-    """Run the engine until it fails. The process exits when the pipe ends."""
+    """Run the engine until it fails. The process exits when the pipe is closed."""
     engine = built.engine
 
     def read() -> None:
@@ -161,11 +162,11 @@ def _run(
         try:
             for frame in incoming:
                 message = message_of(frame)
-                if isinstance(message, ImportKv):  # in this thread, verifying delays no iteration
+                if isinstance(message, ImportKv):  # verify in this thread, to delay no iteration
                     message = verified(message, engine.hand_over.slot_bytes)
                 mailbox.put_when_there_is_room(message)
         except Unavailable:
-            return  # the engine has failed; the main thread reports the error and ends the process
+            return  # the engine has failed; the main thread reports the error and exits
         except OSError:
             pass  # the service was killed
         except BaseException:
@@ -178,7 +179,7 @@ def _run(
             while (events := outbox.drain(BEAT_SECONDS)) is not None:
                 sock.sendall(pack_events(events) if events else pack_alive(engine.num_rounds))
         except OSError:
-            return  # the reader thread notices this too, and ends the process
+            return  # the reader thread also notices this, and exits the process
         except BaseException:
             traceback.print_exc()
             os._exit(DeviceError.exit_code)
@@ -219,7 +220,7 @@ def build_with_model(
         if settings.tensor_parallel == settings.pipeline_stages == 1:
             disable_distributed()
         import pensieve.launch.executor  # noqa: F401
-    # Report nothing here: the service process loads the same template, and reports its differences.
+    # Report nothing here, because the service process loads the same template and reports the differences.
     texts = load_texts(folder, lambda line: None, settings.chat_template)
     return build_engine(settings, folder, texts, report, mailbox, sink)
 
@@ -227,6 +228,6 @@ def build_with_model(
 if __name__ == "__main__":
     status = main(int(sys.argv[1]), build_with_model, import_torch)
     if status:
-        # Python's shutdown calls into the device. A device that has failed may never return.
+        # A normal exit of Python calls the device driver. If the device has failed, that call may hang.
         sys.stderr.flush()
         os._exit(status)

@@ -1,4 +1,4 @@
-"""Load a model, allocate its KV memory and build the executor that an engine or `pensieve profile` runs."""
+"""Load a model, allocate its KV memory and build the executor, for an engine or `pensieve profile`."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from pensieve.text import Tokenizer
 class KVTiers(NamedTuple):
     memory: KVMemory  # of this rank
     pages: TierPages
-    page_bytes: int  # summed over all ranks
+    page_bytes: int  # sum over all ranks
     staging_pages: int  # per group of streamed turns; 0: turns are not streamed
 
 
 def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> KVTiers:
     """Allocate both tiers and the staging arenas in all ranks.
 
-    On a GPU the device tier takes the memory that weights and workspace leave.
+    On a GPU, the device tier takes the memory that weights and workspace leave free.
     """
     model, leader, whole = ranks
     device: torch.device = model.flat.module.device
     sizes = (settings.token_budget, turns_max(settings), settings.chunk_tokens)
     num_ranks = settings.tensor_parallel
-    device_bytes = None  # on a CPU both tiers are in the host's memory
+    device_bytes = None  # on a CPU, both tiers are in host memory
     if device.type == "cuda":
         report("measuring the GPU's free memory")
         if leader is not None:
@@ -89,7 +89,10 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
 def _graphs(
     settings: Settings, ranks: ModelRanks, memory: KVMemory, report: Report
 ) -> DecodeGraphs | None:
-    """Capture CUDA graphs of decode batches and of the parts between attentions; None unless one GPU rank."""
+    """Capture CUDA graphs of decode batches, and of the operations between attention layers.
+
+    None unless there is exactly one rank, on a GPU.
+    """
     if ranks.model.flat.module.device.type != "cuda" or ranks.leader is not None:
         return None
     num_turns = turns_max(settings, memory.device_pages)
@@ -129,7 +132,7 @@ def build_executor(
     report: Report,
     undo: ExitStack,
 ) -> BuiltExecutor:
-    """Load the model and build its executor; `undo` gets the callbacks that close both."""
+    """Load the model and build its executor. `undo` gets callbacks that close both."""
     if settings.pipeline_stages > 1 and settings.stream == "auto":
         settings = replace(settings, stream="off")
     ranks = load_model(settings, folder, report, undo)

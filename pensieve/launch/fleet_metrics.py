@@ -1,10 +1,10 @@
-"""Serve the metrics of several replicas at one address, for a Prometheus without service discovery.
+"""Serve the metrics of several replicas at one address, for a Prometheus server without service discovery.
 
     GET /metrics    metrics of all replicas, each sample with the label `replica`, and pensieve_replica_up
-    GET /health     200 if at least one replica answered the latest scrape, or before the first scrape
+    GET /health     200 before the first scrape, or if at least one replica answered the latest scrape
 
-Each scrape asks all replicas; nothing is cached. The listener (api/metrics/listener.py) allows five seconds
-for an answer, so each replica has at most SCRAPE_SECONDS.
+Each scrape asks all replicas. Nothing is cached. The listener (api/metrics/listener.py) allows five seconds
+for a response, so each replica has at most SCRAPE_SECONDS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCRAPE_SECONDS = 3.5
 
 
 class FleetMetrics:
-    """A listener and the replicas that it asks. Belongs to one event loop."""
+    """A listener and the replicas whose metrics it serves. Belongs to one event loop."""
 
     def __init__(self, fleet: Fleet) -> None:
         if fleet.seconds > SCRAPE_SECONDS:
@@ -36,7 +36,10 @@ class FleetMetrics:
         )
 
     async def listen(self, address: str, insecure: bool = False) -> str:
-        """Listen, and return HOST:PORT; ConfigError if other machines could connect, unless `insecure`."""
+        """Listen, and return HOST:PORT.
+
+        Raises ConfigError if other machines could connect and `insecure` is not set.
+        """
         if not insecure and not is_loopback(address.rpartition(":")[0]):
             raise ConfigError(
                 f"{address} can be reached by others, and has neither TLS nor tokens. Listen on 127.0.0.1, "

@@ -1,11 +1,13 @@
 """Describe what two engines must have in common to exchange KV.
 
-Keys and values depend on the weights and the precision, and their bytes on the format and the chunk size. An
-engine refuses KV from an engine that differs in any of these facts (conversations/hand_over.py).
+The keys and values depend on the weights and the precision. Their bytes also depend on the format and the
+chunk size. An engine rejects KV from an engine that differs in any of these facts
+(conversations/hand_over.py).
 
 The weights are identified by a digest of the configuration, of each file's header and of SAMPLES pieces of
-each tensor. Two trainings differ almost everywhere, and reading all weights again would double the time of a
-start. An engine of several ranks exchanges no KV: each of its processes has only a part of each page.
+each tensor. Samples are sufficient, because two trainings differ almost everywhere. Reading all weights again
+would double the startup time. An engine with several ranks exchanges no KV, because each rank has only a part
+of each page.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ if TYPE_CHECKING:
 
 SAMPLES, SAMPLE_BYTES = 8, 512
 HEADER_BYTES_MAX = 1 << 24
-PAGE_BYTES_MAX = 32 << 20  # one frame of the pipe carries a page
+PAGE_BYTES_MAX = 32 << 20  # because a page must fit into one frame of the pipe
 
 
 class KvIdentity(NamedTuple):
     facts: Mapping[str, str]  # empty: this engine exchanges no KV
-    refusal: str = ""  # the reason, if `facts` is empty
+    refusal: str = ""  # if `facts` is empty: why
 
 
 def kv_identity(

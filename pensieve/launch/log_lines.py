@@ -1,8 +1,8 @@
 """Write a daemon's log to standard error, as lines of text or JSON.
 
-A thread writes the lines, so a paused terminal or a full pipe delays no turn. Up to LINES_MAX lines wait.
-Further lines are dropped, and the next line says how many. Logging never raises: if a line cannot be
-formatted, a line that says so replaces it.
+A thread writes the lines, so a paused terminal or a full pipe does not delay turns. Up to LINES_MAX lines are
+queued. Further lines are dropped, and the next line says how many. Logging never raises. If a line cannot be
+formatted, an error line is written instead.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-SUBJECTS = ("turn_id", "conversation_id", "tenant")  # attributes of a record that every form shows
-FIGURES = "figures"  # attribute of a record: further values by name
+SUBJECTS = ("turn_id", "conversation_id", "tenant")  # attributes of a record that both formats show
+FIGURES = "figures"  # attribute of a record with further values, by name
 LINES_MAX = 10_000
-END_SECONDS = 2.0  # to write the waiting lines after the daemon has stopped
+END_SECONDS = 2.0  # how long to write the queued lines after the daemon has stopped
 
 
 @contextlib.contextmanager
 def log_to_stderr(form: str, *, turns: bool) -> Iterator[None]:
-    """Log to standard error; `form` is text, json or auto, and `turns` adds a line per turn."""
+    """Log to standard error during the block. `form` is text, json or auto. `turns` adds a line per turn."""
     plain = form == "text" or (form == "auto" and sys.stderr.isatty())
     handler = _Beside(sys.stderr.fileno())
     handler.setFormatter(_TextLines() if plain else _JsonLines())
@@ -43,9 +43,9 @@ def log_to_stderr(form: str, *, turns: bool) -> Iterator[None]:
 
 
 class _Beside(logging.Handler):
-    """A handler whose own thread writes to the descriptor.
+    """A handler that writes in a separate thread, directly to the file descriptor.
 
-    It does not use sys.stderr: Python would wait for the lock of sys.stderr at exit.
+    It does not use sys.stderr, because Python waits for the lock of sys.stderr at exit.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -66,7 +66,7 @@ class _Beside(logging.Handler):
             self._lines.put(self.format(_warning(text)))
         try:
             line = self.format(record)
-        except Exception as error:  # handleError would wait for standard error
+        except Exception as error:  # do not call handleError, which may block on standard error
             place = f"{record.pathname}:{record.lineno}"
             line = self.format(_warning(f"cannot format a log line from {place}: {error}"))
         self._lines.put(line)
@@ -79,7 +79,7 @@ class _Beside(logging.Handler):
     def _write(self) -> None:
         while (line := self._lines.get()) is not None:
             left = memoryview((line + "\n").encode(errors="backslashreplace"))
-            with contextlib.suppress(OSError):  # the descriptor was closed
+            with contextlib.suppress(OSError):  # the descriptor may be closed
                 while left:
                     left = left[self._write_some(left) :]
 

@@ -1,9 +1,10 @@
 """Spread an engine's memory over all memory nodes of a machine (NUMA).
 
-Linux puts a page on the node of the thread that writes the page first. One thread packs all weights, so most
-of the memory that a step reads would lie on one node, and all cores would wait for that node. Cores claim
-pieces of work from a counter (csrc/cpu/threads.h), so no page has a best place. If pages are
-interleaved over the nodes, the cores read from all nodes at once (docs/performance.md, "More cores").
+Linux puts a page on the node of the thread that first writes to the page. One thread packs all weights. So
+most of the memory that a step reads would be on one node, and all cores would wait for that node. Any core
+may process any part of the weights (csrc/cpu/threads.h), so no node is better for a page than another. If
+pages are interleaved over all nodes, the cores read from all nodes in parallel (docs/performance.md, "More
+cores").
 
 The policy is set before anything is loaded, for this thread and all threads that it starts. A policy that the
 operator has set with `numactl` is kept.
@@ -22,12 +23,12 @@ STATUS = Path("/proc/self/status")
 DEFAULT, INTERLEAVE = 0, 3  # policies, as Linux numbers them
 CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # set_mempolicy, get_mempolicy
 BITS = ctypes.sizeof(ctypes.c_ulong) * 8
-MASK_WORDS = 1024 // BITS  # a kernel may be built for 1024 nodes
+MASK_WORDS = 1024 // BITS  # Linux supports up to 1024 nodes
 Policy = tuple[int, frozenset[int]]
 
 
 def spread_memory(report: Callable[[str], None]) -> None:
-    """Spread memory written from now on over all nodes whose processors this process may use."""
+    """Spread memory that is written from now on over all nodes whose processors this process may use."""
     nodes = usable_nodes()
     if len(nodes) < 2:
         return
@@ -35,7 +36,7 @@ def spread_memory(report: Callable[[str], None]) -> None:
         if policy()[0] != DEFAULT:
             return
         set_policy((INTERLEAVE, nodes))
-    except OSError as error:  # containers often forbid it
+    except OSError as error:  # containers often forbid this call
         report(
             f"memory is not spread over the {len(nodes)} memory nodes of this machine ({error.strerror})."
             " In a container, allow the system call set_mempolicy"
@@ -57,11 +58,11 @@ def usable_nodes(nodes: Path = NODES, status: Path = STATUS) -> frozenset[int]:
             if numbers((nodes / f"node{node}" / "cpulist").read_text()) & own
         )
     except (AttributeError, OSError, StopIteration, ValueError):
-        return frozenset()  # this system does not describe its nodes
+        return frozenset()  # the system does not list its nodes
 
 
 def numbers(text: str) -> frozenset[int]:
-    """Parse a list of numbers as Linux writes it: 0-3,8."""
+    """Parse a list of numbers in the format of Linux, such as `0-3,8`."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -71,7 +72,6 @@ def numbers(text: str) -> frozenset[int]:
 
 
 def policy() -> Policy:
-    """Return the memory policy of this thread."""
     mode, mask = ctypes.c_int(), (ctypes.c_ulong * MASK_WORDS)()
     _call(1, ctypes.byref(mode), mask, ctypes.c_ulong(MASK_WORDS * BITS), None, ctypes.c_ulong(0))
     nodes = (word * BITS + bit for word in range(MASK_WORDS) for bit in range(BITS))
@@ -88,7 +88,7 @@ def set_policy(wanted: Policy) -> None:
 
 
 def _call(which: int, *arguments: object) -> None:
-    """Make a system call for which the C library has no function."""
+    """Make a system call that has no function in the C library."""
     calls = CALLS.get(platform.machine())
     if calls is None:
         raise OSError(0, f"not known for {platform.machine()}")

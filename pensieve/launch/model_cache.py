@@ -1,13 +1,14 @@
-"""Keep converted models in $XDG_CACHE_HOME/pensieve/models (~/.cache/pensieve/models), one folder per model.
+"""Cache converted models in $XDG_CACHE_HOME/pensieve/models (~/.cache/pensieve/models), one folder per model.
 
-A process that needs a missing folder
+If the folder of a model is missing, a process that needs it does this:
 
-1. waits for the folder's lock, which the operating system releases when its holder ends, and looks again;
-2. removes partial folders that an interrupted process has left, and fills a folder KEY.partial-*;
-3. syncs all files to disk and renames the folder to KEY.
+1. It takes the lock for the model, and checks again whether the folder is missing. The operating system
+   releases the lock if the process dies.
+2. It removes partial folders of interrupted processes, and writes to a new folder KEY.partial-*.
+3. It syncs all files to disk and renames the folder to KEY.
 
-So a folder named KEY is always complete, even after a crash, and is never changed. A user may delete it while
-nothing uses it. It is then created again when needed.
+So a folder named KEY is always complete, even after a crash, and is never changed. A user may delete the
+folder while no process uses it. It is then created again when needed.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ def models_folder() -> Path:
 
 
 def kept(key: str) -> Path | None:
-    """Return the folder of this key; None if it does not exist."""
+    """Return the folder of this key, or None if it does not exist."""
     folder = models_folder() / key
     return folder if folder.is_dir() else None
 
 
 def made_once(key: str, make: Callable[[Path], None], report: Report, check: Check) -> Path:
-    """Return the folder of this key; if it is missing, `make` fills it. `check` may raise to cancel."""
+    """Return the folder of this key. If it is missing, `make` fills it. `check` may raise to cancel."""
     if (there := kept(key)) is not None:
         return there
     folder = models_folder()
@@ -63,7 +64,7 @@ def made_once(key: str, make: Callable[[Path], None], report: Report, check: Che
 
 
 def check_room(num_bytes: int, what: str) -> None:
-    """Raise ModelError unless the disk of the cache has that much free space."""
+    """Raise ModelError unless the disk of the cache has `num_bytes` of free space."""
     folder = models_folder()
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
@@ -86,7 +87,10 @@ def _errors_of(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
-    """Hold the lock. The file stays: if it were removed, two processes could lock two files of one name."""
+    """Hold the lock during the block. The lock file is never removed.
+
+    If it were removed, two processes could lock two different files with the same name.
+    """
     is_reported = False
     with path.open("a") as file:
         while True:
@@ -103,7 +107,7 @@ def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
 
 
 def _reach_the_disk(*paths: Path) -> None:
-    # Imported here because it imports SQLite, which an engine does not need.
+    # Imported here because the module imports SQLite, which an engine does not need.
     from pensieve.store.durable import sync
 
     for path in paths:

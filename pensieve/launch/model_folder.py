@@ -20,18 +20,20 @@ from pensieve.sampling import DefaultSampling, Sampling, default_sampling
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
 
-KEY_BYTES = 1 << 20  # read at both ends of a GGUF file
-HEADER_BYTES_MAX = 1 << 24  # of a safetensors header, for the fingerprint
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each weight file, for the fingerprint of the weights
+KEY_BYTES = 1 << 20  # how much is read at the start and at the end of a GGUF file
+HEADER_BYTES_MAX = 1 << 24  # how much of a safetensors header is read for the fingerprint
+# pieces of each weight file, for the fingerprint of the weights
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 Report = Callable[[str], None]  # receives one line per stage of the start
 
 
 def resolve_model(
     name: str, report: Report = lambda line: None, check: Check = lambda: None
 ) -> Path:
-    """Return the folder of a model: a path, a hub id, which is downloaded, or "" for the built-in model.
+    """Return the folder of a model.
 
-    The first time, smollm2 is downloaded and a GGUF file converted, which takes a while: see `needs_making`.
+    `name` is a path, the id of a model on the Hugging Face hub, `smollm2`, or "" for the built-in model. If
+    the model is not cached yet, it is downloaded, and a GGUF file is converted (see `needs_making`).
     """
     if not name:
         from pensieve.builtin import MODEL_PATH
@@ -90,7 +92,7 @@ def needs_making(name: str) -> bool:
 
 
 def _converted(path: Path, report: Report, check: Check) -> Path:
-    """Return the folder of a GGUF file; the first call converts the file."""
+    """Return the folder for a GGUF file. The first call converts the file."""
     from pensieve.gguf.convert import Conversion
 
     def make(folder: Path) -> None:
@@ -105,9 +107,9 @@ def _converted(path: Path, report: Report, check: Check) -> Path:
 
 
 def _key(path: Path) -> str:
-    """Return a name for the contents of a file, without reading the whole file, which may be huge.
+    """Return a cache key for a file. The file may be huge, so only its start and end are read.
 
-    The name includes the modification time, because two trainings of a model differ only in their weights.
+    The key includes the modification time, because two trainings of a model may have equal starts and ends.
     """
     try:
         status = path.stat()
@@ -129,7 +131,7 @@ class LoadedTexts:
     template: ChatTemplate
     fingerprint: str
     defaults: Sampling
-    defaults_from_model: bool = False  # the model's files name the values of sampling
+    defaults_from_model: bool = False  # the default sampling comes from the model's files
 
 
 def load_texts(folder: Path, report: Report, chat_template: Path | None = None) -> LoadedTexts:
@@ -166,7 +168,7 @@ def _default_sampling(folder: Path) -> DefaultSampling:
 
 
 def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
-    """Return a hash of model, tokenizer and template. The token ids of a history belong to it."""
+    """Return a hash of model, tokenizer and template. The store keeps it with the token ids of a history."""
     digest = hashlib.sha256(tokenizer_fingerprint.encode())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())
@@ -180,8 +182,8 @@ def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
 def weights_fingerprint(folder: Path) -> str:
     """Return a hash of config and weights, to compare the folders of two machines.
 
-    It covers each file's size, beginning (names and shapes) and SAMPLES pieces. Two trainings of a model
-    differ almost everywhere, and reading hundreds of gigabytes would delay the start.
+    The hash covers each file's size, header (names and shapes) and SAMPLES pieces. Two trainings of a model
+    differ almost everywhere. Reading all weights, perhaps hundreds of gigabytes, would delay the start.
     """
     digest = hashlib.sha256()
     try:

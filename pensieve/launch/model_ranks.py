@@ -1,4 +1,4 @@
-"""Load the model on one device, or this rank's part of the model beside other ranks."""
+"""Load the whole model on one device, or with several ranks, this rank's part of the model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pensieve.model.parallel.handshake import described
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.ranks import check_devices, check_machine
 
-RANK_WAIT_SECONDS = 300.0  # for ranks on other machines when an engine starts
+RANK_WAIT_SECONDS = 300.0  # how long a starting engine waits for ranks on other machines
 
 
 def usable_device(settings: Settings, report: Report) -> torch.device:
-    """Return the chosen device with its kernels ready; `auto` uses the CPU if a GPU has no kernels."""
+    """Return the device of the settings, with its kernels ready. `auto`: the CPU if a GPU has no kernels."""
     device = _with_kernels(settings, report)
     if device.type == "cpu" and settings.kv_dtype == "fp8":
         report("warning: --kv-dtype fp8 is meant for GPUs and slow on a CPU")
@@ -47,7 +47,7 @@ def _with_kernels(settings: Settings, report: Report) -> torch.device:
 
 
 def chosen_device(settings: Settings) -> torch.device:
-    """Return the device that the settings name; ConfigError if it does not exist."""
+    """Return the device of the settings. Raises ConfigError if it does not exist."""
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,8 +85,8 @@ def _check_kernels(settings: Settings, device: torch.device, report: Report) -> 
 
 class ModelRanks(NamedTuple):
     model: LoadedModel  # this rank's part
-    leader: Leader | None  # of the other ranks; None if there is only one rank
-    whole: LoadedModel  # whose shape has the layers of all stages
+    leader: Leader | None  # controls the other ranks; None if there is only one rank
+    whole: LoadedModel  # like `model`, but its shape has the layers of all stages
 
 
 def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack) -> ModelRanks:
@@ -169,7 +169,7 @@ def _start_ranks(
 
 
 def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> RemoteRanks | None:
-    """Describe the ranks on other machines. By default these are the ranks of all stages but the last."""
+    """Describe the ranks on other machines. By default, these are the ranks of all stages except the last."""
     address, secret = settings.rank_address, settings.cluster_secret
     if not address:
         return None

@@ -1,16 +1,16 @@
 """Check at the start whether the objective for the time between tokens (`--tbt`) is feasible.
 
-The smallest useful iteration has one generating turn with a short context and TOKENS_MIN tokens of a prompt.
-If the objective is shorter than this iteration, it can never be met and prompts would be slow for nothing.
-The daemon then refuses to start and names the smallest feasible objective.
+The smallest useful iteration has one generating turn with a short context, and TOKENS_MIN tokens of a prompt.
+If this iteration takes longer than the objective, the objective can never be met, and limiting prompts would
+slow them down without benefit. The daemon then refuses to start and names the smallest feasible objective.
 
-If costs were measured on this machine, the time is predicted. An estimate may be wrong by a factor of two or
-three, so without measured costs the executor runs the iteration a few times before the first turn. The pages
-are empty then, and are overwritten before anything reads them. The fastest run counts, because other work on
-the machine can only slow a run down.
+If costs were measured on this machine, the time of the iteration is predicted from them. Otherwise the
+executor runs the iteration a few times before the first turn, because estimated costs may be wrong by a
+factor of two or three. The pages are unused at that time, and are overwritten before anything reads them. The
+fastest run counts, because other work on the machine can only slow a run down.
 
-A restarted engine is not refused: the machine may be busy for a moment, and the objective was feasible
-before.
+After a restart of the engine, there is no check. The objective was feasible before, and the machine may be
+busy for a moment.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Pages(NamedTuple):
 def smallest_tbt(
     cost: IterationCost, source: str, executor: Executor, pages: Pages, now: Callable[[], float]
 ) -> Smallest | None:
-    """Predict or measure the smallest feasible objective; None if the device tier is too small to measure.
+    """Predict or measure the smallest feasible objective. None if the device tier is too small to measure.
 
-    `source` says where `cost` comes from: ESTIMATED, or words for people. Nothing else may use the executor
+    `source` is ESTIMATED, or describes for people where `cost` comes from. Nothing else may use the executor
     yet.
     """
     if source != ESTIMATED:
@@ -63,7 +63,7 @@ def smallest_tbt(
 
 
 def measured(executor: Executor, pages: Pages, now: Callable[[], float]) -> float | None:
-    """Run the smallest useful iteration; return its seconds, or None if the device tier is too small."""
+    """Run the smallest useful iteration. Return its seconds, or None if the device tier is too small."""
 
     def num_of(num_tokens: int) -> int:
         return -(-num_tokens // pages.chunk_tokens)
@@ -107,6 +107,6 @@ def check(tbt_seconds: float, smallest: Smallest) -> None:
 
 
 def _rounded_up(seconds: float) -> float:
-    """Round up to two digits, so that the objective is still feasible when it is measured again."""
+    """Round up to two significant digits, so that a later measurement does not exceed the result."""
     digit = 10.0 ** (math.floor(math.log10(seconds)) - 1)
     return round(math.ceil(seconds / digit + 0.5) * digit, 12)

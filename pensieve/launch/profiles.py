@@ -1,10 +1,10 @@
-"""Keep the profiles of `pensieve profile`: the costs of a model on this machine (format: sim/cost_file.py).
+"""Store the profiles of `pensieve profile`: the costs of a model on this machine (format: sim/cost_file.py).
 
 Profiles are in the folder `profiles` next to the converted models ($XDG_CACHE_HOME/pensieve,
-~/.cache/pensieve). A profile belongs to one model (a hash of its config and of the headers of its weights),
-one device with its kernels and threads, and one configuration (types, ranks, tokens per chunk). The file's
-name is a hash of all these. The file also has the versions of Pensieve and torch. If this process runs other
-versions, the profile is not used, and the log reports this. Files are written atomically (store/durable.py).
+~/.cache/pensieve). A profile is for one model (a hash of its config and of the headers of its weights), one
+device with its kernels and threads, and one configuration (dtypes, ranks, tokens per chunk). The file's name
+is a hash of all these. The file also contains the versions of Pensieve and torch. If this process runs other
+versions, the profile is not used, and the log says so. Files are written atomically (store/durable.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Key(NamedTuple):
     """The model, machine and configuration of a profile."""
 
-    name: str  # of the model's folder, for people
+    name: str  # the name of the model's folder, for people
     measured_with: dict[str, Any]
     versions: dict[str, str]
 
@@ -113,14 +113,14 @@ def _in_words(versions: Any) -> str:
 
 
 def text_of(key: Key, cost: CostModel, at: str, facts: Mapping[str, Any]) -> str:
-    """Return the text of a file that `kept` finds under this key; `at` is the day."""
+    """Return the content of a profile file for this key. `at` is the date of the measurement."""
     of_machine = {"host": platform.node() or "unknown"}
     measured_with = {**key.measured_with, **of_machine, "versions": key.versions, "at": at}
     return cost_file.text_of(cost, {"measured_with": measured_with, **facts}) + "\n"
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file atomically; ConfigError if that fails."""
+    """Write the file atomically. Raises ConfigError if that fails."""
     from pensieve.store.durable import new_file  # imports SQLite
 
     try:

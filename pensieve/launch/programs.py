@@ -1,4 +1,4 @@
-"""The command lines of engines and ranks. Each process takes the number of a socket as its last argument."""
+"""The command lines of engines and ranks. The last argument is the file descriptor of a socket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The process of a rank other than 0. It is started by rank 0, or by `pensieve rank` on another machine.
 
-The first argument is the descriptor of its socket to rank 0. The optional second one is the descriptor of a
-pipe from the process that started it: when the pipe ends, this process ends too.
+The first argument is the descriptor of its socket to rank 0. The optional second argument is the descriptor
+of a pipe from its parent process. When the pipe is closed, this process exits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 
 
 def main(fd: int, lifeline: int | None = None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a rank ends when rank 0 does, not earlier
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if lifeline is not None:
         threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()

@@ -1,20 +1,20 @@
-"""A rank on another machine than rank 0. It connects, starts a process that computes, and reconnects.
+"""A rank on another machine than rank 0. It connects to rank 0, starts a computing process, and reconnects.
 
     connect ──> handshake ──accepted──> process with the connection (rank_process.py) ──ends──┐
        ^            └ refused, or nothing listens                                              │
        └────────── after a pause that doubles until a connection is accepted <─────────────────┘
 
 When any rank dies or hangs, the engine of rank 0 ends and another engine starts. When the old engine ends,
-its connections to the ranks close, and the computing process of each rank exits. This module holds neither
-model nor state. It starts a new process for the next engine.
+its connections to the ranks are closed, and the computing process of each rank exits. This module has neither
+model nor state. It starts a new computing process for the next engine.
 
-The computing process owns the connection, and its standard input is a pipe from here. The computing process
-ends when the connection or the pipe closes. So it does not survive if the `pensieve rank` process is killed.
-A process that does not end (it was stopped, or its device hangs) is killed STOP_SECONDS after the connection
-has ended.
+The computing process owns the connection. Its standard input is a pipe from the `pensieve rank` process. It
+exits when the connection or the pipe is closed, so it does not outlive `pensieve rank`. If the computing
+process does not exit (it was stopped, or its device hangs), it is killed STOP_SECONDS after the connection
+was closed.
 
-A refusal by the engine does not end the command, because refusals are normal during an upgrade of several
-machines. Each refusal is a log line.
+If the engine refuses the rank, `pensieve rank` logs the refusal and tries again, because refusals are normal
+while several machines are upgraded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LOOK_SECONDS = 0.2
 
 
 class LeaderAddress(NamedTuple):
-    """Where rank 0 listens, and the secret that both know."""
+    """The address of rank 0, and the shared secret."""
 
     host: str
     port: int
@@ -67,7 +67,7 @@ class RemoteRank:
     ) -> None:
         self._leader, self._own, self._report = leader, own, report
         self._stopping = threading.Event()
-        self.pid: int | None = None  # of the computing process
+        self.pid: int | None = None  # process id of the computing process
 
     def stop(self) -> None:
         """Make `run` return. May be called in a signal handler."""
@@ -104,14 +104,15 @@ class RemoteRank:
         return sock
 
     def _compute(self, sock: socket.socket) -> int:
-        """Compute in a process until it ends, and return its exit status."""
+        """Run the computing process until it ends. Return its exit status."""
         with sock:
             process = subprocess.Popen(
                 [*programs.RANK, str(sock.fileno()), "0"],
                 pass_fds=[sock.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # this process handles Ctrl-C, and ends the other
+                # this process handles Ctrl-C, and ends the computing process
+                start_new_session=True,
                 env={**os.environ, "LOCAL_RANK": str(self._own.device_index)},
             )
             self.pid = process.pid
@@ -127,7 +128,7 @@ class RemoteRank:
                     process.wait()
 
     def _watch(self, process: subprocess.Popen[bytes], sock: socket.socket) -> int:
-        """Wait until the process ends, or until it hangs: it still runs after its connection has ended."""
+        """Wait until the process ends. If it still runs after its connection was closed, kill it."""
         connection = select.poll()
         connection.register(
             sock, getattr(select, "POLLRDHUP", 0)

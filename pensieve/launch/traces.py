@@ -4,8 +4,8 @@
     OTEL_EXPORTER_OTLP_PROTOCOL    http/protobuf (default) or grpc; each needs its own package
     OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*
 
-Exporters are found by entry points. A span is created when its turn has ended. A thread of OpenTelemetry
-sends spans in batches and drops those that are too many, so no turn waits for a collector.
+Exporters are found by their entry points. The span of a turn is created when the turn has ended. A thread of
+OpenTelemetry sends spans in batches, and drops spans if its queue is full. So no turn waits for a collector.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ INSTANCE = "service.instance.id"
 
 
 class Traces:
-    """Exports spans. Any thread may call `export`; the event loop does."""
+    """Exports spans. Any thread may call `export`; the daemon calls it in the event loop."""
 
     def __init__(self, processor: Any, replica: str = "") -> None:
-        """`processor` is a span processor of OpenTelemetry; `replica` names this daemon among several."""
+        """`processor` is a span processor of OpenTelemetry. `replica` is the name of this daemon."""
         api = need("otel", "opentelemetry.trace", PURPOSE)
         sdk = need("otel", "opentelemetry.sdk.trace", PURPOSE)
         resources = need("otel", "opentelemetry.sdk.resources", PURPOSE)
@@ -58,7 +58,7 @@ class Traces:
             log.exception("cannot export the span of a turn")
 
     def close(self) -> None:
-        """Send the waiting spans, for at most CLOSE_MILLISECONDS."""
+        """Send the queued spans, for at most CLOSE_MILLISECONDS."""
         self._provider.force_flush(CLOSE_MILLISECONDS)
         self._provider.shutdown()
 
@@ -79,7 +79,7 @@ class Traces:
 
 
 def open_traces(replica: str = "") -> Traces:
-    """Open the exporter that the environment names."""
+    """Open the exporter that the OTEL_* variables configure."""
     export = need("otel", "opentelemetry.sdk.trace.export", PURPOSE)
     return Traces(export.BatchSpanProcessor(_exporter()), replica)
 

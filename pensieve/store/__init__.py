@@ -1,7 +1,8 @@
 """The stored history: each conversation's exact tokens, text, turns and revisions, in SQLite or PostgreSQL.
 
-The token log is the truth; KV pages are derived from it and may be lost at any time. One process holds a
-`DataFolder`. `ConversationStore` is the public class; it takes and returns frozen records.
+The token log is the source of truth. KV pages are derived from the log and may be lost at any time. At most
+one process holds a `DataFolder`. `ConversationStore` is the public class. Its methods take and return frozen
+records.
 """
 
 from pensieve.store.conversation_store import ConversationStore

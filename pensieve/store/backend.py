@@ -1,10 +1,12 @@
-"""The interface between the store and its database: SQLite, in the data folder or shared, or PostgreSQL.
+"""The interface between the store and its database.
 
-    SqliteBackend     sqlite_backend.py, over connection.py; the default
-    PostgresBackend   postgres/backend.py, over postgres/connection.py
+The database is SQLite (in the data folder, or shared by several daemons) or PostgreSQL:
 
-The protocols come first, code that both backends share comes below. The store's SQL is the same on both.
-`insert_numbered` and postgres/session.py hold the few differences.
+    SqliteBackend     sqlite_backend.py, uses connection.py; the default
+    PostgresBackend   postgres/backend.py, uses postgres/connection.py
+
+The store sends the same SQL to both databases. `insert_numbered` and postgres/session.py hide the few
+differences.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 T = TypeVar("T")
-INSTRUCTIONS = 10_000  # of SQLite, between two checks of the time: well under a millisecond
+INSTRUCTIONS = 10_000  # SQLite instructions between two checks of the time; takes well under 1 ms
 BUSY_TIMEOUT_SECONDS = 5.0
 STATEMENT_SECONDS = 10.0
 COMMITS_MAX = 1024  # number of commits whose durations are kept
-NUMBER_COLUMNS = {  # by table, for tables with generated row numbers
+NUMBER_COLUMNS = {  # the column of the generated row number, by table
     "conversations": "conversation",
     "turns": "turn_id",
     "messages": "message",
@@ -40,24 +42,25 @@ NUMBER_COLUMNS = {  # by table, for tables with generated row numbers
 
 
 class Conflict(StoreUnavailable):
-    """Another transaction changed the same rows. Nothing was committed, so the call may be repeated."""
+    """Another transaction changed the same rows. Nothing was committed, so the caller may retry."""
 
 
 class Transactions(Protocol):
-    """Writing connections: one, or one for each thread that writes at the same time."""
+    """One writing connection, or one for each thread that writes concurrently."""
 
     def writing(self, is_serializable: bool = False) -> AbstractContextManager[Connection]:
         """Run one transaction. At the end of the block it is committed and on the disk, or rolled back.
 
-        Conflict if another transaction came first. Pass `is_serializable` if the transaction decides what
-        to delete or to share by rows that other transactions may add or remove meanwhile.
+        Raises Conflict if a concurrent transaction has changed the same rows. Pass `is_serializable` if this
+        transaction reads rows to decide what to delete or share, and other transactions may add or remove
+        such rows meanwhile.
         """
 
     def reading(self, is_snapshot: bool = False) -> AbstractContextManager[Connection]:
-        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
+        """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
 
     def settle(self) -> None:
-        """Wait until every COMMIT with an unknown outcome has happened or can no longer happen.
+        """Wait until every COMMIT with an unknown outcome has either succeeded or failed for good.
 
         Called outside of transactions.
         """
@@ -69,22 +72,22 @@ class LeaseTransactions(Transactions, Protocol):
     """The connection that renews the lease."""
 
     def end_stopped(self) -> None:
-        """End transactions of other daemons that hang and keep their locks."""
+        """End hanging transactions of other daemons, which would otherwise keep their locks."""
 
 
 class Reads(Protocol):
-    """A connection for reads beside the writer."""
+    """A read connection, separate from the writer."""
 
     def snapshot(self) -> AbstractContextManager[Connection]:
-        """Read the state that was committed when the block began, and nothing newer."""
+        """Read the state that was committed when the block began."""
 
     def close(self) -> None: ...
 
 
 class ErasureSteps:
-    """Work that deletions leave behind. The default leaves none; a database may override it.
+    """Cleanup after deletions. By default there is nothing to clean up; a backend may override the methods.
 
-    Used outside of transactions, except `prepare`.
+    All methods except `prepare` are called outside of transactions.
     """
 
     @property
@@ -101,7 +104,7 @@ class ErasureSteps:
         """Called in a deleting transaction, before its commit."""
 
     def in_reserve(self, delete: Callable[[], T]) -> T:
-        """Run a deletion. If the disk is full, free the reserve and run it again."""
+        """Run a deletion. If the disk is full, free the reserved disk space and run the deletion again."""
         return delete()
 
     def has_room(self) -> bool:
@@ -109,18 +112,19 @@ class ErasureSteps:
         return True
 
     def tidy(self) -> None:
-        """Also schedule work that a dead daemon has left. Called by the housekeeper, in any thread."""
+        """Schedule the cleanup that a dead daemon left undone. Called by the housekeeper, in any thread."""
 
     def finish(self) -> None:
-        """Called after a deletion. ErasurePending if its content is still in the files."""
+        """Called after a deletion. Raises ErasurePending if the deleted content is still in the files."""
 
     def resume(self) -> None:
-        """Continue the work that an earlier process has left."""
+        """Continue the cleanup that an earlier process left undone."""
 
     def step(self) -> bool:
-        """Work for a few milliseconds. Return whether there is more to do.
+        """Clean up for a few milliseconds. Return whether there is more to do.
 
-        StoreUnavailable if that is impossible now (ErasurePending if deleted text is still in the files).
+        Raises StoreUnavailable if no progress is possible now. The error is ErasurePending if deleted text is
+        still in the files.
         """
         return False
 
@@ -142,10 +146,13 @@ class Marks(Protocol):
     def is_damaged(self) -> bool: ...
     @property
     def is_check_due(self) -> bool:
-        """Whether the history is damaged, or was left in a way that may have damaged it."""
+        """Whether the history is damaged, or may be damaged because it was not closed."""
 
     def mark_damaged(self, is_damaged: bool) -> None:
-        """Remember this for the next start. Runs in any thread, and may wait for a server."""
+        """Record for the next start whether the history is damaged.
+
+        May be called in any thread, and may wait for a server.
+        """
 
 
 class Backend(Protocol):
@@ -167,19 +174,22 @@ class Backend(Protocol):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other daemons may have the history open, too."""
+        """Whether other daemons may have the history open at the same time."""
 
     def share(self) -> None:
-        """Let other daemons open the history, now that the work for a single daemon is done."""
+        """Let other daemons open the history. Called after the startup work that needs exclusive access."""
 
     def beside(self) -> LeaseTransactions:
-        """Return another writing connection, for another thread. A power loss may undo its commits."""
+        """Return a second writing connection, for another thread. A power loss may undo its commits."""
 
     def close(self) -> None:
         """Close the writing connection. A second call does nothing."""
 
     def release(self, *, clean: bool) -> None:
-        """After `close`: let other processes open the history. `clean`: nothing of it is in doubt."""
+        """Let other processes open the history. Called after `close`.
+
+        `clean`: the history was closed without an error.
+        """
 
     def give_up(self) -> None:
         """Close everything without cleaning up."""
@@ -191,11 +201,11 @@ class Backend(Protocol):
 
 
 class TimeLimit:
-    """Aborts statements that run too long, so that none blocks its thread for minutes.
+    """Limits how long a transaction or a read may run, so that no statement blocks its thread for minutes.
 
-    The time counts from the beginning of a transaction or a read and limits the whole job. An overdue job
-    fails with StoreUnavailable and is rolled back. Waiting for the disk or a lock does not count.
-    Migrations, `verify` and `integrity_check` have no limit. Used in the thread of its connection.
+    The time counts from the start of the transaction or read. A transaction that exceeds the limit fails with
+    StoreUnavailable and is rolled back. Waiting for the disk or a lock does not count. Migrations, `verify`
+    and `integrity_check` have no limit. Used only in the thread of the connection.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -222,8 +232,8 @@ class WriteFigures:
 
     def __init__(self, journal: Path | None = None) -> None:
         self.num_commits = 0
-        self.on_commit: Callable[[float], None] = lambda seconds: None  # called by a writer
-        # Called by a writer when the disk is full.
+        self.on_commit: Callable[[float], None] = lambda seconds: None  # called by a writer thread
+        # called by a writer thread when the disk is full
         self.on_full: Callable[[], None] = lambda: None
         self._journal = journal
         self._lock = threading.Lock()
@@ -235,23 +245,24 @@ class WriteFigures:
         on_commit: Callable[[float], None] | None = None,
         on_full: Callable[[], None] | None = None,
     ) -> None:
-        """Set callbacks for the seconds of each commit and for a full disk. They run in a writer's thread.
+        """Set the callbacks. They run in a writer thread.
 
-        The calls for commits come one at a time.
+        `on_commit` gets the duration of each commit; its calls never overlap. `on_full` is called when the
+        disk is full.
         """
         self.on_commit, self.on_full = on_commit or self.on_commit, on_full or self.on_full
 
     def waited(self, seconds: float) -> None:
-        """Record how long a transaction waited for its turn among several writing daemons."""
+        """Record how long a transaction waited for other daemons that write."""
         self._waits.append(seconds)
 
     @property
     def wait_seconds(self) -> tuple[float, ...]:
-        """Waits of the latest transactions; empty if only one daemon has the history."""
+        """Waiting times of the latest transactions; empty if only one daemon has the history open."""
         return tuple(self._waits)
 
     def committed(self, seconds: float) -> None:
-        """Record how long a COMMIT took; most of it is the disk's sync."""
+        """Record how long a COMMIT took."""
         with self._lock:
             self._seconds.append(seconds)
             self.num_commits += 1
@@ -275,9 +286,9 @@ class WriteFigures:
 
 
 class ServerSession:
-    """A connection that reserves row numbers and deletes wiped rows.
+    """A connection to a database server, which several connections may write to concurrently.
 
-    Several of them write at the same time, so each counts the bytes of tenants in its own rows.
+    It reserves row numbers, and counts the bytes of each tenant in rows that no other connection uses.
     """
 
     def take_number(self, table: str) -> int:
@@ -292,11 +303,11 @@ class ServerSession:
 def insert_numbered(
     conn: Connection, table: str, columns: tuple[str, ...], values: Sequence[Any]
 ) -> int:
-    """Insert a row and return its number. Numbers grow and are never reused; some are skipped.
+    """Insert a row and return its number. Numbers only increase and are never reused; some are skipped.
 
     SQLite assigns the number during the insertion. A server session takes a number that it reserved
-    earlier, so that nobody waits for the insertion. An error of that insertion appears at a later
-    statement, at the latest at COMMIT.
+    earlier, so that the caller need not wait for the insertion. If the insertion fails, a later statement
+    or COMMIT raises the error.
     """
     if isinstance(conn, ServerSession):
         number = conn.take_number(table)
@@ -308,7 +319,7 @@ def insert_numbered(
 
 
 def database_clock(conn: Connection) -> str:
-    """Return SQL for the seconds since 1970 by the clock of the database's host."""
+    """Return an SQL expression for the Unix time by the clock of the database's host."""
     if isinstance(conn, ServerSession):
         return "extract(epoch FROM clock_timestamp())::float8"
     return "((julianday('now') - 2440587.5) * 86400.0)"

@@ -1,24 +1,28 @@
-"""Backups of a SQLite history: a folder from which any backed-up moment can be restored.
+"""Backups of a SQLite history, in a folder.
 
-    FOLDER/history                the identity of the history that this folder is for
+Each `Backup.write` adds a *moment*: the state of the database at that time. Any moment can be restored.
+
+    FOLDER/history                the identity of the history that is backed up here
     FOLDER/lock                   locked by the process that writes to the folder
     FOLDER/generation-000001/
         base.db                   the whole database; SQLite can open it
-        base.json                 its description, and a line with the SHA-256 of the description
-        00000001.segment, …       the pages that changed since the previous file
+        base.json                 the description of base.db, and the SHA-256 of the description
+        00000001.segment, …       the pages that changed since the previous segment, or since the base
         newest                    the number of the newest segment
 
-The base with the first k segments written over it is the database at the moment of segment k. A segment is
-a line with the format, a line with its description (JSON), the compressed page numbers and pages, and the
-SHA-256 of all that. Each file names the SHA-256 of the previous file. Every file and generation is written
-under another name, synced and renamed, so a crash leaves no incomplete file that looks complete.
+To restore the moment of segment k, write the first k segments over the base. A segment is a line with the
+format, a line with its description (JSON), the compressed page numbers and pages, and the SHA-256 of all
+these. Each segment also contains the SHA-256 of the file before it. Every file and every generation is first
+written under another name, synced and renamed. So a crash leaves no incomplete file that looks complete.
 
-`Backup.write` adds a moment. SQLite's online backup copies the database in one read transaction to an
-unnamed temporary file in the same folder. Page digests show which pages have changed. So any number of
-processes may write to the database, commits do no extra work, and SQLite checkpoints when it likes. No read
-transaction is open while the backup folder is written, which may be slow, full or gone.
+`Backup.write` copies the database in one read transaction (SQLite's online backup) to an unnamed temporary
+file in the database's folder. Then it compares page digests to find the changed pages. So any number of
+processes may write to the database, commits do no extra work, and checkpoints are not restricted. The read
+transaction is closed before the backup folder is written, because that folder may be slow, full or
+unreachable.
 
-`restore` checks every file and then the whole database before it replaces the history of a data folder.
+`restore` checks every file and the whole restored database. Only then does it replace the history of a data
+folder.
 
 Deleted text stays in a generation until the generation is dropped (see docs/backup.md).
 """
@@ -74,9 +78,9 @@ GENERATION = re.compile("generation-([0-9]{6,})")
 FORMAT = b"pensieve segment 1\n"
 BASE_FORMAT = 1
 GENERATION_SECONDS = 86_400.0
-# limit of a segment's pages, which `restore` holds in memory; beyond it, a new base is written
+# Limit for the pages of a segment, because `restore` holds them in memory. Larger changes need a new base.
 SEGMENT_BYTES_MAX = 256 * 2**20
-ROOM_BYTES = 64 * 2**20  # free space that must remain beside the database
+ROOM_BYTES = 64 * 2**20  # free disk space that the temporary copy of the database must leave
 DIGEST_BYTES = 32
 BLOCK_BYTES = 4 * 2**20
 COMPRESSION = 1
@@ -108,7 +112,7 @@ class RestorePoints(NamedTuple):
     path: Path
     times: tuple[float, ...]  # the base first, then each segment
     num_bytes: int
-    damage: str = ""  # the damage behind the last moment
+    damage: str = ""  # the damage that makes later moments unusable
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class _Chain:
 
     path: Path
     base: Base
-    digests: bytes  # one digest per page, as of the last segment
+    digests: bytes  # one digest per page, at the last segment
     previous: str  # SHA-256 of the last segment, or of the base
     number: int = 0  # number of the last segment
 
@@ -136,9 +140,9 @@ class _Chain:
 
 
 class Backup:
-    """Writes the backup folder of one history. Locks the folder until `release` or `close`.
+    """Writes the backup folder of one history. The folder is locked until `release` or `close`.
 
-    After a StoreError, the next `write` tries again; earlier moments stay valid.
+    A failed `write` leaves earlier moments valid, and the next `write` tries again.
     """
 
     def __init__(
@@ -159,9 +163,9 @@ class Backup:
         self._chain: _Chain | None = None
 
     def write(self, keep_seconds: float = 0.0) -> Base:
-        """Add the present moment if the history has changed, and drop moments older than `keep_seconds`.
+        """Back up the current state if the history has changed. Return the base of the current generation.
 
-        Returns the base of the current generation. 0 keeps everything.
+        Also drops old generations, but keeps all moments of the last `keep_seconds`. 0 keeps everything.
         """
         with self._in_use, explained(self._path):
             if self._lock is None or self._chain is None or not self._chain.path.exists():
@@ -177,7 +181,7 @@ class Backup:
             return self._chain.base
 
     def release(self) -> None:
-        """Let other processes write. The next `write` begins a new generation only if one has written."""
+        """Unlock the folder. If another process writes to it, the next `write` begins a new generation."""
         with self._in_use:
             self._unlock()
 
@@ -204,7 +208,7 @@ class Backup:
 
     @contextmanager
     def _copied(self, source: Connection) -> Iterator[IO[bytes]]:
-        """Copy the database, as of one moment, to an unnamed temporary file."""
+        """Copy a snapshot of the database to an unnamed temporary file."""
         folder = self._database.parent
         _check_room(folder, self._database.stat().st_size + ROOM_BYTES)
         descriptor, path = tempfile.mkstemp(prefix=f"{self._database.name}.copy-", dir=folder)
@@ -332,7 +336,7 @@ def _digests(copy: IO[bytes], page_bytes: int) -> bytes:
 
 
 def _is_newest(folder: Path, chain: _Chain) -> bool:
-    """Return whether no other process has written since this chain."""
+    """Return whether no other process has written to the folder since the chain's last segment."""
     generations = [path for _, path in _generations(folder)]
     if not generations or generations[-1] != chain.path:
         return False
@@ -348,10 +352,10 @@ def _write_newest(folder: Path, number: int) -> None:
 
 
 def _drop_old(folder: Path, kept_since: float) -> None:
-    """Drop the generations that no moment since `kept_since` needs."""
+    """Drop the generations that are not needed to restore any moment since `kept_since`."""
     generations, first = [path for _, path in _generations(folder)], 0
     for index, path in enumerate(generations):
-        with suppress(StoreError):  # a damaged generation is dropped with those before it
+        with suppress(StoreError):  # a damaged generation is dropped once a later one is old enough
             if read_base_description(path).time <= kept_since:
                 first = index
     for path in generations[:first]:
@@ -380,7 +384,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def points(folder: Path) -> list[RestorePoints]:
-    """Return the restorable moments as the descriptions list them, oldest generation first."""
+    """Return the restorable moments, oldest generation first. Reads only the descriptions."""
     return [_points(number, path) for number, path in _generations(folder)]
 
 
@@ -401,13 +405,13 @@ def read_base_description(folder: Path) -> Base:
 
 
 def check_database(path: Path, driver: Any = preferred_driver) -> list[str]:
-    """Return at most 100 problems of a database that nobody uses."""
+    """Return at most 100 problems of a database that no process has open."""
     problems = verify.integrity_check(path, driver, immutable=True)
     return problems or verify.verify(path, driver, None, "", immutable=True)
 
 
 def _generations(folder: Path) -> list[tuple[int, Path]]:
-    """Return the complete generations by number, oldest first."""
+    """Return number and path of each complete generation, oldest first."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -441,7 +445,7 @@ def _segment_paths(path: Path) -> list[Path]:
 
 
 def _read_head(segment: Path) -> dict[str, Any]:
-    """Read only the description of a segment, without checking its checksum."""
+    """Read only the description of a segment. Does not verify the checksum."""
     try:
         with segment.open("rb") as file:
             if file.readline(len(FORMAT)) != FORMAT:
@@ -498,12 +502,12 @@ def restore(
     driver: Any = preferred_driver,
     report: Callable[[str], None] = lambda line: None,
 ) -> Restored:
-    """Restore the latest moment, or the latest one not after `at`, to the data folder.
+    """Restore the latest moment, or the latest moment not after `at`, to the data folder.
 
     A damaged or missing file is an error that names the file. With `to_last_good`, the last moment before
-    the damage is restored instead, if need be from an earlier generation. The data folder is locked
-    meanwhile; it has either the whole old history or the whole new one. A backup with an older schema is
-    restored unchanged: the next start migrates and checks it.
+    the damage is restored instead, if necessary from an earlier generation. The data folder is locked
+    meanwhile. If the restore is interrupted, the folder has either the complete old history or the complete
+    new one. A backup with an older schema is restored unchanged; the next start migrates and checks it.
     """
     generations = points(folder)
     if not generations:
@@ -533,7 +537,7 @@ def restore(
 def _make(
     generations: list[RestorePoints], partial: Path, wanted: _RestoreOptions
 ) -> tuple[Base, Restored]:
-    """Write the latest wanted and undamaged moment to `partial`. Return its base and the result."""
+    """Write the latest undamaged moment that matches `wanted` to `partial`. Return base and result."""
     damage = ""
     for index, generation in reversed([*enumerate(generations)]):
         if wanted.at is not None and _is_later(generation, wanted.at, generations[:index]):
@@ -555,9 +559,9 @@ def _make(
 
 
 def _is_later(generation: RestorePoints, at: float, earlier: list[RestorePoints]) -> bool:
-    """Return whether a generation is too late: it begins after `at`, or an earlier one reaches beyond `at`.
+    """Return whether a generation begins after `at`.
 
-    The second test is needed only if the generation's begin is unknown.
+    If its first moment cannot be read, return whether an earlier generation has a moment after `at`.
     """
     if generation.times:
         return generation.times[0] > at
@@ -565,7 +569,7 @@ def _is_later(generation: RestorePoints, at: float, earlier: list[RestorePoints]
 
 
 def _files(generation: RestorePoints, at: float | None) -> tuple[Base, list[Path]]:
-    """Return the base and the segments up to `at`. Times grow, unless the clock was set back."""
+    """Return the base and the segments before the first one that is later than `at`."""
     base = read_base_description(generation.path)
     if base.schema > len(STEPS):
         raise StoreTooNew(
@@ -608,7 +612,7 @@ def _write(
         os.fsync(database.fileno())
     wanted.report("checking the restored history")
     problems = verify.integrity_check(partial, wanted.driver, immutable=True)
-    # an older schema can be checked only by its own version
+    # A database with an older schema can be checked only by the Pensieve version that wrote it.
     if not problems and base.schema == len(STEPS):
         _count_anew(partial, wanted)
         problems = verify.verify(partial, wanted.driver, None, "", immutable=True)
@@ -623,8 +627,8 @@ def _write(
 
 
 def _count_anew(partial: Path, wanted: _RestoreOptions) -> None:
-    """Correct the byte counters of tenants. They are derived, so a wrong counter must not block a restore."""
-    _remove_log(partial)  # left by a restore that was killed here
+    """Correct the byte counters of tenants, because a wrong counter must not block a restore."""
+    _remove_log(partial)  # may be left by an earlier restore that was killed in this function
     with read_only(partial, wanted.driver, immutable=True) as conn:
         right = miscounted(conn)
     if not right:
@@ -667,6 +671,6 @@ def _remove_log(database: Path) -> None:
 
 
 def _empty_log(database: Path, driver: Any) -> None:
-    """Move the log into the database, so that the old history stays whole if we are killed now."""
+    """Move the log into the database, so that a kill at this point leaves the old history complete."""
     with closing(driver.connect(str(database), isolation_level=None)) as conn:
         conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

@@ -1,31 +1,30 @@
 """The table of private content (texts, tokens, names), built so that deletion leaves no trace.
 
-A body is the private part of a conversation, a message or a turn: a JSON object, and for messages the
-packed token ids, under one CRC. The logprobs of a turn are a separate body: packed, without JSON. All other
-tables hold only numbers, states, fixed words and digests.
+A body is the private part of a conversation, a message or a turn. It is a JSON object, and for messages also
+the packed token ids. One CRC covers both. The logprobs of a turn are a separate body: packed, without JSON.
+All other tables hold only numbers, states, fixed words and digests.
 
-Why one table: `secure_delete` overwrites a cell where it is *now*. But when SQLite balances a B-tree, it
-copies cells between pages and leaves old copies in unused parts of a page, which no later delete reaches.
-(On random traffic, about one text in 500 survived.) So the cells of this table must never move between
-pages:
+SQLite's `secure_delete` overwrites only the current copy of a cell. When SQLite balances a B-tree, it copies
+cells between pages. The old copies stay in unused parts of a page, where no later deletion reaches them. (On
+random traffic, about one text in 500 survived its deletion.) So the cells of this table must never move
+between pages:
 
     insert   appends at the largest rowid; SQLite then adds a new rightmost leaf and moves no existing cell
-    shorten  replaces the JSON by a shorter one; like wiping, the row stays in its page
+    shorten  replaces the JSON by a shorter JSON; the row stays in its page
     wipe     sets the columns to NULL; the row stays in its page, its old cell is zeroed, and its overflow
              pages are zeroed and freed
     delete   happens only in compaction.py, far from every row that still has content
 
-A wiped row keeps its space. `wiped_bytes` counts that space. When it exceeds half of the file,
-compaction.py returns it. So the file is at most about twice as large as its content, and deletions share
-the cost of moving live rows.
+A wiped row keeps its space, and `wiped_bytes` counts that space. When `wiped_bytes` exceeds half of the file,
+compaction.py returns the space to the disk. So the file is at most about twice as large as its content.
 
-`tenants` holds how many bytes each tenant's conversations take. Every transaction updates it (in PostgreSQL
-it is a view over the counts of each connection):
+The table `tenants` holds the size of each tenant's conversations. Every transaction updates the table (in
+PostgreSQL, `tenants` is a view that adds up the counts of all connections):
 
     counted       each body that is not wiped: private part, tokens, and ROW_BYTES for rows and indices
     not counted   space of wiped bodies, the write-ahead log, backups
 
-A message that forks share counts once. `verify` recounts everything and compares.
+A message that several forks hold counts once. `verify` recounts everything and compares.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 WIPED_AT_ONCE = 100
-ROW_BYTES = 256  # estimated size of a record beside its body, with links and chains
+ROW_BYTES = 256  # estimated size of a record without its body, including history and chains rows
 LOCAL_BYTES_MAX = 4061  # the largest part of a row in a 4096-byte leaf page; the rest overflows
 
 
@@ -80,12 +79,12 @@ def body_crc(private: bytes, tokens: bytes) -> int:
 def insert_body(
     conn: Connection, tenant: str, private: Mapping[str, Any], token_ids: Sequence[int] = ()
 ) -> int:
-    """Append a body and return its row number. It counts for the tenant."""
+    """Append a body and return its row number. Add its size to the tenant's bytes."""
     return insert_packed_body(conn, tenant, canonical_json(private), pack_tokens(token_ids))
 
 
 def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: bytes) -> int:
-    """Like `insert_body`, for the encoded bytes of both parts."""
+    """Like `insert_body`, but with both parts already encoded."""
     values = body_crc(fields, tokens), fields, tokens
     body = insert_numbered(conn, "bodies", ("crc", "private", "tokens"), values)
     _count(conn, tenant, len(fields) + len(tokens) + ROW_BYTES)
@@ -93,9 +92,9 @@ def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: byt
 
 
 def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | None:
-    """Return the last key before the total length exceeds `bytes_max`. The first key is always allowed.
+    """Return the last key before the total length exceeds `bytes_max`, but at least the first key.
 
-    This limits a read in advance, because a server sends everything that a statement finds.
+    Callers use this key to limit a query, because a database server sends all rows that a query finds.
     """
     last, num_bytes = None, 0
     for key, length in lengths:
@@ -109,7 +108,7 @@ def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | Non
 def checked_body(
     owner: str, crc: int | None, private: bytes | None, tokens: bytes | None
 ) -> tuple[bytes, bytes]:
-    """Return both parts of a body. StoreCorrupt, which names `owner`, if the checksum is wrong."""
+    """Return both parts of a body. If the checksum is wrong, raise StoreCorrupt, which names `owner`."""
     if crc is None or private is None or tokens is None:
         raise StoreCorrupt(f"{owner}: a record is missing")
     if body_crc(private, tokens) != crc:
@@ -118,12 +117,12 @@ def checked_body(
 
 
 def read_private(owner: str, crc: int | None, private: bytes | None, tokens: bytes | None) -> Any:
-    """Return the JSON object of a body, checked."""
+    """Check a body and return its JSON object."""
     return json.loads(checked_body(owner, crc, private, tokens)[0])
 
 
 def shorten_body(conn: Connection, tenant: str, body: int, private: Mapping[str, Any]) -> None:
-    """Replace the JSON of a body without tokens by a shorter one, and count the wasted space."""
+    """Replace the JSON of a body without tokens by a shorter JSON, and count the wasted space."""
     fields = canonical_json(private)
     ((num_bytes,),) = conn.execute(
         "SELECT coalesce(sum(length(private)), 0) FROM bodies WHERE body = ?", (body,)
@@ -173,7 +172,6 @@ def _count(conn: Connection, tenant: str, num_bytes: int) -> None:
 
 
 def bytes_of_tenant(conn: Connection, tenant: str) -> int:
-    """Return the size of a tenant's conversations. Reads one row."""
     row = conn.execute("SELECT stored_bytes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
     return 0 if row is None else int(row[0])
 
@@ -194,8 +192,8 @@ def miscounted(conn: Connection) -> dict[str, int]:
     }
 
 
-# (tenant, bytes), recounted from the records. A message belongs to the tenant of the turn that made it, or,
-# if that turn is gone, to the tenant of a history that holds it: forks have the same tenant.
+# Yields (tenant, bytes), recounted from the records. A message counts for the tenant of the turn that made
+# it. If that turn is gone, it counts for the tenant of a history that holds it; all forks are of one tenant.
 ADDED_UP_BEFORE_LOGPROBS = f"""
     WITH owned AS (
         SELECT tenant, body FROM conversations

@@ -2,19 +2,19 @@
 
 A client without a conversation id sends the full history each time. conversations/binding/chain.py computes
 digests that are equal for equal histories. With each reply, the store keeps the digest of the history up to
-that reply, a *state*:
+and including that reply. This digest is called a *state*:
 
     chains     key        a digest of tenant and state
                message    the reply that ends this history
                session    a digest of the client's own name for the conversation; empty: none
 
-A state belongs to its reply, not to a conversation: every conversation that holds the message has passed
-this point of the same history, and so have its forks. So a fork needs no rows, a rewind deletes none (a cut
-history does not hold the message), and forks are found after the original is deleted. When nothing holds
-the message any more, it is deleted with its states (ON DELETE CASCADE).
+A state belongs to a reply, not to a conversation. Every conversation that holds the reply has the same
+history up to it. So a fork needs no new rows here, and forks are found after the original is deleted. A
+rewind deletes no rows, because the shortened history no longer holds the reply. When no history and no turn
+holds the reply any more, it is deleted with its states (ON DELETE CASCADE).
 
-A row holds only digests and numbers. Old rows are deleted, a few per transaction. A history that was last
-continued before that is new to the store.
+A row holds only digests and numbers. Old rows are deleted, a few per transaction. A history whose rows were
+deleted is no longer found: the client's next request begins a new conversation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pensieve.store.transactions import StoreTransactions, repeated
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-STATES_MAX = 16  # limit of the states that are read with one key
+STATES_MAX = 16  # limit for the states that are read for one key
 HOLDERS_MAX = 64
 FORGOTTEN_AT_ONCE = 256
 
@@ -57,8 +57,8 @@ class Chains:
     ) -> ChainMatch | None:
         """Return the conversation to continue, or None if no history matches.
 
-        `digests` are those of the prefixes of a client's history, longest first. Among conversations at the
-        same point, one that the turn may be appended to is preferred.
+        `digests` has one digest for each prefix of the client's history, longest first. Among the
+        conversations that match, one that the turn may be appended to is preferred.
         """
         with self._transactions.reading(is_snapshot=True) as conn:
             for digest in digests:
@@ -96,7 +96,7 @@ class Chains:
     def _best(
         self, conn: Connection, messages: Sequence[int], is_of_session: bool
     ) -> tuple[Holder, bool]:
-        """Return a conversation with one of these messages, and whether the turn may be appended there."""
+        """Return a conversation with one of these messages, and whether the turn may be appended to it."""
         others = []
         for message in messages:
             for holder in _holders(conn, message):
@@ -105,7 +105,7 @@ class Chains:
                 if is_of_session and holder.is_head and is_idle:
                     return holder, True
                 others.append(holder)
-        return others[0], False  # not empty: some history holds the messages
+        return others[0], False  # not empty, because some history holds each of the messages
 
 
 def insert_state(
@@ -119,7 +119,7 @@ def insert_state(
 
 
 def copy_states(conn: Connection, old: int, new: int) -> None:
-    """Give a message with new tokens the states of the old message."""
+    """Copy the states of message `old` to message `new`, which replaces it with other tokens."""
     conn.execute(
         "INSERT INTO chains (key, message, session, at)"
         " SELECT key, ?, session, at FROM chains WHERE message = ?",
@@ -130,7 +130,7 @@ def copy_states(conn: Connection, old: int, new: int) -> None:
 def _states(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bool]:
     """Return messages that end a history with this key, and whether they are from this session.
 
-    Those of the session come first, newest first; otherwise one message of any session.
+    The messages of this session, newest first. If the session has none, one message of any session.
     """
     held = " AND EXISTS (SELECT 1 FROM history h WHERE h.message = chains.message)"
     rows = conn.execute(

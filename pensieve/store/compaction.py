@@ -5,20 +5,18 @@
 
 Each step is one transaction. Between steps, the history is fully usable and verifiable.
 
-    fence    append rows that each fill a whole leaf; a pass cleans everything before them
-    move     copy live rows to the end of the table, where no existing cell moves, point their holders to
-        the
-             copies, and wipe the originals; at the end, all rows before the fence are wiped
-    remove   delete these rows from the front. SQLite then balances the first leaf with the next two, which
-             copies cells between pages, but only cells of wiped rows or of the fence
-    trim     move the last pages of the file into free ones, and shorten the file
+    fence    append rows that each fill a whole leaf of the B-tree: the fence
+    move     append a copy of each live row before the fence, change the references to the copy, and wipe the
+             original; appending moves no existing cell. At the end, all rows before the fence are wiped.
+    remove   delete the rows before the fence, from the first on. SQLite then balances the first leaf with the
+             next two. That copies cells between pages, but only cells of wiped rows or of the fence.
+    trim     move the last pages of the file into free pages, and shorten the file
 
-The database stores none of this state. After a crash, a new pass begins if the file is still wasteful. A
-failed step is repeated. A pass copies the live rows, which are smaller than the space it frees. The next
-pass removes the fence.
+The database does not store the phase. After a crash, a new pass begins if enough space is still wasted. A
+failed step is repeated. A pass copies fewer bytes than it frees. The next pass removes the fence.
 
-Trimming needs a database created with auto_vacuum=INCREMENTAL. An older database reuses free pages, but its
-file keeps its length.
+Trimming needs a database that was created with auto_vacuum=INCREMENTAL. An older database reuses free pages,
+but its file never gets shorter.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 COMPACT_BYTES_MIN = 16 * 2**20
-FENCE_ROWS = 4  # balancing reaches two leaves to the right
-FENCE_BYTES = LOCAL_BYTES_MAX - 100  # no two fit into a leaf
+FENCE_ROWS = 4  # enough, because balancing involves only the next two leaves
+FENCE_BYTES = LOCAL_BYTES_MAX - 100  # so large that no two rows fit into one leaf
 STEP_ROWS = 128
 STEP_BYTES = 256 * 2**10
 STEP_PAGES = 256
 AUTO_VACUUM_INCREMENTAL = 2
-HOLDERS = (  # the columns that refer to bodies
+HOLDERS = (  # all columns that refer to bodies
     ("messages", "body"),
     ("turns", "body"),
     ("turns", "logprobs"),
@@ -60,7 +58,7 @@ class CompactionPhase(Enum):
 
 
 class CompactionState(NamedTuple):
-    """The position of a pass. Each step returns the next state, which is valid once the step is committed."""
+    """The position of a pass. Each step returns the next state, to be used after the step is committed."""
 
     phase: CompactionPhase
     fence: int = 0  # first row of the fence
@@ -77,7 +75,7 @@ class Compaction:
         first: CompactionPhase,
         may_go_on: Callable[[Connection], bool] = lambda conn: True,
     ) -> None:
-        """`may_go_on` says in each step's transaction whether the pass is still this process's to do."""
+        """`may_go_on` is called in each step's transaction. If it returns False, the pass stops."""
         self._writer = writer
         self._may_go_on = may_go_on
         self._state = CompactionState(first)
@@ -97,8 +95,8 @@ def first_phase(
 ) -> CompactionPhase:
     """Return the first phase of a pass: REST unless enough space is wasted.
 
-    Enough is at least `bytes_min` and half of the file, of wiped bytes or of free pages. `is_urgent`: the
-    disk is full, so return any free page.
+    Enough means that the wiped bytes, or the free pages, are at least `bytes_min` and at least half of the
+    file. `is_urgent`: the disk is full, so any free page is enough.
     """
     with writer.reading() as conn:
         page_bytes = _number(conn, "PRAGMA page_size")

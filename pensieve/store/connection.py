@@ -1,36 +1,36 @@
 """The read-write connection to a SQLite database of a history or a job, and read-only connections.
 
-One writer. No other process writes or checkpoints this database: the data folder is locked, checkpoints
-happen on this connection, readers use mode=ro, and there is no mmap. This also avoids the WAL-reset bug of
-SQLite 3.7.0 to 3.51.2, which needs two connections that write or checkpoint. pysqlite3, if installed, has a
-fixed version.
+**One daemon** has one writer. No other process writes or checkpoints the database: the data folder is
+locked, checkpoints happen on this connection, readers use mode=ro, and there is no mmap. This also avoids the
+WAL-reset bug of SQLite 3.7.0 to 3.51.2, which needs two connections that write or checkpoint. The package
+pysqlite3 contains a fixed SQLite and is used if installed.
 
-Several daemons (shared_file.py) have several writers, in processes of one host, with a SQLite without that
-bug. Only one writes at a time: a transaction is IMMEDIATE and begins when it is this writer's turn. Other
-operations stay safe:
+**Several daemons** (shared_file.py) have one writer each, in processes of one host. They require a SQLite
+without that bug. Only one daemon writes at a time: transactions are IMMEDIATE, and a writer begins one only
+while it holds the writers' lock. Other operations are safe, too:
 
-    recovery     A log is recovered while no process has the file open, by a daemon that is alone, on a
-                 connection that is then closed (`_recover`). If a process dies while others continue,
-                     SQLite
-                 recovers only if it died while writing the header of the -shm file. Then some of a
-                 survivor's memory stays in -shm until the last daemon closes the history.
-    truncating   takes the turn of a writer, so no other daemon writes or checkpoints meanwhile. SQLite
-                 truncates only when every frame is in the database and no process reads the log; otherwise
-                 it reports that, and we try again. So deletions wait for the same events as with one
-                     writer.
-    wiping       `secure_delete` wipes the transaction's pages, whoever wrote them. Pages that another
-                 process has cached are read again after a commit of others.
-    migrations   run while a daemon is alone. Any deletion removes the copies that they make.
-    closing      The last connection moves the log into the database and removes it.
+    recovery     The first daemon to open the file recovers the log, while no other process has the file
+                 open, on a connection that it then closes (`_recover`). If a process dies later, while other
+                 daemons run, SQLite recovers only if that process died while writing the header of the -shm
+                 file. This recovery copies unused memory of a running daemon to the -shm file, where it
+                 stays until the last daemon closes the history.
+    truncating   needs the writers' lock, so no other daemon writes or checkpoints meanwhile. SQLite
+                 truncates the log only if every frame is in the database and no process reads the log.
+                 Otherwise SQLite reports that it did not truncate, and we try again.
+    wiping       `secure_delete` wipes the pages of the transaction, whichever process wrote them. After a
+                 commit by another process, SQLite reads cached pages again.
+    migrations   run while only one daemon has the file open. Any deletion removes the copies that they make.
+    closing      The last connection moves the log into the database and removes the log.
 
-One thread at a time. The connection may move between threads, but two threads must not use it at once. A
-second concurrent user is a bug of the caller and raises RuntimeError.
+**Threads.** The connection may move between threads, but two threads must not use it at once. If they do,
+the second one gets a RuntimeError.
 
-Durable on return. With WAL and synchronous=FULL, `writing` syncs the log before it returns.
+**Durability.** With WAL and synchronous=FULL, `writing` syncs the log before it returns.
 
-After an error, the transaction is rolled back. After an I/O error, above all a failed sync, the content of
-the kernel's cache is unknown. So the connection is closed, and the next use opens a new one that reads from
-the disk. Nothing is retried on the old connection. A failed rollback is treated the same way.
+**Errors.** After an error, the transaction is rolled back. After an I/O error (especially a failed sync) the
+content of the kernel's cache is unknown. So the connection is closed, and the next use opens a new
+connection, which reads from the disk. Nothing is retried on the old connection. A failed rollback is treated
+like an I/O error.
 """
 
 from __future__ import annotations
@@ -77,15 +77,16 @@ UNAVAILABLE = {
 CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
 UNDECODABLE = "Could not decode to UTF-8"  # the driver's message; SQLite has no code for it
 REOPEN_AFTER = {8, 10, 14}
-READERS_MILLISECONDS = 100  # wait for readers of other daemons, while nobody writes
+# how long a truncation waits for readers of other daemons; no daemon writes then
+READERS_MILLISECONDS = 100
 FULL, IO_ERROR, CONSTRAINT = 13, 10, 19
 
 
 class WriterConnection:
     """A read-write connection for one thread at a time. It is reopened after an error.
 
-    `driver` is pysqlite3 or sqlite3. `on_open` gets each new sqlite_utils Database, and returns whether it
-    has changed the schema. `noun` names the database in errors.
+    `driver` is pysqlite3 or sqlite3. `on_open` is called with each new sqlite_utils Database and returns
+    whether it has changed the schema. `noun` names the database in error messages.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class WriterConnection:
         patience_seconds: float = math.inf,
         synchronous: str = "FULL",
     ) -> None:
-        """`shared`: other daemons have the file open, too.
+        """`shared` is set if other daemons may have the file open, too.
 
-        After `patience_seconds`, a waiting writer checks whether the writing process is stopped.
+        After waiting `patience_seconds`, a writer checks whether the writing process is stopped (SIGSTOP).
         """
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
@@ -143,14 +144,14 @@ class WriterConnection:
             self.figures.committed(time.perf_counter() - began)
 
     def settle(self) -> None:
-        """Do nothing: when COMMIT returns, its outcome is on the disk."""
+        """Do nothing: the outcome of a COMMIT is known when it returns."""
 
     def end_stopped(self) -> None:
-        """Do nothing: a writer that waits for its turn does this (shared_file.py)."""
+        """Do nothing: waiting writers end stopped processes (shared_file.py)."""
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
-        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
+        """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
         with self._operation() as db:
             if not is_snapshot:
                 yield db.conn
@@ -163,18 +164,17 @@ class WriterConnection:
 
     @property
     def journal_path(self) -> Path:
-        """The path of the write-ahead log."""
         return self.path.with_name(f"{self.path.name}-wal")
 
     def has_journal(self) -> bool:
-        """Return whether the write-ahead log has content, perhaps from a process that died."""
+        """Return whether the write-ahead log has content. A process that died may have left it."""
         return self.figures.journal_bytes > 0
 
     def truncate_journal(self) -> bool:
         """Move the write-ahead log into the database and empty the log. Return whether that was possible.
 
-        It is impossible while another connection reads the log. This call does not wait for that
-        connection, except for a moment if other daemons read.
+        It is impossible while another connection reads the log. If several daemons share the file, the call
+        waits up to READERS_MILLISECONDS for such readers; otherwise it does not wait.
         """
         moment = 0 if self._shared is None else READERS_MILLISECONDS
         with self._to_write(), self.reading() as conn:
@@ -184,7 +184,7 @@ class WriterConnection:
                 milliseconds = round(1000 * self._busy_timeout_seconds)
                 conn.execute(f"PRAGMA busy_timeout = {milliseconds}").fetchall()
             except BaseException:
-                self._discard()  # the next connection waits again
+                self._discard()  # the next connection has the normal busy_timeout
                 raise
         return not busy
 
@@ -202,7 +202,7 @@ class WriterConnection:
                 self._turn.close()
 
     def _to_write(self) -> AbstractContextManager[None]:
-        """Take the turn to write among several daemons."""
+        """Hold the writers' lock during the block, if several daemons share the file."""
         return contextlib.nullcontext() if self._turn is None else self._turn.taken()
 
     def _explained(self, error: Any) -> Exception:
@@ -236,10 +236,10 @@ class WriterConnection:
         return self._connect()
 
     def _recover(self) -> None:
-        """Move the log of an earlier connection into the database, and close again.
+        """Move the log of an earlier connection into the database, on a connection that is then closed.
 
-        A connection that recovers a log copies unused memory, which may contain anybody's text, into the
-        -shm file. That file goes with the last connection, and the next one finds no log.
+        Recovering a log copies unused memory, which may contain private text, into the -shm file. Closing
+        the connection removes that file, and the next connection finds no log to recover.
         """
         with contextlib.closing(self.driver.connect(str(self.path), timeout=0.0)) as conn:
             conn.execute("PRAGMA schema_version").fetchall()
@@ -271,15 +271,16 @@ class WriterConnection:
             ):
                 conn.execute(f"PRAGMA {pragma}").fetchall()
             has_changed = self._on_open(db)
-            # Copies of pages for undoing savepoints and statements must not reach files outside of the
-            # folder.
+            # To undo savepoints and statements, SQLite copies pages. The copies must not be written to
+            # temporary files outside of the folder.
             conn.execute("PRAGMA temp_store = MEMORY").fetchall()
             self.limit.watch(conn)
         except BaseException:
             with contextlib.suppress(self.driver.Error):
                 conn.close()
             raise
-        if has_changed:  # after a schema change, each statement is slower (measured)
+        # after a schema change, each statement on the connection is slower (measured)
+        if has_changed:
             conn.close()
             return self._connect()
         return db
@@ -324,7 +325,7 @@ def open_read_only(
 ) -> Connection:
     """Open a connection that cannot write or checkpoint. Any thread may open one.
 
-    Nobody may have an `immutable` database open; SQLite creates no file beside it.
+    With `immutable`, no process may have the database open, and SQLite creates no side files.
     """
     conn: Connection = driver.connect(
         f"file:{quote(str(path))}?mode=ro{'&immutable=1' * immutable}",
@@ -339,7 +340,7 @@ def open_read_only(
 def read_only(
     path: Path, driver: Any = preferred_driver, *, immutable: bool = False
 ) -> Iterator[Connection]:
-    """Open a read-only connection for the length of the block."""
+    """Open a read-only connection during the block."""
     try:
         with contextlib.closing(open_read_only(path, driver, immutable=immutable)) as conn:
             yield conn

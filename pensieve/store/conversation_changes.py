@@ -1,17 +1,18 @@
-"""Changes of a conversation beside its history: metadata, its beginning, and pending messages.
+"""Change the parts of a conversation that are outside its history.
 
-All of these are in the conversation's body, so each change writes a new body and wipes the old one.
+These parts are in the conversation's body, so each change writes a new body and wipes the old body.
 
     metadata           may change at any time
-    beginning          system prompt, tools, template options: only while there is no message
-    pending messages   messages that the next turn puts before its own; part of the history once it has
-        ended
+    beginning          system prompt, tools and template options; may change only while there is no message
+    pending messages   messages that the next turn inserts before its own messages; they join the history
+                       when that turn ends
 
-**Pending messages are taken once.** The transaction that begins a turn with them records the current
-revision (`taken_at`). They stay pending while the conversation is at that revision. So neither a failed
-turn nor a crash loses them, and they are gone with the commit that ends the turn. Other changes of the
-revision (a turn without them, a rewind) first reset `taken_at` in their own transaction. After a turn that
-took them has ended, the next such change removes them from the body.
+**Pending messages are used exactly once.** The transaction that begins a turn with the pending messages
+records the current revision as `taken_at`. The messages stay pending while the conversation is at that
+revision. So neither a failed turn nor a crash loses them. The commit that ends the turn increases the
+revision, and the messages are no longer pending. Any other change of the revision (a turn without the
+pending messages, a rewind) resets `taken_at` in its transaction, so the messages stay pending. If a turn has
+already used the messages, that change instead removes them from the body.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ CHANGED = "the messages pending at revision {} have changed since they were read
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Messages without tokens that the next turn brings, and the revision at which a turn took them."""
+    """The pending messages, and the revision at which a turn took them. They have no tokens yet."""
 
     messages: tuple[NewMessage, ...] = ()
     taken_at: int | None = None
 
 
 class PendingChange(NamedTuple):
-    """The pending messages after a change. `is_erasure_due`: removed text is still in the files."""
+    """The pending messages after a change.
+
+    `is_erasure_due`: text that the change removed is still in the files.
+    """
 
     after: Pending
     is_erasure_due: bool = False
@@ -93,7 +97,7 @@ class ConversationChanges:
         *,
         tenant: str = "",
     ) -> StoredConversation:
-        """Set the beginning of a conversation without messages. StaleRevision if it has messages."""
+        """Set the beginning of a conversation. Raises StaleRevision if the conversation has messages."""
         head = [NewMessage("system", system_prompt)] if system_prompt else []
         check_text(head)
         with self._transactions.writing() as conn:
@@ -140,14 +144,14 @@ class ConversationChanges:
         *,
         tenant: str = "",
     ) -> LastDeleted:
-        """Delete the last message of a conversation, unless it has changed since the caller read it.
+        """Delete the last message of a conversation, if the conversation is as the caller read it.
 
-        The caller passes what it read: the revision, the time of creation and all pending messages. If any
-        of these has changed, nothing is deleted. A pending message is erased from the disk. A reply is
-        removed by a rewind, and the messages that it answers become pending in the same transaction.
+        The caller passes the revision, the time of creation and all pending messages that it read. A pending
+        message is erased from the disk. A reply is removed by a rewind, and the messages that the reply
+        answers become pending in the same transaction.
 
         Raises:
-            StaleRevision: the conversation has changed since the caller read it.
+            StaleRevision: the conversation has changed since then; nothing was deleted.
             InvalidArgument: there is no message, or the last message belongs to the beginning.
         """
         with self._transactions.writing(is_serializable=True) as conn:
@@ -188,7 +192,7 @@ class ConversationChanges:
         )
 
     def _is_erasure_due(self) -> bool:
-        """Erase deleted content from the files. Return whether some is left."""
+        """Erase deleted content from the files. Return whether some content is left."""
         try:
             self._erasure.finish()
         except ErasurePending:
@@ -202,10 +206,10 @@ def take_pending(
     conversation: StoredConversation,
     messages: Sequence[NewMessage] | None = None,
 ) -> None:
-    """Mark the pending messages as taken by a turn, or reset the mark for a new revision without them.
+    """Mark the pending messages as taken by a turn. Remove messages that an ended turn has taken.
 
-    StaleRevision, and nothing changes, if `messages` are not the pending ones; None accepts any and takes
-    none. Messages that an ended turn has taken are removed.
+    `messages` are the pending messages that the turn brings. If others are pending, raise StaleRevision and
+    change nothing. None: the turn or rewind takes no messages; the mark is reset.
     """
     held = _held(conn, number, conversation)
     if messages is not None:
@@ -234,7 +238,7 @@ def _held(conn: Connection, number: int, conversation: StoredConversation) -> _S
 def _refuse_changed(
     held: _StoredPending, conversation: StoredConversation, messages: Sequence[NewMessage]
 ) -> None:
-    """Raise StaleRevision unless these are the pending messages."""
+    """Raise StaleRevision if the pending messages are not equal to `messages`."""
     if held.pending.messages != tuple(messages):
         revision = conversation.revision
         raise StaleRevision(revision, revision, CHANGED.format(revision))
@@ -264,7 +268,7 @@ def with_pending(
 def pending_json(
     messages: Sequence[NewMessage], taken_at: int | None = None
 ) -> dict[str, Any] | None:
-    """Return the `pending` member of a conversation's body, or None without messages."""
+    """Return the `pending` member of a conversation's body, or None if there are no messages."""
     if not messages:
         return None
     written = [{"role": each.role, **each.private()} for each in messages]
@@ -272,7 +276,6 @@ def pending_json(
 
 
 def _private(conn: Connection, number: int) -> tuple[int, dict[str, Any]]:
-    """Return the body's row number and its JSON."""
     row = conn.execute(
         "SELECT c.body, b.crc, b.private, b.tokens FROM conversations c"
         " LEFT JOIN bodies b ON b.body = c.body WHERE c.conversation = ?",
@@ -291,7 +294,7 @@ def _change_private(conn: Connection, number: int, tenant: str, changes: Mapping
 def _put_private(
     conn: Connection, number: int, tenant: str, old: int, private: Mapping[str, Any]
 ) -> None:
-    """Write a new body and wipe the old one. Members that are None are left out."""
+    """Write a new body and wipe the old body. Members that are None are left out."""
     body = insert_body(
         conn, tenant, {name: each for name, each in private.items() if each is not None}
     )

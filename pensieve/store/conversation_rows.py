@@ -1,7 +1,8 @@
 """SQL of conversations, as functions on a connection. Each runs inside its caller's transaction.
 
-`ConversationStore` decides; this module, message_rows.py and turn_rows.py read and write rows. Every lookup
-uses a primary key or an index. Only counting conversations takes longer the more there are.
+`ConversationStore` makes the decisions. This module, message_rows.py and turn_rows.py read and write rows.
+Every lookup uses a primary key or an index. Only `num_conversations` takes longer if there are more
+conversations.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ KEY_BYTES = 16
 
 
 def digest(*words: str) -> bytes:
-    """Return a fixed-size key for client-chosen names, which are private and may be long."""
+    """Return a fixed-size key for names that clients choose. Such names are private and may be long."""
     whole = "\0".join(words).encode(errors="surrogatepass")
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
 def tenant_key(tenant: str, digest: bytes) -> bytes:
-    """Return a key for lookups across all conversations of a tenant. Tenants never share keys."""
+    """Return a key for a lookup among all conversations of a tenant. No other tenant has the same key."""
     whole = tenant.encode(errors="surrogatepass") + b"\0" + digest
     return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
-LOOKED_AT = 4096  # rows of one look for idle conversations
+LOOKED_AT = 4096  # rows that one call of `idle_conversations` reads
 IDLE_AT_ONCE = 32
 COLUMNS = (
     "key",
@@ -101,7 +102,7 @@ def conversation_key(conversation_id: str, tenant: str) -> bytes:
 def find_conversation(
     conn: Connection, conversation_id: str, tenant: str
 ) -> tuple[int, StoredConversation] | None:
-    """Return a conversation with its row number; None if there is none."""
+    """Return a conversation with its row number, or None if the conversation does not exist."""
     row = conn.execute(
         CONVERSATION + "WHERE c.key = ?", (conversation_key(conversation_id, tenant),)
     ).fetchone()
@@ -146,7 +147,7 @@ def refuse_stale(
 ) -> None:
     """Raise StaleRevision unless the conversation has this revision and this time of creation.
 
-    A different time of creation means that it is another conversation with the same id.
+    A different time of creation means that the conversation was deleted and created again with the same id.
     """
     if expected is not None and (
         expected != conversation.revision or created_at not in (None, conversation.created_at)
@@ -161,7 +162,7 @@ def refuse_taken(conn: Connection, conversation_id: str, tenant: str) -> None:
 
 
 def tenants_of(conn: Connection, conversation_id: str, tenants: Iterable[str]) -> list[str]:
-    """Return those of these tenants that have a conversation with this id."""
+    """Return the tenants, among `tenants`, that have a conversation with this id."""
     found = "SELECT 1 FROM conversations WHERE key = ?"
     keys = ((tenant, conversation_key(conversation_id, tenant)) for tenant in tenants)
     return [tenant for tenant, key in keys if conn.execute(found, (key,)).fetchone()]
@@ -187,7 +188,7 @@ def first_with_prefix(
 
 
 def num_conversations(conn: Connection) -> int:
-    """Return the number of conversations of all tenants, without declared prefixes."""
+    """Return the number of conversations of all tenants. Declared prefixes do not count."""
     count: int = conn.execute(
         "SELECT (SELECT count(*) FROM conversations) - (SELECT count(*) FROM prefixes)"
     ).fetchone()[0]
@@ -199,7 +200,8 @@ def conversations_before(
 ) -> tuple[list[tuple[int, StoredConversation]], bool]:
     """Return conversations with row numbers below `before`, newest first, and whether there are more.
 
-    Without declared prefixes. At most `limit`, and fewer if the page would exceed PAGE_BYTES_MAX.
+    Declared prefixes are left out. Returns at most `limit` conversations, and fewer if they would exceed
+    PAGE_BYTES_MAX.
     """
     lengths = conn.execute(
         "SELECT c.conversation, coalesce(length(b.private), 0) FROM conversations c"
@@ -219,10 +221,10 @@ def conversations_before(
 def idle_conversations(
     conn: Connection, before: float, after: int
 ) -> tuple[list[StoredConversation], int | None]:
-    """Return some conversations of all tenants that last changed before that time, without declared prefixes.
+    """Return some conversations that last changed before the time `before`, of all tenants.
 
-    Reads up to LOOKED_AT rows with numbers above `after`. Also returns the `after` of the next call, or None
-    at the end.
+    Reads up to LOOKED_AT rows with numbers above `after`. Declared prefixes are left out. Also returns the
+    `after` of the next call, or None if there are no more rows.
     """
     rows = conn.execute(
         "SELECT conversation, updated_at FROM conversations WHERE conversation > ?"
@@ -247,9 +249,9 @@ def idle_conversations(
 def insert_conversation(
     conn: Connection, conversation: StoredConversation, pending: Mapping[str, Any] | None = None
 ) -> int:
-    """Insert a row for a conversation without history, and return its number.
+    """Insert a row for a conversation without history. Return the row number.
 
-    `pending` is the JSON of messages that wait for its first turn.
+    `pending` is the JSON of messages that wait for the conversation's first turn.
     """
     private: dict[str, Any] = {
         "conversation_id": conversation.conversation_id,
@@ -264,8 +266,8 @@ def insert_conversation(
     if pending is not None:
         private["pending"] = dict(pending)
     body = insert_body(conn, conversation.tenant, private)
-    # A conversation under a declared prefix gets no prefix_key, so that an undeclared prefix with the same id
-    # does not copy its beginning.
+    # A conversation under a declared prefix gets no prefix_key. Otherwise a conversation under an undeclared
+    # prefix with the same id would copy the beginning of this conversation.
     prefix_id = "" if is_declared else conversation.prefix_id
     return insert_numbered(
         conn,
@@ -292,14 +294,14 @@ def set_revision(conn: Connection, conversation: int, revision: int, now: float)
 
 
 def set_updated(conn: Connection, conversation: int, now: float) -> None:
-    """Record a change that leaves the revision as it is."""
+    """Record the time of a change that does not change the revision."""
     conn.execute(
         "UPDATE conversations SET updated_at = ? WHERE conversation = ?", (now, conversation)
     )
 
 
 def refuse_changed(now: StoredConversation, before: StoredConversation) -> None:
-    """Raise StaleRevision if a conversation has changed, or is another one with the same id."""
+    """Raise StaleRevision if a conversation has changed, or was deleted and created again."""
     if (now.revision, now.updated_at, now.created_at) != (
         *(before.revision, before.updated_at, before.created_at),
     ):
@@ -314,7 +316,7 @@ def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> No
 
 
 def delete_conversation(conn: Connection, conversation: int, tenant: str) -> None:
-    """Delete a conversation with its turns, responses and messages, except messages that a fork holds."""
+    """Delete a conversation with its turns, responses and messages. Messages that a fork holds stay."""
     made_here = "(SELECT turn_id FROM turns WHERE conversation = :conversation)"
     held_here = (
         "(SELECT message FROM history WHERE conversation = :conversation UNION"

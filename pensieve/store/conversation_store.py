@@ -1,6 +1,6 @@
-"""The history of all conversations, token for token, and the turns that change it.
+"""The public class of the store: the exact token logs of all conversations, and the turns that change them.
 
-    begin_turn ──> running ──finish_turn──> completed | cancelled     user and reply join the log
+    begin_turn ──> running ──finish_turn──> completed | cancelled     messages and reply join the log
                       │ ^
                       │ └─begin_turn, same request_id──┐
                       ├──interrupt_turn──> interrupted ┤              the log is unchanged
@@ -10,21 +10,21 @@ Invariants, whatever happens to the process or the disk:
 
 * Every public method is one transaction: it takes effect completely or not at all. When `finish_turn` has
   returned, its result is on the disk.
-* A turn's messages join the history only in `finish_turn`, so an unfinished turn changes nothing in the
-  log. At most one turn of a conversation is `running`.
-* A turn is `running` while the daemon that owns the conversation computes it (owners.py). Turns of dead
-  daemons become `interrupted` when this store is opened or claims the conversation. So does, before the
-  next write, a turn whose end could not be written (a full disk). Whether that end was committed is then
-  read from the disk (transactions.py).
-* Revisions only grow. A rewind takes the next one. The messages that it cuts stay readable through their
-  turn until the conversation is deleted or the request is forgotten (forgetting.py).
-* Messages are shared by reference and never changed. They are wiped when nothing holds them any more. After
-  `delete_conversation`, no byte of them is left in SQLite's files (PostgreSQL: postgres/backend.py). While
-  `erasure` is `due`, the caller must call its `step` from time to time.
+* A turn's messages join the history only in `finish_turn`, so an unfinished turn does not change the log. At
+  most one turn of a conversation is `running`.
+* A turn is `running` while the daemon that owns the conversation computes the turn (owners.py). Turns of dead
+  daemons become `interrupted` when this store is opened or claims the conversation.
+* If the end of a turn could not be written (for example, the disk is full), the next write first reads from
+  the disk whether the end was committed. If not, the turn becomes `interrupted` (transactions.py).
+* Revision numbers only increase; a rewind also creates a new revision. Messages removed by a rewind stay
+  readable through their turn, until the conversation is deleted or the request is forgotten (forgetting.py).
+* Messages are shared by reference and never changed. They are wiped when nothing refers to them any more.
+  After `delete_conversation`, no byte of them is left in SQLite's files (PostgreSQL: postgres/backend.py).
+  While `erasure.due` is true, the caller must call `erasure.step` from time to time.
 
-Up to `num_lanes` threads may use the store at a time. PostgreSQL has a connection for each; with SQLite
-they take turns at one connection and share its commits (shared_commits.py). Calls about one conversation
-come from one thread at a time. `verify`, `integrity_check` and the result of `reader` open their own
+Up to `num_lanes` threads may use the store concurrently. With PostgreSQL, each has its own connection. With
+SQLite, they share one connection and its commits (shared_commits.py). Only one thread at a time may make
+calls for a given conversation. `verify`, `integrity_check` and the result of `reader` open their own
 read-only connections and may run in other threads.
 """
 
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-LANES = 16  # threads that may use the store at the same time
+LANES = 16  # default limit for threads that use the store concurrently
 
 
 class ConversationStore:
@@ -108,11 +108,11 @@ class ConversationStore:
         lease_seconds: float = LEASE_SECONDS,
         num_lanes: int = LANES,
     ) -> None:
-        """Open the history in `folder`, or the one at `url`, which several daemons may share.
+        """Open the history in `folder`, or the history at `url`, which several daemons may share.
 
-        `url` is the address of a PostgreSQL database or a SQLite file. Without it, the history is in the
-        folder, for this process only. `replica` is this daemon's name among the sharing daemons.
-        `num_lanes` is how many threads may use the store at a time.
+        `url` is the address of a PostgreSQL database or a SQLite file. Without a `url`, the history is in the
+        folder, for this process only. `replica` is this daemon's name among the daemons that share the
+        history. `num_lanes` is how many threads may use the store concurrently.
         """
         self.folder = folder
         self.now = now
@@ -163,11 +163,11 @@ class ConversationStore:
 
     @classmethod
     def open(cls, path: Path, holder: str, **options: Any) -> ConversationStore:
-        """Lock the folder `path` in the name of `holder` ("pensieve chat") and open its history.
+        """Lock the folder `path` and open its history. `holder` names this process, e.g. "pensieve chat".
 
-        This empties the write-ahead log and reads the `running` rows; its time does not grow with the
-        history. After an unclean stop, `integrity_check_due` is true until an `integrity_check` has passed,
-        also after later starts.
+        Opening empties the write-ahead log and reads the `running` rows; it takes no longer for a larger
+        history. After an unclean stop, `integrity_check_due` stays true until an `integrity_check` has
+        passed, also across restarts.
         """
         url = options.get("url", "")
         is_file = url.startswith(SQLITE_SCHEME)
@@ -186,7 +186,7 @@ class ConversationStore:
     def close(self) -> None:
         """Checkpoint, close and release the folder. A second call does nothing.
 
-        Other daemons that share the history may take our conversations at once.
+        Other daemons that share the history may then claim this daemon's conversations immediately.
         """
         clean = False
         leases, self._leases = self._leases, None
@@ -211,11 +211,9 @@ class ConversationStore:
 
     @repeated
     def create_conversation(self, new: NewConversation) -> StoredConversation:
-        """Create a conversation at revision 0, whose log is its head, usually a system prompt.
+        """Create a conversation at revision 0. Its log has only its head messages, usually a system prompt.
 
-        Its pending messages wait for the first turn.
-
-        Raises PrefixTaken if its head differs from that of earlier conversations with its prefix_id.
+        Raises PrefixTaken if earlier conversations with the same prefix_id have a different head.
         """
         check_id("conversation_id", new.conversation_id)
         if new.prefix_id:
@@ -235,7 +233,6 @@ class ConversationStore:
             return created
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
-        """Return a conversation without its messages."""
         with self._transactions.reading() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             if conversation_id.startswith(PREFIX_MARK):
@@ -243,7 +240,7 @@ class ConversationStore:
             return self._transactions.as_read(conn, found)
 
     def num_conversations(self) -> int:
-        """Return the number of conversations of all tenants, without declared prefixes."""
+        """Return the number of conversations of all tenants. Declared prefixes do not count."""
         with self._transactions.reading() as conn:
             return conversation_rows.num_conversations(conn)
 
@@ -271,7 +268,7 @@ class ConversationStore:
     ) -> StoredConversation:
         """Create a conversation that shares the source's messages up to `at_revision`.
 
-        A turn of the source may be running: only committed messages are shared.
+        A turn of the source may be running. The fork then gets only the committed messages.
         """
         check_id("conversation_id", new_id)
         now = self.now()
@@ -305,9 +302,9 @@ class ConversationStore:
         *,
         tenant: str = "",
     ) -> Rewound:
-        """Cut the messages of later revisions. Return the new revision and the length of the log.
+        """Remove the messages of later revisions. Return the new revision and the length of the log.
 
-        StaleRevision if the conversation is not at the expected revision; None accepts any.
+        Raises StaleRevision if the conversation is not at the expected revision. None accepts any revision.
         """
         with self._transactions.writing(is_serializable=True) as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
@@ -330,7 +327,7 @@ class ConversationStore:
         *,
         tenant: str = "",
     ) -> StoredConversation:
-        """Replace the tokens of all messages, for another model, tokenizer or template.
+        """Replace the tokens of all messages, because the model, tokenizer or template has changed.
 
         `token_ids` has one sequence per message of the history, in order.
         """
@@ -357,10 +354,11 @@ class ConversationStore:
     ) -> None:
         """Delete the conversation and erase it from the disk. Messages that a fork holds stay with the fork.
 
-        No turn of it may be running. ErasurePending means that it is deleted but not yet erased from the
-        files. Calling again then retries the erasure, and raises NotFound once it is done.
+        No turn of the conversation may be running. ErasurePending means that the conversation is deleted but
+        not yet erased from the files. Another call then retries the erasure. It raises NotFound when the
+        erasure is complete.
 
-        `unchanged`: the conversation as it was seen; StaleRevision if it has changed since.
+        `unchanged`: the conversation as the caller read it. Raises StaleRevision if it has changed since.
         """
 
         def delete() -> None:
@@ -386,10 +384,10 @@ class ConversationStore:
     def begin_turn(
         self, conversation_id: str, request: NewTurn, *, tenant: str = ""
     ) -> BeginResult:
-        """Commit a turn as `running`, or find the turn that this request_id began before.
+        """Commit a turn as `running`, or return the turn that an earlier request with this request_id began.
 
-        A running or finished turn is returned unchanged. An interrupted or failed turn begins again, with
-        the messages of this request and its old seed.
+        A running or finished turn is returned unchanged. An interrupted or failed turn begins again. It gets
+        the messages of the new request and keeps its first seed.
         """
         check_id("request_id", request.request_id)
         check_text(request.messages)
@@ -432,9 +430,9 @@ class ConversationStore:
     ) -> int:
         """Append the turn's messages and its reply to the log. Return the new revision.
 
-        A `response` is stored with that revision. The call may be repeated after an error: a turn is not
-        committed twice. With an `attempt`, NotFound if the turn was begun again since: the late end of one
-        attempt must not end the next one. Unavailable if another daemon has claimed the conversation.
+        A `response` is stored with that revision. After an error, the call may be repeated: a turn is never
+        committed twice. With `attempt`, the call ends only that attempt of the turn. It raises NotFound if
+        the turn was begun again since, and Unavailable if another daemon has claimed the conversation.
         """
         is_cancelled = finish_reason == StoredTurnState.CANCELLED.value
         state = StoredTurnState.CANCELLED if is_cancelled else StoredTurnState.COMPLETED
@@ -466,7 +464,7 @@ class ConversationStore:
 
     @repeated
     def fail_turn(self, turn_id: int, failure: str, attempt: int = 0) -> StoredTurn:
-        """End a turn that the engine could not finish. Its messages stay out of the history."""
+        """End a turn that the engine could not finish. Its messages do not join the history."""
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
             is_ours = self._transactions.may_end(turn_id, attempt, fence)
@@ -479,9 +477,9 @@ class ConversationStore:
 
     @repeated
     def interrupt_turn(self, turn_id: int, attempt: int = 0) -> StoredTurn:
-        """End a turn that no client waits for any more. Its messages stay out of the history.
+        """End a turn that no client waits for any more. Its messages do not join the history.
 
-        A turn that another daemon computes by now continues.
+        If another daemon has taken over the turn, nothing happens.
         """
         with self._transactions.ending(turn_id) as conn:
             fence = turn_rows.require_fence(conn, turn_id)
@@ -491,28 +489,30 @@ class ConversationStore:
             return turn_rows.require_turn(conn, turn_id).turn
 
     def get_turn(self, turn_id: int) -> StoredTurn:
-        """Return a turn by its id."""
         with self._transactions.reading() as conn:
             return self._transactions.turn_as_read(conn, turn_rows.require_turn(conn, turn_id).turn)
 
     def find_turn(
         self, conversation_id: str, request_id: str, *, tenant: str = ""
     ) -> StoredTurn | None:
-        """Return the turn that a request_id began; None also if there is no such conversation."""
+        """Return the turn that a request_id began. None if there is no such turn or conversation."""
         with self._transactions.reading() as conn:
             key = conversation_rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
             return None if found is None else self._transactions.turn_as_read(conn, found.turn)
 
     def find_by_idempotency_key(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
-        """Return the turn of a keyed request, in any conversation, if it is running or has its reply."""
+        """Return the turn of a request with an Idempotency-Key, in any conversation of the tenant.
+
+        None if there is none, or if the turn is neither running nor has a reply.
+        """
         with self._transactions.reading() as conn:
             return turn_rows.find_by_idempotency_key(conn, tenant, request_id)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""
     ) -> LookedUp:
-        """Combine `get_conversation`, `find_turn` and `log_end`, without lookups that find nothing."""
+        """Combine `get_conversation`, `find_turn` and `log_end`, without lookups that cannot succeed."""
         found, known, log_end = (
             self.get_conversation(conversation_id, tenant=tenant),
             None,
@@ -525,7 +525,7 @@ class ConversationStore:
         return LookedUp(found, known, log_end)
 
     def turn_messages(self, turn_id: int) -> TurnMessages:
-        """Return the messages and the reply of a turn, even if a rewind has cut them."""
+        """Return the messages and the reply of a turn, even if a rewind has removed them."""
         with self._transactions.reading(is_snapshot=True) as conn:
             turn_rows.require_turn(conn, turn_id)
             return turn_rows.read_turn_messages(conn, turn_id)
@@ -534,7 +534,7 @@ class ConversationStore:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other daemons may have the history open, too."""
+        """Whether other daemons may have the history open at the same time."""
         return self._backend.is_shared
 
     @property
@@ -553,25 +553,24 @@ class ConversationStore:
         return self.owners.came_from
 
     def watch(self, on_stale: Callable[[str, str], None]) -> None:
-        """Set `on_stale`, which gets tenant and id of each conversation whose KV may be outdated.
+        """Set the callback that gets tenant and id of each conversation whose KV may be outdated.
 
-        It is called in the store's thread, before the call that notices this returns.
+        The store calls it in the caller's thread, before the method that detects the outdated KV returns.
         """
         self.owners.on_stale = on_stale
 
     def claim(self, conversation_id: str, *, tenant: str = "") -> None:
-        """Make a conversation ours, for work outside of the history. OwnedElsewhere if another daemon has it.
+        """Claim a conversation for this daemon, for work that does not write to the history.
 
-        Does nothing if the conversation does not exist.
+        Raises OwnedElsewhere if another daemon has the conversation. Does nothing if it does not exist.
         """
         self.owners.claim(conversation_id, tenant=tenant)
 
     def take(self, conversation_id: str, *, tenant: str = "") -> None:
-        """Like `claim`, but also from a live daemon, unless a turn of the conversation is running there."""
+        """Like `claim`, but also from a live daemon, unless that daemon runs a turn of the conversation."""
         self.owners.claim(conversation_id, tenant=tenant, takes=True)
 
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
-        """Publish where this daemon can be reached."""
         self.owners.announce(address, http_address, metrics_address)
 
     def drain(self) -> None:
@@ -583,13 +582,13 @@ class ConversationStore:
     def log(
         self, conversation_id: str, num_tokens: int | None = None, *, tenant: str = ""
     ) -> array[int]:
-        """Return the exact token ids of the conversation, or the first `num_tokens`, checked ('I')."""
+        """Return the token ids of the conversation, or only the first `num_tokens`. Verifies checksums."""
         with self._transactions.reading(is_snapshot=True) as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log(conn, number, conversation, num_tokens)
 
     def log_end(self, conversation_id: str, num_tokens: int, *, tenant: str = "") -> array[int]:
-        """Return the last token ids. The time does not depend on the length of the conversation."""
+        """Return the last `num_tokens` token ids. Takes no longer for a long conversation."""
         with self._transactions.reading() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_log_end(conn, number, conversation, num_tokens)
@@ -614,7 +613,7 @@ class ConversationStore:
         )
 
     def scrub(self) -> ScrubSteps:
-        """Return a scrub of the whole history, for the thread of reads."""
+        """Return a scrub of the whole history. Use it in the thread for reads."""
         return self._backend.scrub()
 
     # -- checking --
@@ -637,9 +636,9 @@ class ConversationStore:
 def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.HistoryRow]:
     """Return the head messages that a new conversation shares through its prefix_id, or an empty list.
 
-    The first conversation with a prefix_id fixes system prompt and tools; PrefixTaken if these differ.
-    Later ones hold the messages of the first, so that their KV can be shared, too, unless their tokens
-    differ because the model or tokenizer has changed since.
+    The first conversation with a prefix_id fixes system prompt and tools. Raises PrefixTaken if `new` has
+    others. Later conversations hold the messages of the first, so that they also share KV. They do not share
+    messages if the tokens differ, because the model or tokenizer has changed since.
     """
     if not new.prefix_id:
         return []
@@ -676,9 +675,9 @@ def open_backend(
     num_lanes: int = 1,
     is_exclusive: bool = True,
 ) -> Backend:
-    """Create the backend for `url` (PostgreSQL or a shared SQLite file) or for the data folder.
+    """Create the backend for `url` (PostgreSQL or a shared SQLite file), or for the data folder.
 
-    The first use opens the database.
+    The first use of the backend opens the database.
     """
     if url and not url.startswith(SQLITE_SCHEME):
         from pensieve.store.postgres.backend import PostgresBackend

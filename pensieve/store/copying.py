@@ -1,12 +1,12 @@
 """Copy a whole history from one database to another, row by row.
 
-One transaction of the target copies all tables with all row numbers. The target must be empty; an
-interruption leaves it empty. Each body's checksum is checked on the way. Wiped rows are not copied, because
-they are empty. Turns that were running are interrupted when the copy is opened, as after a crash. The
-target never reuses the number of a deleted turn either.
+One transaction of the target copies all tables with all row numbers. The target must be empty, and an
+interrupted copy leaves it empty. Each body's checksum is verified. Wiped rows are not copied, because they
+are empty. Turns that were running are interrupted when the copy is opened, as after a crash. The target
+continues the turn numbers of the source, so it never reuses the number of a deleted turn.
 
-Both ends are locked during the copy, so no daemon can serve them. Facts outside of the rows (damage marks,
-holder) are not copied: the copy is checked instead.
+Source and target are locked during the copy, so no daemon can serve them. Damage marks and the holder are
+not copied. Instead, the copy is checked.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Copied(NamedTuple):
 
 @contextlib.contextmanager
 def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
-    """Open the history of `data`, or of `url`, for copying. It is held exclusively until the block ends."""
+    """Open the history of `data`, or of `url`, for copying. It is locked exclusively during the block."""
     with contextlib.ExitStack() as stack:
         if url:
             data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -85,9 +85,14 @@ def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
 
 
 def copy_history(source: Backend, target: Backend) -> Copied:
-    """Copy the history. StoreError if the target is not empty; StoreCorrupt if the source is damaged."""
+    """Copy the history.
+
+    Raises:
+        StoreError: the target is not empty.
+        StoreCorrupt: the source is damaged.
+    """
     with source.writer.reading():
-        pass  # locks it and migrates it to the newest schema
+        pass  # opening the source locks it and migrates it to the newest schema
     reads = source.snapshots()
     try:
         with reads.snapshot() as old, target.writer.writing() as new:
@@ -118,12 +123,12 @@ def _copy_table(old: Connection, new: Connection, table: str) -> None:
                 new.count_bytes(*row)
             else:
                 new.execute(insert, tuple(row))
-        new.execute("SELECT 1").fetchall()  # limits the statements in flight
+        new.execute("SELECT 1").fetchall()  # wait, to limit the statements in flight
 
 
 def _batches(old: Connection, table: str, columns: list[str]) -> Iterator[list[Any]]:
     listed = ", ".join(columns)
-    if table not in NUMBER_COLUMNS and table != "history":  # few rows
+    if table not in NUMBER_COLUMNS and table != "history":  # a small table, in one batch
         yield old.execute(f"SELECT {listed} FROM {table}").fetchall()
         return
     key, where = NUMBER_COLUMNS.get(table, "conversation"), "true"
@@ -154,7 +159,7 @@ def _highest(conn: Connection) -> int:
 
 
 def _go_on_from(conn: Connection, highest_turn: int) -> None:
-    """Make sure that new rows get numbers above all that were ever used."""
+    """Make new rows get higher numbers than all copied rows, and new turns than any turn ever had."""
     if isinstance(conn, ServerSession):
         for table, key in NUMBER_COLUMNS.items():
             found = conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()

@@ -1,18 +1,17 @@
 """Declared prefixes: common beginnings of conversations, each stored as a conversation.
 
-A declared prefix is a row of `prefixes` and the conversation that the row names. Clients cannot name that
-conversation: its id contains a character that client ids cannot have. Its messages are the system prompt
-and the few-shot turns, with the tokens that the template writes for them. No turn of it ever runs. So a
-prefix is kept, verified, counted, backed up and erased like any conversation, and a conversation under it
-begins as its fork:
+A declared prefix is a row of `prefixes` and the conversation that the row refers to. Clients cannot access
+that conversation by id, because the id contains a character that is not allowed in client ids. The
+conversation's messages are the system prompt and the few-shot turns, with the tokens that the template
+renders for them. This conversation never runs a turn. So a prefix is stored, verified, backed up and erased
+like any conversation. A conversation under a prefix begins as a fork of the prefix's conversation:
 
-* It holds the same messages as the prefix, at revision 0. No rewind removes them, and they survive the
-  deletion of the prefix.
-* While both hold the same messages, their first tokens and their KV are equal. With another tokenizer, each
-  is tokenized again on its own (`replace_log`), and they share nothing any more.
+* The fork holds the messages of the prefix at revision 0. No rewind removes these messages, and they survive
+  the deletion of the prefix.
+* While the fork and the prefix hold the same messages, they share the KV of those messages. After a change of
+  the tokenizer, each is tokenized again separately (`replace_log`), and they no longer share anything.
 
-Prefixes are not among the listed and counted conversations. A tenant has few, because the service limits
-them.
+Lists and counts of conversations leave out prefixes. The service limits the number of prefixes per tenant.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class PrefixStore:
 
     @repeated
     def declare(self, new: NewPrefix) -> StoredPrefix:
-        """Store a prefix. AlreadyExists if the tenant has one with this id."""
+        """Store a prefix. Raises AlreadyExists if the tenant has a prefix with this id."""
         check_id("prefix_id", new.prefix_id)
         check_text(new.messages)
         with self._transactions.writing() as conn:
@@ -88,7 +87,7 @@ class PrefixStore:
 
     @repeated
     def begin(self, new: NewConversation) -> StoredConversation:
-        """Create a conversation under its declared prefix, with the prefix's messages, tools and options."""
+        """Create a conversation that begins with the messages, tools and options of its declared prefix."""
         check_id("conversation_id", new.conversation_id)
         check_text(new.pending)
         now = self._now()
@@ -124,7 +123,7 @@ class PrefixStore:
             return int(count.fetchone()[0])
 
     def to_keep_warm(self) -> list[tuple[str, str]]:
-        """Return (tenant, id) of the prefixes to keep warm, in the order of their declaration."""
+        """Return (tenant, id) of the prefixes whose KV should stay cached, in the order of declaration."""
         with self._transactions.reading() as conn:
             rows = conn.execute(
                 "SELECT conversation FROM prefixes WHERE keep_warm <> 0 ORDER BY conversation"
@@ -192,7 +191,7 @@ def page_of_tenant(
 ) -> tuple[list[tuple[int, StoredPrefix]], bool]:
     """Return prefixes with row numbers above `after`, oldest first, and whether there are more.
 
-    At most `limit`, and fewer if the page would exceed PAGE_BYTES_MAX.
+    Returns at most `limit` prefixes, and fewer if they would exceed PAGE_BYTES_MAX.
     """
     found = conn.execute(
         PREFIX + "WHERE p.tenant = ? AND p.conversation > ? ORDER BY p.conversation LIMIT ?",

@@ -1,19 +1,20 @@
-"""The lock of the data folder. One process holds it at a time, and it records a clean close.
+"""Lock the data folder for one process, and record whether that process closed it cleanly.
 
-Both use the file `lock`. It has an advisory lock of the operating system, which ends with the process,
-however that dies. Its text names the holder ("123 pensieve chat"). It is written when the folder is opened
-and emptied on a clean close. So a process that takes the lock and finds text knows that the last holder did
-not close.
+Both are done with the file `lock`. The process takes an advisory lock on the file. The operating system frees
+that lock when the process ends in any way. The text of the file names the process, for example
+"123 pensieve chat". It is written when the folder is opened, and removed on a clean close. If a process takes
+the lock and finds text, the last holder did not close the history.
 
-If the holder's history is elsewhere (a shared one), it must not change what is known about the history in
-the folder (`Marks` of backend.py). It adds a second line to the file, which says how the last holder of
-this folder's history left it, and restores that state on close. If it is killed, the line counts.
+A daemon with a shared history also locks its data folder, but does not use the history in the folder. So it
+must not change what the folder records about its own history (`Marks` of backend.py). It adds a second line
+to `lock`, which says whether that history was closed cleanly, and restores that state on close. If the daemon
+is killed, the next holder reads the second line.
 
-If the folder's `conversations.db` is a symbolic link, the lock beside the linked file is taken, too. So a
-history has one holder under all its names.
+If the folder's `conversations.db` is a symbolic link, the lock beside the linked file is taken, too. So only
+one process at a time has the history open, under any path.
 
-The folder is private. An existing folder that others may read (systemd creates it so) is closed to them,
-unless it contains files that are not ours: then others may need it.
+The folder is private. If other users may read an existing folder (systemd creates such folders), their
+permissions are removed. A folder that contains files of other programs is left unchanged.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class DataFolder:
         holder: str,
         lock_beside: int | None = None,
     ) -> None:
-        """`before`: the text that the file `lock` gets on close, if the history in the folder was not used.
+        """`before`: the text to restore in `lock` on close, if the history in the folder was not used.
 
-        `lock_beside`: the lock of the database itself, if `conversations.db` is a link to it.
+        `lock_beside`: the lock beside the database file, if `conversations.db` is a link to that file.
         """
         self.path = path
         self.holder = holder
@@ -81,9 +82,9 @@ class DataFolder:
 
     @classmethod
     def open(cls, path: Path, holder: str, *, has_database: bool = True) -> DataFolder:
-        """Lock the folder, creating it if it is missing. Other processes that try are told `holder`.
+        """Lock the folder, creating it if it is missing. `holder` names this process in others' errors.
 
-        With `has_database=False`, the history is elsewhere, and a history in the folder is left alone.
+        With `has_database=False`, the history is elsewhere. A history in the folder is then not touched.
         """
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ class DataFolder:
             if has_database:
                 with contextlib.suppress(FileNotFoundError):
                     (path / RESTORING_NAME).unlink()  # left by a restore that was killed
-                # Other users must not read conversations; SQLite gives its side files the same mode.
+                # Other users must not read conversations. SQLite creates its side files with the same mode.
                 database = os.open(
                     path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
                 )
@@ -127,7 +128,6 @@ class DataFolder:
 
     @property
     def database_path(self) -> Path:
-        """The path of the history."""
         return self.path / DATABASE_NAME
 
     @property
@@ -141,7 +141,7 @@ class DataFolder:
     def mark_damaged(self, is_damaged: bool) -> None:
         """Remember for the next start whether the history is damaged."""
         path = self.path / DAMAGED_NAME
-        with contextlib.suppress(OSError):  # the damage was logged anyway
+        with contextlib.suppress(OSError):  # the caller has already logged the damage
             if is_damaged:
                 path.touch(mode=0o600)
             else:
@@ -149,7 +149,6 @@ class DataFolder:
 
     @property
     def database_bytes(self) -> int:
-        """Size of the database file."""
         return 0 if self._database is None else os.fstat(self._database).st_size
 
     def close(self, clean: bool) -> None:
@@ -171,7 +170,7 @@ class DataFolder:
 
 
 def beside(database: Path, name: str) -> Path:
-    """Return the path of a file that belongs to a database, of a data folder or a shared one."""
+    """Return the path of a side file of a database."""
     return database.with_name(name if database.name == DATABASE_NAME else f"{database.name}.{name}")
 
 
@@ -204,7 +203,10 @@ def set_history_identity(database: Path, identity: str) -> None:
 
 
 def holder_of(path: Path) -> str:
-    """Return who holds the folder, or held it and did not close it; empty if nobody is named."""
+    """Return the holder named in the folder's `lock` file; empty if the file names none.
+
+    The holder may be a process that has died without closing the folder.
+    """
     try:
         lock = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -216,7 +218,7 @@ def holder_of(path: Path) -> str:
 
 
 def _is_open_to_others(path: Path) -> bool:
-    """Close the folder to other users if possible. Return whether they can still look into it."""
+    """Remove the permissions of other users if possible. Return whether they can still read the folder."""
     try:
         if not path.stat().st_mode & 0o077:
             return False
@@ -237,13 +239,12 @@ def _take(lock: int, name: str) -> None:
 
 
 def _text_before(lock: int) -> bytes:
-    """Return the text that the last holder left; empty if it closed the history."""
+    """Return the text that the last holder left in `lock`; empty if it closed the history."""
     text = os.pread(lock, LOCK_BYTES_MAX, 0)
     return b"" if text.endswith(ELSEWHERE[False].encode()) else text
 
 
 def holder_in(lock: int) -> str:
-    """Return who the file `lock` names."""
     text = os.pread(lock, HOLDER_BYTES_MAX, 0).decode(errors="replace")
     pid, _, command = text.partition("\n")[0].strip().partition(" ")
     if pid == "shared":
@@ -255,7 +256,7 @@ def holder_in(lock: int) -> str:
 
 
 def _write(lock: int, text: bytes) -> None:
-    # before truncating: a full disk must not leave the file empty, which means clean
+    # Write before truncating: even on a full disk, the file must not be empty, which means a clean close.
     os.pwrite(lock, text, 0)
     os.ftruncate(lock, len(text))
     os.fsync(lock)

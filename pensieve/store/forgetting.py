@@ -1,14 +1,16 @@
 """Forget the request_ids of turns that ended long ago, in steps of a few milliseconds.
 
-A forgotten turn can no longer be replayed or begun again by its request_id; the same id then counts as new.
-If a history holds its messages, the turn stays, with a key that no request has, without logprobs and
-without its request's details. If no history does (the turn was interrupted, failed, or cut by a rewind),
-the turn is deleted with its messages. There is no third case: a history holds all messages of a turn or
-none.
+A forgotten turn can no longer be replayed or begun again by its request_id. A request with that id then
+counts as new. A history holds either all messages of a turn or none:
 
-A pass visits the turns in the order of their begin, up to the first that is too young. A step is one
-transaction if there is something to forget, otherwise a read. The next pass skips the oldest turns up to the
-first one that is not forgotten. The position is kept only in memory.
+* If a history holds the messages, the turn stays, with a key that no request has. Its logprobs and the
+  details of its request are deleted.
+* If no history holds the messages (the turn was interrupted, failed, or removed by a rewind), the turn is
+  deleted with its messages.
+
+A pass visits the turns, oldest first, up to the first turn that is too young. A step is one transaction if
+there is something to forget, otherwise one read. The next pass starts at the oldest turn that is not
+forgotten yet. The position is kept only in memory.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Forgetting:
     def __init__(self, transactions: StoreTransactions, housekeeper: Housekeeper) -> None:
         self._transactions = transactions
         self._housekeeper = housekeeper
-        self._first = 0  # turns up to here are forgotten
-        self._after = 0  # where the next step begins
+        self._first = 0  # all turns up to this one are forgotten
+        self._after = 0  # the last turn that this pass has visited
         self._has_gap = False  # this pass has met a turn that cannot be forgotten yet
 
     @repeated
@@ -93,7 +95,7 @@ def _forget(conn: Connection, turn_id: int, body: int) -> None:
         " WHERE turn_id = ? AND turns.body = ? AND state <> 'running'",
         (turn_id, body),
     ).fetchone()
-    if found is None:  # another daemon has deleted the turn or begun it again
+    if found is None:  # meanwhile, another daemon has deleted the turn or begun it again
         return
     (tenant,) = found
     wipe_logprobs(conn, tenant, turn_id)

@@ -1,9 +1,9 @@
 """Read the history beside the store thread, on a separate connection.
 
-A read sees the state that was committed when it began. It waits for no writer, and no writer waits for it.
-Its snapshot ends with it, because an open snapshot would keep deleted text in the write-ahead log. While
-deleted text waits to be erased, some reads are delayed a little, so that back-to-back reads do not block
-the erasure. One thread reads at a time.
+A read sees the state that was committed when the read began. Readers and writers do not wait for each other.
+Each read closes its snapshot at its end, because an open snapshot would keep deleted text in the write-ahead
+log. While deleted text waits to be erased, some reads are delayed a little. Otherwise back-to-back reads
+could block the erasure. One thread reads at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 MAKE_WAY_SECONDS = 0.1
-MAKE_WAY_EVERY_SECONDS = 1.0  # another program may block the erasure for long
+# delay reads only this often: another program may block the erasure for long
+MAKE_WAY_EVERY_SECONDS = 1.0
 TURN_ID_PATTERN = re.compile("[0-9]{1,18}")
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
@@ -55,14 +56,13 @@ class HistoryReader:
     def __init__(
         self, snapshots: Reads, transactions: StoreTransactions, is_pending: Callable[[], bool]
     ) -> None:
-        """`is_pending`: whether deleted text waits for a moment without a reader."""
+        """`is_pending` returns whether deleted text can be erased only when no snapshot is open."""
         self._snapshots = snapshots
         self._is_pending = is_pending
         self._transactions = transactions
         self._makes_way_at = 0.0  # the next time a read may be delayed
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> StoredConversation:
-        """Return a conversation without its messages."""
         with self._snapshot() as conn:
             found = require_conversation(conn, conversation_id, tenant)[1]
             return self._transactions.as_read(conn, found)
@@ -70,7 +70,7 @@ class HistoryReader:
     def conversation_with_title(
         self, conversation_id: str, *, tenant: str = ""
     ) -> StoredConversation:
-        """Return a conversation as a list shows it."""
+        """Return a conversation with its title, as in a list."""
         with self._snapshot() as conn:
             number, found = require_conversation(conn, conversation_id, tenant)
             return with_titles(conn, [(number, self._transactions.as_read(conn, found))])[0]
@@ -94,7 +94,7 @@ class HistoryReader:
         return turn if is_of_it else None
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
-        """Return the owner of a conversation; None if nobody has claimed it, or if it does not exist."""
+        """Return the owner of a conversation, or None if it has no owner or does not exist."""
         with self._snapshot() as conn:
             return owners.owner_of(conn, conversation_id, tenant, self._transactions.session)
 
@@ -104,7 +104,6 @@ class HistoryReader:
             return owners.sessions(conn)
 
     def num_conversations(self) -> int:
-        """Return the number of conversations of all tenants."""
         with self._snapshot() as conn:
             return conversation_rows.num_conversations(conn)
 
@@ -114,7 +113,7 @@ class HistoryReader:
             return bytes_by_tenant(conn)
 
     def tenants_of(self, conversation_id: str) -> list[str]:
-        """Return the tenants that have a conversation with this id, by name."""
+        """Return the tenants that have a conversation with this id, sorted by name."""
         with self._snapshot() as conn:
             tenants = sorted(bytes_by_tenant(conn))
             return conversation_rows.tenants_of(conn, conversation_id, tenants)
@@ -129,9 +128,9 @@ class HistoryReader:
     def idle_conversations(
         self, before: float, after: int = 0
     ) -> tuple[list[StoredConversation], int | None]:
-        """Return some conversations that last changed before that time, and where to look next.
+        """Return some conversations that last changed before the time `before`, and the next `after`.
 
-        The second value is None at the end. Conversations whose turn runs are left out.
+        The next `after` is None at the end. Conversations with a running turn are left out.
         """
         with self._snapshot() as conn:
             found, last = conversation_rows.idle_conversations(conn, before, after)
@@ -158,12 +157,10 @@ class HistoryReader:
         return PrefixPage(tuple(each for _, each in page), str(page[-1][0]) if more else "")
 
     def all_prefixes(self) -> list[StoredPrefix]:
-        """Return the prefixes of all tenants."""
         with self._snapshot() as conn:
             return declared_prefixes.of_all(conn)
 
     def num_prefixes(self) -> dict[str, int]:
-        """Return the number of prefixes by tenant."""
         with self._snapshot() as conn:
             return declared_prefixes.num_by_tenant(conn)
 
@@ -197,7 +194,7 @@ class HistoryReader:
         self._snapshots.close()
 
     def _make_way(self) -> None:
-        """Wait a moment without a snapshot if an erasure waits for one."""
+        """Wait a moment without a snapshot if an erasure needs that."""
         now = time.monotonic()
         if not self._is_pending() or now < self._makes_way_at:
             return

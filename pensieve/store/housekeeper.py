@@ -1,11 +1,12 @@
-"""Decide which of several daemons cleans up the history: compacts, forgets, scrubs.
+"""Elect the housekeeper: the daemon that compacts, forgets and scrubs a shared history.
 
-The daemon in the row of `housekeeping` is the housekeeper, while its session is open and its lease has not
-expired. Each daemon checks the row when it renews its lease (leases.py). A daemon that takes the row gets a
-new epoch. Work in several transactions, such as a compaction pass, continues only in the epoch in which it
-began (`fence`). A daemon with an exclusive history is always the housekeeper and does not use the row.
+The table `housekeeping` has one row, which names a daemon's session. That daemon is the housekeeper as long
+as its session is open and its lease has not expired. Each daemon checks the row when it renews its lease
+(leases.py). If the housekeeper is gone, the daemon puts its own session into the row, with a new epoch. Work
+that takes several transactions, such as a compaction pass, stops when the epoch changes (`fence`). A daemon
+with an exclusive history is always the housekeeper and does not use the row.
 
-Erasing the content of a deletion is different: the deleting daemon does it.
+Deleted content is erased by the daemon that deleted it, not by the housekeeper.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Housekeeper:
     def __init__(self, *, is_ours: bool) -> None:
         self.is_ours = is_ours
         self._is_alone = is_ours
-        # Our session, and the epoch in which it has the row.
+        # our session and epoch, if this daemon is in the row
         self._held: tuple[int, int] | None = None
 
     def look(self, conn: Connection, session: int, next_epoch: Callable[[Connection], int]) -> None:
-        """Take the row if its daemon is gone. Part of the transaction that renews the lease."""
+        """Take the row if its daemon is gone. Called in the transaction that renews the lease."""
         owner, epoch, is_alive = conn.execute(
             "SELECT h.session, h.epoch, s.session IS NOT NULL AND"
             f" (s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})"
@@ -45,7 +46,7 @@ class Housekeeper:
         self.is_ours = self._is_alone or self._held is not None
 
     def fence(self) -> Callable[[Connection], bool]:
-        """Return a test for work that begins now: whether a transaction of it may go on."""
+        """Return a function for work that begins now: it tells each transaction whether to continue."""
         if self._is_alone:
             return lambda conn: True
         held = self._held

@@ -1,14 +1,14 @@
 """Record which daemon has a batch job, if several daemons share the history.
 
-The file of a job stays in the data folder of the daemon that received it (jobs/job_store.py). So a row
-names that folder, whose identity survives restarts. The daemon is reachable while a session of this folder
-is open (owners.py).
+The file of a job stays in the data folder of the daemon that received the job (jobs/job_store.py). So a row
+contains the identity of that folder, which survives restarts. The daemon is reachable while a session of
+this folder is open (owners.py).
 
-The key of a row is a digest of tenant and job id. A row without a job does no harm: its owner answers that
-there is no such job, and removes the row with the next `keep`.
+The key of a row is a digest of tenant and job id. A row may outlive its job. Its owner then answers that the
+job does not exist, and removes the row in the next `keep`.
 
-`keep` also refreshes `created_at` of its rows. So other daemons can tell when the owner was last active,
-and forget the rows of a folder that does not come back.
+`keep` also refreshes `created_at` of this daemon's rows. So other daemons can tell when this daemon was last
+active, and can remove the rows of a folder that is no longer used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class JobOwners:
 
     @repeated
     def take(self, tenant: str, job_id: str, now: float) -> None:
-        """Make a job ours. AlreadyExists if another daemon has a job with this id."""
+        """Record this daemon as the owner. Raises AlreadyExists if another daemon has a job with this id."""
         with self._transactions.writing() as conn:
             self._insert(conn, _key(tenant, job_id), now)
             owner = self._find(conn, _key(tenant, job_id))
@@ -50,7 +50,7 @@ class JobOwners:
 
     @repeated
     def release(self, tenant: str, job_id: str) -> None:
-        """Remove our row of a job that is gone. Does nothing without such a row."""
+        """Remove this daemon's row for a job, if there is one."""
         with self._transactions.writing() as conn:
             conn.execute(
                 "DELETE FROM job_owners WHERE key = ? AND folder = ?",
@@ -61,9 +61,9 @@ class JobOwners:
     def keep(
         self, jobs: Iterable[tuple[str, str]], since: float, forget_before: float | None = None
     ) -> None:
-        """Make our rows match `jobs` (tenant and id), except rows that were written after `since`.
+        """Make this daemon's rows match `jobs` (tenant and id). Rows written after `since` stay.
 
-        `forget_before`: also remove the rows of folders that no daemon has had open since then.
+        `forget_before`: also remove the rows of folders that no daemon has had open since that time.
         """
         keys = {_key(*each) for each in jobs}
         with self._transactions.writing() as conn:

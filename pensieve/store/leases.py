@@ -1,7 +1,7 @@
 """Renew the lease of this daemon's session, in a separate thread and connection.
 
-So the lease lives as long as the process runs, even if the store's threads are blocked. An expired lease
-only lets other daemons claim this daemon's conversations (owners.py).
+The lease stays valid while the process runs, even if the store's threads are blocked. If the lease expires,
+other daemons may claim this daemon's conversations (owners.py).
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Leases:
 
     def renew(self) -> None:
         for _ in range(CALLS_MAX - 1):
-            with contextlib.suppress(Conflict):  # two daemons took the housekeeper's row
+            # Try again if another daemon took the housekeeper's row at the same time.
+            with contextlib.suppress(Conflict):
                 self._renew()
                 return
         self._renew()
@@ -70,7 +71,7 @@ class Leases:
         while not self._ending.wait(self._owners.lease_seconds / RENEWALS):
             try:
                 self._renew_and_tidy()
-            except Exception:  # without this thread, others would claim what this daemon has
+            except Exception:  # without this thread, other daemons would claim our conversations
                 if not self._is_late:
                     log.exception("unexpected error in the lease thread, which continues")
                 self._is_late = True
@@ -94,10 +95,10 @@ class Leases:
             self._tidy()
 
     def _end_stopped(self) -> None:
-        """End hanging transactions, also after a failed renewal: they may hold the locks that it needs."""
+        """End hanging transactions of other daemons. They may hold locks that the next renewal needs."""
         try:
             self._transactions.end_stopped()
-        except Exception as error:  # any error: the next renewal must still happen
+        except Exception as error:  # after any error, the next renewal must still happen
             if not self._is_late and not self._is_end_refused:
                 log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
                 self._is_end_refused = True

@@ -1,6 +1,6 @@
-"""SQL of messages and of the histories that hold them, as functions on a connection.
+"""SQL of messages and histories, as functions on a connection. See conversation_rows.py.
 
-A history is a list of links to messages; forks share the messages. See conversation_rows.py.
+A history is a list of links to messages. Forks share messages.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def insert_messages(
     turn_id: int | None,
     revision: int,
 ) -> list[HistoryRow]:
-    """Insert messages that no history holds yet. Return the links that will add them to one."""
+    """Insert messages that no history holds yet. Return rows for `append_history`."""
     return [
         HistoryRow(insert_message(conn, tenant, message, turn_id), revision, len(message.token_ids))
         for message in messages
@@ -83,7 +83,7 @@ def insert_messages(
 def append_history(
     conn: Connection, conversation: int, links: Iterable[HistoryRow], end: tuple[int, int] = (0, 0)
 ) -> None:
-    """Add messages to a history behind its `end`, its number of messages and tokens."""
+    """Append messages to a history. `end` is its current number of messages and of tokens."""
     position, first_token = end
     rows = []
     for link in links:
@@ -112,7 +112,10 @@ def links(conn: Connection, conversation: int, until_revision: int) -> list[Hist
 def require_links(
     conn: Connection, number: int, conversation: StoredConversation, revision: int
 ) -> list[HistoryRow]:
-    """Return the history up to a revision. NotFound unless it is 0, a message's, or the current revision."""
+    """Return the history up to a revision.
+
+    Raises NotFound unless the revision is 0, the current revision, or that of a message.
+    """
     found = links(conn, number, revision)
     if revision not in (0, conversation.revision) and (not found or found[-1].revision != revision):
         raise NotFound(
@@ -122,7 +125,7 @@ def require_links(
 
 
 def cut_history(conn: Connection, conversation: int, tenant: str, after_revision: int) -> None:
-    """Remove the messages of later revisions from a history, and wipe those that nothing holds."""
+    """Remove the messages of later revisions from a history. Wipe messages that nothing else holds."""
     cut = "SELECT message FROM history WHERE conversation = :conversation AND revision > :revision"
     unheld = (
         f"message IN ({cut}) AND turn_id IS NULL AND NOT EXISTS (SELECT 1 FROM history h"
@@ -140,10 +143,10 @@ def cut_history(conn: Connection, conversation: int, tenant: str, after_revision
 def replace_tokens(
     conn: Connection, conversation: int, tenant: str, token_ids: Sequence[Sequence[int]]
 ) -> None:
-    """Replace every message of a history by a new row with other tokens. Forks keep the old rows.
+    """Replace every message of a history by a new row with new tokens. Forks keep the old rows.
 
-    A message that a turn of this conversation made stays with that turn; its old row is deleted if no fork
-    holds it. The turn's logprobs are deleted, because they belong to the old tokens.
+    If a turn of this conversation made a message, the new row belongs to that turn. The old row is deleted
+    unless a fork holds it. The turn's logprobs are deleted, because they belong to the old tokens.
     """
     old = conn.execute(
         "SELECT h.revision, m.message, m.role, m.finish_reason, t.turn_id,"
@@ -177,9 +180,9 @@ def _bodies_between(
     stop: int,
     tokens_end: int = NO_END,
 ) -> Iterator[tuple[Any, bytes, bytes]]:
-    """Yield (row, private, tokens) of the messages at positions [start, stop), each checked.
+    """Check and yield (row, private, tokens) of the messages at positions [start, stop).
 
-    Only messages that begin before position `tokens_end` of the log.
+    Leaves out messages that begin at or after position `tokens_end` of the log.
     """
     found = conn.execute(
         "SELECT h.position, h.revision, h.first_token, m.role, m.finish_reason, m.num_tokens,"
@@ -200,9 +203,9 @@ def _bodies_between(
 def read_log(
     conn: Connection, number: int, conversation: StoredConversation, num_tokens: int | None = None
 ) -> array[int]:
-    """Return the token ids of a conversation, or the first `num_tokens`.
+    """Return the token ids of a conversation, or only the first `num_tokens`.
 
-    StoreCorrupt if its messages do not cover the log exactly.
+    Raises StoreCorrupt if the messages do not cover the log exactly.
     """
     log = array("I")
     num_messages = 0
@@ -225,7 +228,7 @@ def read_log(
 def read_log_end(
     conn: Connection, number: int, conversation: StoredConversation, num_tokens: int
 ) -> array[int]:
-    """Return the last token ids of a conversation, reading only its last messages."""
+    """Return the last `num_tokens` token ids of a conversation. Reads only its last messages."""
     end, stop = array("I"), conversation.num_messages
     while stop and len(end) < num_tokens:
         start = max(stop - 2, 0)

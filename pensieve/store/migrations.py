@@ -1,10 +1,11 @@
 """The SQLite schema, as a list of migrations.
 
-Each migration runs in one transaction with the record that it ran, and sets `user_version` to its number. A
-database with conversations is first copied to a file in the same folder. The next deletion removes the copy,
-because deletions must reach everything. A database of a newer Pensieve is refused. The tables:
+Each migration runs in one transaction, which also records that the migration ran and sets `user_version` to
+its number. A database with conversations is first copied to a file in the same folder. The next deletion
+removes this copy, because deleted text must not remain in it. A database of a newer Pensieve is refused. The
+tables:
 
-    conversations   one row each; `key` is a digest of (tenant, conversation_id)
+    conversations   one row per conversation; `key` is a digest of (tenant, conversation_id)
     turns           one row per request; `request_key` is a digest of its request_id, unique within the
                     conversation; `idempotency_key` finds a request by its Idempotency-Key, in any
                     conversation
@@ -19,13 +20,13 @@ because deletions must reach everything. A database of a newer Pensieve is refus
     responses       turns that clients may fetch as responses (responses.py)
     sessions        daemons that have the history open (owners.py)
     owners          which session may write to a conversation, and since which epoch
-    epochs          one row: the last number given to a session or an epoch
+    epochs          one row: the last number that a session or an epoch got; both use one sequence
     housekeeping    one row: the session of the housekeeper (housekeeper.py)
     job_owners      which daemon's data folder has a batch job (job_owners.py)
 
-A message exists while something holds it: a row of `history`, or the turn that made it, which may be
-replayed. Both are indexed, so a lookup finds whether a message is held, and no reference count can be
-wrong. A fork copies rows of `history` but no text or token. A rewind deletes rows of `history`.
+A message exists while a row of `history` or the turn that made it refers to it (a turn may be replayed). Both
+references are indexed, so a lookup replaces a reference count, which could be wrong. A fork copies rows of
+`history`, but no texts or tokens. A rewind deletes rows of `history`.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ STEPS: Steps = {
         "CREATE INDEX turns_logprobs ON turns (logprobs) WHERE logprobs IS NOT NULL",
     ),
     "m005_prefixes": (
-        # A foreign key would need one more index, for a check that `verify` does.
+        # No foreign key, because it would need another index. `verify` checks the reference instead.
         "CREATE TABLE prefixes (tenant TEXT NOT NULL, conversation INTEGER NOT NULL,"
         " keep_warm INTEGER NOT NULL, PRIMARY KEY (tenant, conversation)) STRICT, WITHOUT ROWID",
     ),
@@ -194,7 +195,7 @@ STEPS: Steps = {
         "INSERT INTO epochs (last) VALUES (0)",
     ),
     "m009_idempotency_keys": (
-        # Requests with a key were stored as chains of their first message, with the session "request".
+        # Before this step, keyed requests were rows of `chains`: the first message, session "request".
         "ALTER TABLE turns ADD COLUMN idempotency_key BLOB",
         "UPDATE turns SET idempotency_key = c.key FROM chains c JOIN messages m USING (message)"
         " WHERE length(c.session) = 7 AND m.turn_id = turns.turn_id AND length(request_key) = 16",
@@ -229,10 +230,10 @@ def migrate(
     last_resort: str = LAST_RESORT,
     is_alone: bool = True,
 ) -> bool:
-    """Bring the database at `path` to the newest schema. Return whether it has changed.
+    """Migrate the database at `path` to the newest schema. Return whether the schema has changed.
 
-    Raises StoreError if that is not possible. `last_resort` tells the user what to do about a newer schema.
-    `is_alone`: no other process has the database open.
+    Raises StoreError if that is not possible. `last_resort` tells the user what to do if the schema is newer
+    than this version. `is_alone`: no other process has the database open.
     """
     migrations = Migrations("pensieve")
     for number, (name, statements) in enumerate(steps.items(), 1):
@@ -275,14 +276,14 @@ def _refuse_foreign(db: Any, path: Path, our_id: int) -> None:
     (application_id,) = db.conn.execute("PRAGMA application_id").fetchone()
     names = {name for (name,) in db.conn.execute("SELECT name FROM sqlite_schema")}
     ours = application_id == our_id
-    # A crash before the first migration leaves only the table of sqlite-utils.
+    # After a crash before the first migration, the database has only the table of sqlite-utils.
     fresh = application_id == 0 and all(Migrations.migrations_table in name for name in names)
     if not ours and not fresh:
         raise StoreError(f"{path} is a database of another program, not of Pensieve")
 
 
 def _way_back(path: Path, version: int) -> str:
-    """Describe the copy that this version can open, if a newer schema replaced it; empty if there is none."""
+    """Tell the user which copy, made before the migration, this version can open; empty if there is none."""
     for older in range(version, 0, -1):
         copy = path.with_name(f"{path.name}.version{older}")
         if copy.exists():

@@ -1,32 +1,32 @@
 """Decide which daemon may write to which conversation.
 
-A daemon that opens the history gets a *session*: a row with its name, its addresses and its lease. A
-conversation has an *owner*, the session whose engine keeps its KV, and an *epoch*, the number of that
-claim:
+A daemon that opens the history gets a *session*: a row with the daemon's name, addresses and lease. A
+conversation has an *owner* and an *epoch*. The owner is the session of the daemon whose engine keeps the
+conversation's KV. Each claim changes the owner and sets a new epoch:
 
     none ──created by A──> A, epoch 7 ──claimed by B──> B, epoch 12
-                                        only if A's session has ended, A's lease has expired, or A drains
-                                        and no turn of the conversation is running
+                                        only if A's session has ended, or A's lease has expired,
+                                        or A drains and runs no turn of the conversation
 
 Rules:
 
-* Each claim is part of the transaction that writes to the conversation (`hold`). If another daemon keeps
+* Each claim is part of the transaction that writes to the conversation (`hold`). If another daemon may keep
   the conversation, the transaction fails with OwnedElsewhere and writes nothing.
-* No epoch is ever reused, so two owners never share one.
-* A conversation belongs to the daemon that created it. So a conversation that was deleted and created again
-  by another daemon is never mistaken for the earlier one.
-* A claim interrupts the previous owner's running turn. The previous owner can no longer end it
+* Epochs are never reused, so no two claims have the same epoch.
+* A new conversation belongs to the daemon that created it. So if a conversation is deleted and created again
+  by another daemon, the new one is never mistaken for the old one.
+* A claim interrupts the running turn of the previous owner. The previous owner can no longer end that turn
   (`StoreTransactions.may_end`).
-* A claim from another session calls `on_stale` in its transaction, because the engine's KV may be outdated.
-  The call comes even if the commit fails, since a failed commit may still happen. The engine then only
-  drops KV that it could have kept.
+* If the previous owner was another session, the claim calls `on_stale` before its commit, because the local
+  engine's KV may be outdated. If the commit fails, the engine has dropped KV that it could have kept. The
+  call cannot wait for the commit, because a commit that reports an error may still take effect.
 
-A session ends when its row is deleted: its daemon closes the history, reopens it from the same folder, or
-another daemon opens it exclusively. `opened` does this, and interrupts the turns of ended sessions. An
-exclusive session has no lease: the lock on the history shows whether its process lives.
+A session ends when its row is deleted. This happens when its daemon closes the history, when a daemon opens
+the history again from the same data folder, and when a daemon opens the history exclusively. In the last two
+cases, `opened` deletes the row and interrupts the turns of the ended session. An exclusive session has no
+lease: the lock on the history shows whether its process is alive.
 
-An expired lease only lets other daemons claim. A daemon with an expired lease keeps serving conversations
-that nobody has claimed.
+A daemon with an expired lease continues to serve its conversations until another daemon claims them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 LEASE_SECONDS = 10.0
 FORGOTTEN_AFTER_SECONDS = 86_400.0  # a session ends this long after its lease expired
-CAME_FROM_MAX = 20_000  # bound for conversations that have moved here and had no turn since
-# another lock than that of the database (postgres/connection.py)
+CAME_FROM_MAX = 20_000  # limit for remembered addresses of previous owners
+# differs from the key of the database lock (postgres/connection.py)
 EPOCHS_LOCK_KEY = 0x50656E7300000002
-DECLARED_MAX = 20_000  # bound for remembered declarations of prefixes
+DECLARED_MAX = 20_000  # limit for remembered declarations of prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Owner(NamedTuple):
 
 
 class Owners:
-    """Used in the store's threads, like the transactions. `on_stale` is called in them."""
+    """Used in the store's threads, which also call `on_stale`."""
 
     def __init__(self, transactions: StoreTransactions, now: Callable[[], float]) -> None:
         self._transactions = transactions
@@ -102,7 +102,7 @@ class Owners:
 
     @property
     def session(self) -> int:
-        """The number of our session."""
+        """The number of this daemon's session."""
         return self._transactions.session
 
     @property
@@ -113,7 +113,7 @@ class Owners:
 
     @repeated
     def opened(self, opening: Opening) -> list[int]:
-        """Open our session. Return the turns of ended sessions, which were interrupted."""
+        """Open this daemon's session. Return the turns of ended sessions that were interrupted."""
         with self._transactions.opening() as conn:
             clock = database_clock(conn)
             _begin_epochs(conn, round(1_000_000 * self._now()))
@@ -135,10 +135,10 @@ class Owners:
         return interrupted
 
     def renew(self, conn: Connection) -> None:
-        """Renew our lease, in a transaction of the lease thread.
+        """Renew this daemon's lease, in a transaction of the lease thread.
 
-        If another daemon has ended our session, it is inserted again. Conversations that were claimed
-        meanwhile stay with their new owners.
+        If another daemon has deleted the row of this session, insert the row again. Conversations that other
+        daemons claimed meanwhile stay with their new owners.
         """
         renewed = conn.execute(
             f"UPDATE sessions SET lease_until = {database_clock(conn)} + ? WHERE session = ?"
@@ -162,7 +162,7 @@ class Owners:
 
     @property
     def address(self) -> str:
-        """Where other daemons reach this one; empty until it is announced."""
+        """The address where other daemons reach this daemon; empty until `announce`."""
         return self._places[0]
 
     @property
@@ -176,7 +176,7 @@ class Owners:
 
     @repeated
     def announce(self, address: str, http_address: str, metrics_address: str) -> None:
-        """Tell the other daemons where this one can be reached."""
+        """Tell the other daemons where this daemon can be reached."""
         self._places = address, http_address, metrics_address
         with self._transactions.writing() as conn:
             conn.execute(
@@ -187,7 +187,7 @@ class Owners:
 
     @repeated
     def drain(self) -> None:
-        """Let other daemons claim our conversations as soon as no turn of them is running."""
+        """Let other daemons claim each conversation of this daemon once it has no running turn."""
         with self._transactions.writing() as conn:
             conn.execute(
                 "UPDATE sessions SET is_draining = 1 WHERE session = ?",
@@ -196,7 +196,7 @@ class Owners:
 
     @repeated
     def end(self) -> None:
-        """End our session and interrupt its running turns."""
+        """End this daemon's session and interrupt its running turns."""
         session = self._transactions.session
         with self._transactions.writing() as conn:
             conn.execute("DELETE FROM sessions WHERE session = ?", (session,))
@@ -214,10 +214,11 @@ class Owners:
         *,
         takes: bool = False,
     ) -> StoredConversation:
-        """Make the conversation ours. Return it as it then is, perhaps without its running turn.
+        """Claim the conversation for this daemon. Return the conversation as it is after the claim.
 
-        `owner` is the owner's session, if the caller has read it. With `takes`, also take it from a live
-        daemon, unless a turn is running there. A declared prefix has no owner.
+        The claim interrupts a turn that was running. `owner` is the owner's session, if the caller has read
+        it. With `takes`, a conversation without a running turn is also taken from a live daemon. For a
+        declared prefix, which has no owner, nothing happens.
 
         Raises:
             OwnedElsewhere: another daemon has the conversation.
@@ -249,34 +250,38 @@ class Owners:
         return conversation if running is None else replace(conversation, running_turn_id=None)
 
     def keep(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
-        """Prevent a turn of the conversation from beginning at the same time. Claim it if it has no owner."""
+        """Prevent a concurrent transaction from beginning a turn of the conversation.
+
+        Claims the conversation if it has no owner.
+        """
         if isinstance(conn, ServerSession) and _owner_number(conn, number) is None:
             self.hold(conn, number, conversation)
         else:
             keep_owner(conn, number)
 
     def made(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
-        """Make a newly created conversation ours. Any KV under its name is from an earlier conversation.
+        """Make this daemon the owner of a new conversation. KV under its id is dropped as outdated.
 
-        The caller has read the conversation after inserting it, so no other transaction creates it too.
+        The caller has read the conversation after inserting it. So no concurrent transaction has created a
+        conversation with the same id.
         """
         self._own(conn, number)
         self.forget(conversation)
 
     def forget(self, conversation: StoredConversation) -> None:
-        """Drop the engine's KV under this conversation's name."""
+        """Drop the engine's KV under this conversation's id."""
         key = conversation.tenant, conversation.conversation_id
         self.came_from.pop(key, None)
         self.on_stale(*key)
 
     def look_at_source(self, conn: Connection, number: int, source: StoredConversation) -> None:
-        """Before a fork: the engine's KV of the source is valid only if the source is ours."""
+        """Before a fork, drop the engine's KV of the source if this daemon does not own the source."""
         ours = self._transactions.session
         if _owner_number(conn, number) != ours:
             self.on_stale(source.tenant, source.conversation_id)
 
     def look_at_prefix(self, prefix: StoredConversation) -> None:
-        """Before a prefix's KV is used: another daemon may have declared the prefix again."""
+        """Before a prefix's KV is used, drop the KV if another daemon has declared the prefix again."""
         key = prefix.tenant, prefix.conversation_id
         forgotten = []
         with self._lock:
@@ -291,7 +296,7 @@ class Owners:
     def _refuse_owned(
         self, conn: Connection, owner: int, conversation: StoredConversation, takes: bool
     ) -> str:
-        """Raise OwnedElsewhere unless the conversation may be taken. Return the address of a live owner."""
+        """Raise OwnedElsewhere unless the conversation may be claimed. Return the address of a live owner."""
         row = conn.execute(
             f"SELECT s.replica, s.address, s.is_draining, {is_alive(conn)} FROM sessions s"
             " WHERE s.session = ?",
@@ -308,7 +313,7 @@ class Owners:
 
     def _own(self, conn: Connection, number: int) -> None:
         values: tuple[int, ...] = number, self._transactions.session
-        # computed by the server, so that nobody waits for an answer
+        # The server computes the epoch, so that this statement need not wait for a query.
         epoch = "nextval('epoch_numbers')"
         if not isinstance(conn, ServerSession):
             epoch, values = "?", (*values, next_number(conn))
@@ -323,7 +328,7 @@ class Owners:
 
     @repeated
     def claim(self, conversation_id: str, *, tenant: str = "", takes: bool = False) -> None:
-        """Make a conversation ours, for work that is not written to the history. See `hold`.
+        """Claim a conversation for work that does not write to the history. See `hold`.
 
         Does nothing if the conversation does not exist.
         """
@@ -336,7 +341,7 @@ class Owners:
                 self.hold(conn, *found, takes=takes)
 
     def owner(self, conversation_id: str, *, tenant: str = "") -> Owner | None:
-        """Return the owner of a conversation; None if nobody has claimed it, or if it does not exist."""
+        """Return the owner of a conversation, or None if it has no owner or does not exist."""
         with self._transactions.reading() as conn:
             return owner_of(conn, conversation_id, tenant, self._transactions.session)
 
@@ -349,7 +354,7 @@ ABANDONED = """
 
 
 def is_alive(conn: Connection) -> str:
-    """Return SQL that tests whether the session `s` has not expired."""
+    """Return an SQL condition that is true if the lease of session `s` has not expired."""
     return f"(s.lease_until IS NULL OR s.lease_until > {database_clock(conn)})"
 
 
@@ -384,9 +389,9 @@ def _session(number: int, *row: Any) -> Session:
 
 
 def keep_owner(conn: Connection, number: int) -> None:
-    """Prevent a concurrent claim of the conversation, even from an older snapshot.
+    """Prevent a concurrent claim of the conversation, even from a transaction with an older snapshot.
 
-    This also prevents a turn from beginning, because that claims or keeps the conversation.
+    This also prevents turns from beginning, because `begin_turn` calls `hold`, which conflicts with this.
     """
     if isinstance(conn, ServerSession):
         conn.execute("UPDATE owners SET epoch = epoch WHERE conversation = ?", (number,))
@@ -398,7 +403,7 @@ def _owner_number(conn: Connection, number: int) -> int | None:
 
 
 def next_number(conn: Connection) -> int:
-    """Return a number that no session and no epoch has had."""
+    """Return a number that no session and no epoch has used."""
     statement = "UPDATE epochs SET last = last + 1 RETURNING last"
     if isinstance(conn, ServerSession):
         statement = "SELECT nextval('epoch_numbers')"
@@ -407,15 +412,15 @@ def next_number(conn: Connection) -> int:
 
 
 def _begin_epochs(conn: Connection, at_least: int) -> None:
-    """Make sure that new numbers are higher than all earlier ones, also after a restore from a backup.
+    """Make sure that new numbers are higher than all used ones, even after a restore from a backup.
 
-    `at_least` is the time in microseconds: no history has used as many numbers.
+    `at_least` is the current time in microseconds. No history has used that many numbers.
 
     Raises:
         StoreCorrupt: the row of `epochs` is damaged.
     """
     if isinstance(conn, ServerSession):
-        # Serialized, so that no process sets the sequence back.
+        # Only one process at a time, because a concurrent process could set the sequence back.
         conn.execute("SELECT pg_advisory_xact_lock(?::bigint)", (EPOCHS_LOCK_KEY,))
         conn.execute(
             "SELECT setval('epoch_numbers', ?::bigint) FROM epoch_numbers WHERE last_value < ?::bigint",

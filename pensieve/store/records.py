@@ -1,9 +1,9 @@
 """The frozen values that the store takes and returns.
 
-A conversation's *log* is its token ids from first to last. Its messages cover the log without gaps: message
-n has positions [first_token, first_token + num_tokens), and the next message begins where it ends. Every
-commit to a conversation creates its next *revision*, and each message records the revision that added it.
-The messages of a new conversation have revision 0.
+A conversation's *log* is the sequence of all its token ids. The messages cover the log without gaps: a
+message has the positions [first_token, first_token + num_tokens), and the next message begins at the end of
+that range. Every commit to a conversation creates its next *revision*. Each message records the revision that
+added it. The messages of a new conversation have revision 0.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pensieve.errors import InvalidArgument
 from pensieve.store.bodies import canonical_json
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-PREFIX_MARK = "prefix:"  # begins the id of a conversation that stores a declared prefix
+PREFIX_MARK = "prefix:"  # start of the id of a conversation that stores a declared prefix
 PAGE_SIZE_MAX = 1000
-PAGE_BYTES_MAX = 2 << 20  # limit of a page's records; a page with a single record may be larger
+# limit for the records of a page; a page with a single record may be larger
+PAGE_BYTES_MAX = 2 << 20
 
 
 class StoredTurnState(StrEnum):
@@ -30,10 +31,10 @@ class StoredTurnState(StrEnum):
 
     RUNNING = "running"
     COMPLETED = "completed"
-    CANCELLED = "cancelled"  # ended by the client; the delivered part is in the history
-    # the process stopped or the client disconnected; not in the history
+    CANCELLED = "cancelled"  # ended by the client; the history has the delivered part of the reply
+    # the process stopped, or the client disconnected; the turn's messages are not in the history
     INTERRUPTED = "interrupted"
-    FAILED = "failed"  # the engine could not finish it; not in the history
+    FAILED = "failed"  # the engine could not finish the turn; its messages are not in the history
 
 
 # A retry that finds its turn in one of these states does not begin it again.
@@ -62,7 +63,7 @@ class NewMessage:
     """A message to append to the log, with exactly the tokens that it adds.
 
     `extra` holds data that a template needs to render the message again (tool calls, thinking). `logprobs`
-    are those of a reply, in any encoding; they are stored with the turn and read only with its messages.
+    belong to a reply and may have any encoding. The store keeps them with the turn.
     """
 
     role: str
@@ -83,7 +84,7 @@ class NewMessage:
 
 @dataclass(frozen=True, slots=True)
 class NewConversation:
-    """A conversation to create. `messages` is its head, usually a system prompt: no rewind removes it.
+    """A conversation to create. `messages` is its head, usually a system prompt. No rewind removes the head.
 
     If the head already has its tokens, the template uses `began_at` as the current time in every turn.
     """
@@ -98,7 +99,7 @@ class NewConversation:
     tenant: str = ""
     began_at: float | None = None
     created_at: float | None = None  # None: now
-    pending: Sequence[NewMessage] = ()  # messages that wait for its first turn
+    pending: Sequence[NewMessage] = ()  # messages that the first turn will insert before its own
 
     def at_first(self, now: float) -> StoredConversation:
         """Return the conversation without its messages."""
@@ -122,9 +123,9 @@ class NewConversation:
 
 @dataclass(frozen=True, slots=True)
 class NewPrefix:
-    """A prefix to declare: the beginning of conversations under it, with its tokens.
+    """A prefix to declare: messages with their tokens, which begin every conversation under the prefix.
 
-    The template takes `began_at` as the current time, also in conversations under the prefix.
+    The template uses `began_at` as the current time, also in conversations under the prefix.
     """
 
     prefix_id: str
@@ -141,10 +142,12 @@ class NewPrefix:
 class NewTurn:
     """A turn to begin, as its client requested it.
 
-    `sampling` is the client's own, without defaults and without a seed that the service chose, so that a
-    repeated request compares equal. `seed` is the seed to use. The token ids of `messages` belong to
-    `expected_revision` of the conversation created at `expected_created_at`, since a later conversation may
-    have the same id; None accepts any.
+    `sampling` contains only what the client sent: no defaults, and no seed that the service chose. So a
+    repeated request compares equal. `seed` is the seed to use.
+
+    The token ids of `messages` are valid only after revision `expected_revision` of the conversation that was
+    created at `expected_created_at`. (A conversation that is created later may have the same id.) None
+    accepts any value.
     """
 
     request_id: str
@@ -153,12 +156,13 @@ class NewTurn:
     seed: int = 0
     expected_revision: int | None = None
     expected_created_at: float | None = None
-    # The conversation's pending messages, which are among the turn's own; None if it brings none.
+    # The conversation's pending messages, if `messages` includes them; otherwise None.
     pending: Sequence[NewMessage] | None = None
-    history_digest: bytes = b""  # for a keyed request: digest of all messages that its client sent
+    # for a request with an Idempotency-Key: digest of all messages in it
+    history_digest: bytes = b""
 
     def content_hash(self) -> str:
-        """Return a digest that is equal for equal messages, sampling and client history."""
+        """Return a digest of messages, sampling and `history_digest`, to recognize a repeated request."""
         messages = [[message.role, message.private()] for message in self.messages]
         content = [messages, dict(self.sampling)]
         if self.history_digest:
@@ -175,7 +179,7 @@ class StoredConversation:
     revision: int
     num_messages: int
     num_tokens: int  # the length of the log
-    fingerprint: str  # identifies model, tokenizer and template of the token ids
+    fingerprint: str  # identifies the model, tokenizer and template that the token ids are for
     tools: tuple[Any, ...]
     template_options: dict[str, Any]
     metadata: dict[str, Any]
@@ -183,13 +187,12 @@ class StoredConversation:
     running_turn_id: int | None
     created_at: float
     updated_at: float
-    began_at: float | None = None  # if the head has its own tokens: the template's current time
+    began_at: float | None = None  # the template's current time, if the head already has its tokens
     has_pending: bool = False  # messages are pending, or were taken by the last turn
     title: str = field(default="", compare=False)  # only readers of lists set it: titles.py
 
     @property
     def template_time(self) -> float:
-        """The current time for the template."""
         return self.created_at if self.began_at is None else self.began_at
 
 
@@ -228,13 +231,13 @@ class StoredTurn:
     tenant: str
     request_id: str
     state: StoredTurnState
-    attempts: int  # number of starts; above 1 after an interruption or failure
+    attempts: int  # how often the turn was begun; above 1 after an interruption or failure
     sampling: dict[str, Any]
     seed: int
     finish_reason: str | None
-    failure: str | None  # why it failed
+    failure: str | None  # why the turn failed
     usage: dict[str, Any]
-    revision: int | None  # the revision that it created
+    revision: int | None  # the revision that the turn created
     created_at: float
     finished_at: float | None
 
@@ -252,7 +255,7 @@ class ChainMatch(NamedTuple):
     digest: bytes  # the longest matching digest
     conversation_id: str
     revision: int  # the revision at the end of the match
-    present_revision: int  # of the conversation
+    present_revision: int  # the current revision of the conversation
     may_append: bool  # nothing follows the match, no turn is running, and the session is the same
 
 
@@ -264,7 +267,7 @@ class KeyedTurn(NamedTuple):
 
 
 class BeginResult(NamedTuple):
-    """A turn, and whether the caller must compute it. If not, it is already running or finished."""
+    """A turn, and whether the caller must compute it. If not, the turn is already running or finished."""
 
     turn: StoredTurn
     must_run: bool
@@ -274,7 +277,7 @@ class LookedUp(NamedTuple):
     """The state that a turn continues from."""
 
     conversation: StoredConversation
-    known: StoredTurn | None  # the turn that its request_id began before
+    known: StoredTurn | None  # the turn that an earlier request with the same request_id began
     log_end: array[int]
 
 
@@ -290,7 +293,7 @@ class Page(NamedTuple):
 
     conversations: tuple[StoredConversation, ...]
     next_page_token: str  # empty on the last page
-    tokens: tuple[str, ...]  # page token behind each conversation
+    tokens: tuple[str, ...]  # for each conversation, the page token that continues after it
 
 
 class PrefixPage(NamedTuple):
@@ -321,7 +324,7 @@ def check_id(name: str, value: str) -> None:
 
 
 def check_text(messages: Iterable[NewMessage]) -> None:
-    """Raise InvalidArgument for text that UTF-8 cannot express, before anything is written."""
+    """Raise InvalidArgument for text that UTF-8 cannot encode. Called before anything is written."""
     for message in messages:
         try:
             (message.role + message.content).encode()

@@ -1,16 +1,17 @@
 """Responses that clients may fetch, continue from and delete. Each belongs to a turn of a conversation.
 
-A response is a row of `responses` and a body, the JSON that its client got. It is deleted with its
+A response is a row of `responses` and a body, which is the JSON that its client got. It is deleted with its
 conversation, or earlier.
 
-    revision         of its conversation after its turn; a client continues from there. Set in the commit
-        that
-                     adds the turn to the history; otherwise none
+    revision         the conversation's revision after the response's turn; a client continues from there. It
+                     is set in the commit that adds the turn to the history, and NULL before.
     is_ours          the conversation was created only to hold responses; no client asked for it
-    last_revision    the highest revision that a response created or found there, deleted ones included
+    last_revision    the highest revision that this response, or a deleted response of the conversation, has
+                     created (or began at, if its turn is not in the history)
 
-When the last response of a conversation with `is_ours` is deleted, the conversation must be deleted, too,
-unless somebody has continued it: then a turn is running, or its revision is above `last_revision`.
+If `is_ours` is set and the last response of the conversation is deleted, the conversation must be deleted,
+too. It is kept if it was continued in another way: a turn is running, or its revision is above
+`last_revision`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RAISED = "last_revision = CASE WHEN last_revision < ? THEN ? ELSE last_revision 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it is stored."""
+    """A stored response."""
 
     response_id: str
     conversation_id: str
@@ -63,7 +64,7 @@ class ResponseStore:
 
     @repeated
     def save(self, response: StoredResponse) -> None:
-        """Insert or replace a response. NotFound without its conversation."""
+        """Insert or replace a response. Raises NotFound if its conversation does not exist."""
         with self._transactions.writing() as conn:
             number, _ = conversation_rows.require_conversation(
                 conn, response.conversation_id, response.tenant
@@ -71,7 +72,10 @@ class ResponseStore:
             put_response(conn, number, response)
 
     def is_made_for(self, conversation_id: str, *, tenant: str = "") -> bool:
-        """Return whether a conversation exists only to hold responses, and has some. NotFound without it."""
+        """Return whether a conversation exists only to hold responses, and has at least one response.
+
+        Raises NotFound if the conversation does not exist.
+        """
         with self._transactions.reading(is_snapshot=True) as conn:
             number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
             row = conn.execute(
@@ -80,15 +84,17 @@ class ResponseStore:
         return row is not None
 
     def goes_with(self, response_id: str, *, tenant: str = "") -> Removed:
-        """Return the conversation that deleting the response would leave unneeded. NotFound without it."""
+        """Return what `delete` would return, without deleting the response."""
         with self._transactions.reading(is_snapshot=True) as conn:
             return _unneeded_without(conn, _require(conn, response_id, tenant))
 
     @repeated
     def delete(self, response_id: str, *, tenant: str = "") -> Removed:
-        """Delete a response and erase it from the disk. NotFound without it.
+        """Delete a response and erase it from the disk. Return the conversation that is no longer needed.
 
-        ErasurePending if it is deleted but not yet erased from the files, as for a conversation.
+        Raises:
+            NotFound: the response does not exist.
+            ErasurePending: the response is deleted, but not yet erased from the files.
         """
 
         def delete() -> Removed:
@@ -110,7 +116,7 @@ class ResponseStore:
 def put_response(conn: Connection, number: int, response: StoredResponse) -> None:
     """Insert or replace a response of the conversation with this row number.
 
-    A response whose turn is in the history is not replaced by its running state, which arrives too late.
+    If the turn of the stored response is in the history, a late update from the running turn is ignored.
     """
     tenant = response.tenant
     last_revision = response.revision or response.began_at_revision
@@ -173,7 +179,7 @@ def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
 
 
 def _unneeded_without(conn: Connection, row: _Row) -> Removed:
-    """Return the conversation that nothing needs any more without this response."""
+    """Return the response's conversation if nothing else needs it, otherwise an empty `Removed`."""
     has_others = conn.execute(
         "SELECT 1 FROM responses WHERE conversation = ? AND response <> ? LIMIT 1",
         (row.conversation, row.response),

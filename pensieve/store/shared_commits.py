@@ -1,40 +1,38 @@
 """A SQLite connection for several threads, whose transactions share a commit.
 
-SQLite has one writer at a time, and a commit costs a disk sync. So waiting threads join the open
-transaction, each in a savepoint. One COMMIT serves them all:
+SQLite has one writer at a time, and a commit costs a disk sync. So waiting threads join the open transaction,
+each in a savepoint. One COMMIT ends the transaction for all of them:
 
     first thread     BEGIN, its statements ─┐                                  ┌─ COMMIT ─┬─ returns
     second thread    waits                  └─ SAVEPOINT … RELEASE ─┐          │          ├─ returns
     third thread     waits                                          └─ … ──────┘          └─ returns
 
-* The first thread leads. If nobody waits, its transaction is an ordinary one: no savepoint, no delay.
+* The first thread is the leader. If no other thread waits, its transaction has no savepoint and no delay.
 * Only a thread that is already waiting may join, and only until GROUP_SECONDS after BEGIN. Then another
-  daemon gets its turn to write.
-* If a call fails, its savepoint is rolled back and the others are unaffected. Its error may depend on a row
-  that the group has not committed yet, so the call returns the error after the commit. If the commit fails,
-  the call gets Conflict, and the store repeats it.
-* If the database fails at a statement, SQLite may have rolled back the whole transaction. So the connection
-  is closed and that call fails. The others get Conflict, and the store repeats them (transactions.py).
-* If COMMIT fails, all calls that succeeded so far fail with its error.
+  daemon may write.
+* If a call fails, its savepoint is rolled back, and the other calls are unaffected. The error may depend on a
+  row that the group has not committed yet. So the call raises its error after the commit. If the commit
+  fails, the call raises Conflict instead, and the store repeats the call.
+* If the database fails at a statement, SQLite may have rolled back the whole transaction. The call with that
+  statement fails, and the connection is closed. The other calls raise Conflict, and the store repeats them
+  (transactions.py).
+* If COMMIT fails, all calls that had succeeded raise the error of the COMMIT.
 
-`writing` returns when the writes of its block are on the disk. So everything that a caller does after the
-block (remember, answer, notify the event loop) comes after the commit.
+`writing` returns when the writes of its block are on the disk. So whatever a caller does after the block
+happens after the commit.
 
-These never share a transaction:
+These operations never share a transaction:
 
-    reads               They run between transactions and see only committed data. Reads that wait at the
-        end
-                        of a group go before the next group, because most of them are the first half of a
-                            turn
-                        that then joins it.
+    reads               They run between transactions and see only committed data. Reads that wait when a
+                        group ends run before the next group. Most of them are the first half of a turn,
+                        whose second half can then join the next group.
     `is_serializable`   Deletions, rewinds, forks, compaction and forgetting. They are rare and may be
-        large,
-                        so nobody should wait for them. And a deletion on a full disk is repeated with the
-                        space of a reserve.
+                        large, so other calls should not wait for them in a group. Also, a deletion on a
+                        full disk is repeated after the reserve was freed.
     truncating the log  No transaction may be open.
     leases              They have a separate connection (`SqliteBackend.beside`).
 
-A claim may join: it calls `on_stale` before the commit; owners.py explains why that is safe.
+A claim may join a group. It calls `on_stale` before the commit; owners.py explains why that is safe.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ from pensieve.store.shared_file import SLICE_SECONDS
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-GROUP_SECONDS = SLICE_SECONDS  # after BEGIN, during which threads may join
+GROUP_SECONDS = SLICE_SECONDS  # how long after BEGIN threads may join
 LOST = "the transaction was lost because another call's transaction failed"
 INTERRUPTED = "the call that should have committed this one was interrupted"
 NOBODY = 0
@@ -68,7 +66,7 @@ class Waiter:
         self._lock.acquire()
 
     def wait(self) -> None:
-        """Wait; return at once if already woken."""
+        """Wait until woken. Return immediately if that has already happened."""
         with self._lock:
             pass
 
@@ -80,14 +78,14 @@ class ConnectionTurns:
     """A queue of threads that use the connection one after the other."""
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
-        """`pass_on` is called by a thread that was interrupted when its turn had come."""
+        """`pass_on` is called by a thread that gets the connection but was interrupted while waiting."""
         self._lock = threading.Lock()
         self._pass_on = pass_on
         self._is_taken = False
-        self._user = NOBODY  # the thread whose turn it is
+        self._user = NOBODY  # the thread that has the connection
         self._alone: deque[Waiter] = deque()
         self._joining: deque[Waiter] = deque()
-        self._num_first = 0  # waiters of `_alone` that go before the next group
+        self._num_first = 0  # how many waiters of `_alone` run before the next group
 
     @property
     def is_mine(self) -> bool:
@@ -99,11 +97,11 @@ class ConnectionTurns:
         return bool(self._joining)
 
     def take_alone(self) -> None:
-        """Take the connection between transactions."""
+        """Wait for the connection when no transaction is open."""
         self._take(self._alone)
 
     def take(self) -> None:
-        """Take the connection for a transaction, either to begin one or to join the open one."""
+        """Wait for the connection, to begin a transaction or to join the open transaction."""
         self._take(self._joining)
 
     def leave(self, *, is_group: bool = False) -> None:
@@ -118,7 +116,7 @@ class ConnectionTurns:
             waiter.wake()
 
     def joining(self) -> Waiter | None:
-        """Remove and return the next thread to join, if any. It has its turn once it is woken."""
+        """Remove and return the next thread to join, if any. Waking this thread gives it the connection."""
         with self._lock:
             return self._joining.popleft() if self._joining else None
 
@@ -127,7 +125,7 @@ class ConnectionTurns:
         self._user = threading.get_ident()
 
     def give(self, waiter: Waiter) -> None:
-        """Pass the connection on in the middle of a transaction."""
+        """Give the connection to another thread in the middle of a transaction."""
         self._user = NOBODY
         waiter.wake()
 
@@ -150,7 +148,7 @@ class ConnectionTurns:
             raise
 
     def _withdraw(self, queue: deque[Waiter], waiter: Waiter) -> None:
-        """Give up the calling thread's place in the queue. Its turn may have come already."""
+        """Remove the calling thread from the queue. If it has already got the connection, pass that on."""
         with self._lock:
             if waiter in queue:
                 queue.remove(waiter)
@@ -168,7 +166,7 @@ class ConnectionTurns:
 
 
 class Group:
-    """A transaction that several threads share, from when its leader lets others join."""
+    """A transaction that several threads share. Created when the leader lets others join."""
 
     def __init__(self, conn: Connection, until: float) -> None:
         self.conn = conn
@@ -176,20 +174,22 @@ class Group:
         self.leader = Waiter()
         self.joined: list[Waiter] = []  # threads that wait for the commit
         self.is_lost = False  # the database has failed and may have rolled back everything
-        self.failure: Exception | None = None  # why it was not committed; raised only as a copy
+        # why the group was not committed; raised only as a copy
+        self.failure: Exception | None = None
 
 
 class SharedCommits(WriterConnection):
-    """Used in any number of threads, each with one transaction or read at a time."""
+    """A WriterConnection for any number of threads. Each thread has one transaction or read at a time."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._turns = ConnectionTurns(self._pass_on)
-        self._group: Group | None = None  # the open group; accessed by the thread whose turn it is
+        # the open group; accessed only by the thread with the connection
+        self._group: Group | None = None
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
-        """Run one transaction, perhaps together with others, which are then committed together."""
+        """Run one transaction. It may share its COMMIT with transactions of other threads."""
         if is_serializable:
             with self._alone(), super().writing(is_serializable) as conn:
                 yield conn
@@ -203,7 +203,7 @@ class SharedCommits(WriterConnection):
         try:
             with super().writing() as conn:
                 until = time.monotonic() + GROUP_SECONDS
-                yield conn  # if the block fails, nobody has joined yet
+                yield conn  # if the block fails, no other thread is affected: none has joined yet
                 if self._turns.is_awaited:
                     group = Group(conn, until)
                     self._let_join(group)
@@ -220,8 +220,8 @@ class SharedCommits(WriterConnection):
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
-        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
-        if self._turns.is_mine:  # within `truncate_journal`, or a bug
+        """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
+        if self._turns.is_mine:  # called by `truncate_journal`; otherwise a bug of the caller
             with super().reading(is_snapshot) as conn:
                 yield conn
             return
@@ -245,7 +245,7 @@ class SharedCommits(WriterConnection):
             self._turns.leave()
 
     def _let_join(self, group: Group) -> None:
-        """Return when nobody joins any more. Conflict if the transaction is lost."""
+        """Let threads join until none may or wants to. Raises Conflict if the transaction is lost."""
         first = self._joining_in(group)
         if first is None:
             return
@@ -253,7 +253,7 @@ class SharedCommits(WriterConnection):
         self._turns.give(first)
         try:
             group.leader.wait()
-        except BaseException:  # such as KeyboardInterrupt; the others still use the connection
+        except BaseException:  # such as KeyboardInterrupt; other threads still use the connection
             group.until = time.monotonic()
             group.leader.wait()
             raise
@@ -285,7 +285,7 @@ class SharedCommits(WriterConnection):
             raise _copied_error(group.failure)
 
     def _pass_on(self) -> None:
-        """End this thread's turn, perhaps in the middle of a transaction."""
+        """Give the connection to the next thread, perhaps in the middle of a transaction."""
         group = self._group
         if group is None:
             self._turns.leave()
@@ -295,7 +295,7 @@ class SharedCommits(WriterConnection):
     @contextlib.contextmanager
     def _savepoint(self, group: Group) -> Iterator[None]:
         conn = group.conn
-        group.is_lost = True  # until the block is known to have ended well
+        group.is_lost = True  # reset below if the block succeeds or is rolled back
         try:
             with self.limit.counting():
                 conn.execute("SAVEPOINT call")
@@ -313,21 +313,21 @@ class SharedCommits(WriterConnection):
             raise self._explained(error) from error
 
     def _blames_database(self, error: Exception) -> bool:
-        """Return whether the database failed. A constraint error undoes only its own statement."""
+        """Return whether the database failed. Constraint errors do not count: they undo one statement."""
         return isinstance(error, self.driver.Error) and primary_code(error) != CONSTRAINT
 
     def _joining_in(self, group: Group) -> Waiter | None:
-        """Return the next thread to join, if one may."""
+        """Return the next thread to join, or None if no thread may join or waits."""
         if group.is_lost or time.monotonic() >= group.until:
             return None
         return self._turns.joining()
 
 
 def _group_error(error: BaseException) -> Exception:
-    """Return the error that the others get when the leader fails."""
+    """Return the error that the joined threads raise when the leader fails."""
     return error if isinstance(error, Exception) else StoreUnavailable(INTERRUPTED)
 
 
 def _copied_error(error: Exception) -> Exception:
-    """Return a copy of the error: raised in two threads, one object would collect both tracebacks."""
+    """Return a copy of the error, because an object raised in two threads collects both tracebacks."""
     return type(error)(*error.args)

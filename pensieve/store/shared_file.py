@@ -1,32 +1,32 @@
 """The files beside a SQLite database that several daemons of one host share.
 
-    FILE.lock          locked in shared mode by each daemon while it has the database open. A daemon that
-                       finds it free locks it exclusively first, and is *alone* until `share`. It has a text
-                       while the database is open. So a daemon that is alone and finds a text knows that the
-                       database was not closed (a power loss, or all daemons were killed).
-    FILE.write         locked by the writer, for one transaction (WriteTurn)
-    FILE.write-next    locked by the next writer
-    FILE.write-done    a pipe; each writer whose time is over puts a byte in, which wakes the next writer
+    FILE.lock          locked in shared mode by each daemon while the daemon has the database open. A daemon
+                       that finds the file unlocked first locks it exclusively, and is *alone* until `share`.
+                       The file has a text while the database is open. If a daemon is alone and finds a text,
+                       the database was not closed (a power loss, or all daemons were killed).
+    FILE.write         the writers' lock, held for one transaction (WriteTurn)
+    FILE.write-next    locked by the next writer, while it waits for the writers' lock
+    FILE.write-done    a pipe; a writer whose slice is over writes a byte to wake the next writer
     FILE.damaged       exists if damage was found
     FILE.reserve       space for deletions on a full disk
     FILE.history       identity of the history for its backup (backup.py)
 
-If FILE is the `conversations.db` of a data folder, all files except the writers' are those of the folder
-(folder.py). So a daemon with an exclusive data folder and daemons that share its database exclude each
-other.
+If FILE is the `conversations.db` of a data folder, the folder's own files (folder.py) are used instead,
+except for the three write files. So a daemon that uses the data folder exclusively and daemons that share its
+database exclude each other.
 
-**Why a separate lock for writers.** SQLite's connections wait for its write lock by sleeping longer and
-longer, and whoever tries at the right moment gets it. A process that writes all the time would starve the
-others. Here a writer first waits to be next, and only the next writer waits for the lock itself. So a
-writer that has written for SLICE_SECONDS cannot overtake the next one, and wakes it with a byte in the
-pipe. Within its slice it may overtake, because SQLite reads every page again after a transaction of another
-process.
+**Why a separate lock for writers.** SQLite connections poll the write lock with growing pauses, and the first
+to try after a release gets the lock. So a process that writes all the time would starve the others. Here, a
+writer first takes the lock of FILE.write-next, and only its holder waits for the writers' lock. After
+SLICE_SECONDS, a writer must queue like the others, and wakes the next writer with a byte in the pipe. Within
+its slice, a writer may take the writers' lock again before the next writer. That saves time, because SQLite
+reads every page again after a transaction of another process.
 
 **Stopped writers.** A process that was stopped (SIGSTOP) within a transaction keeps SQLite's write lock and
-this lock. No other daemon could write or take over its conversations. Only the end of the process frees
-SQLite's lock. So a writer that has waited for half a lease and finds that the lock's process is stopped
-kills that process. SQLite then discards its uncommitted changes. A process that was stopped while it was
-next has nothing open. It is not killed: the others stop waiting to be next.
+the writers' lock. No other daemon could write, or take over its conversations. Only the end of the process
+frees SQLite's lock. So a writer that has waited for half a lease checks the process that has the lock. If
+that process is stopped, the writer kills it. SQLite then discards the uncommitted changes. A process that was
+stopped while it had only the lock of FILE.write-next is not killed. The other writers then skip that lock.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 from pensieve.store.folder import DAMAGED_NAME, LOCK_NAME, RESERVE_NAME, beside, holder_in
 
 log = logging.getLogger("pensieve")
-OPEN_SECONDS_MAX = 10.0  # limit for waiting until a daemon that is alone shares
-EXCLUSIVE_SECONDS = 1.0  # time for a new holder to write its text
+OPEN_SECONDS_MAX = 10.0  # how long to wait until a daemon that is alone calls `share`
+EXCLUSIVE_SECONDS = 1.0  # how long to wait until a new holder has written its text
 OPEN_PAUSE_SECONDS = 0.02
 STOPPED_SECONDS = 1.0  # a writer must stay stopped this long before it is killed
-# (until this wait, pause between tries)
+# (limit, pause) in seconds: a writer that has waited less than `limit` pauses this long between two tries
 PAUSES = ((0.05, 0.001), (1.0, 0.005), (float("inf"), 0.02))
 SHARED_TEXT = b"shared by daemons with --store sqlite://\n"
 SLICE_SECONDS = 0.005
@@ -67,7 +67,7 @@ LOCKS = Path("/proc/locks")
 
 
 def open_shared(url: str, driver: Any, holder: str = "") -> SharedFile:
-    """Open the SQLite file of a URL. With a `holder`, for that process exclusively."""
+    """Open the SQLite file of a URL. With a `holder`, open it exclusively for that process."""
     if driver.sqlite_version_info < SHARED_SQLITE_MIN:
         needed = ".".join(map(str, SHARED_SQLITE_MIN))
         raise StoreError(
@@ -80,7 +80,7 @@ def open_shared(url: str, driver: Any, holder: str = "") -> SharedFile:
 def path_of(url: str) -> Path:
     """Return the file of a URL such as `sqlite:///var/lib/pensieve/history.db`.
 
-    Links are resolved, as SQLite does: the locks must be beside the same file.
+    Symbolic links are resolved, because the locks must be beside the file that SQLite opens.
     """
     return Path(unquote(url.removeprefix(SQLITE_SCHEME))).resolve()
 
@@ -100,11 +100,11 @@ class SharedFile:
     def open(cls, path: Path, holder: str = "") -> SharedFile:
         """Lock the database at `path`, and create it if it is missing.
 
-        With a `holder`, nobody else may open it until `close`, and others are told who has it.
+        With a `holder`, no other process may open the database until `close`. Their errors name the holder.
 
         Raises:
-            StoreLocked: another process has it exclusively; with a `holder`, any process has it.
-            StoreError: its file system may belong to another host.
+            StoreLocked: another process has the database open exclusively; with a `holder`, open at all.
+            StoreError: the file system may be a network file system.
         """
         refuse_network(path.parent)
         lock_path = beside(path, LOCK_NAME)
@@ -130,9 +130,10 @@ class SharedFile:
         return cls(path, lock, is_alone=is_alone, stopped_unclean=bool(before))
 
     def share(self) -> None:
-        """Let other daemons open it, now that the work for a single daemon is done.
+        """Let other daemons open the database. Called after the startup work that needs exclusive access.
 
-        The system may free the lock for a moment. StoreLocked if another process takes it exclusively then.
+        The operating system may free the lock for a moment when its mode changes. Raises StoreLocked if
+        another process takes the lock exclusively in that moment.
         """
         if self.is_alone and self._lock is not None:
             self.is_alone = False
@@ -154,14 +155,14 @@ class SharedFile:
 
     def mark_damaged(self, is_damaged: bool) -> None:
         """Remember for the next start whether the history is damaged."""
-        with contextlib.suppress(OSError):  # the damage was logged anyway
+        with contextlib.suppress(OSError):  # the caller has already logged the damage
             if is_damaged:
                 self._damaged_path.touch(mode=0o600)
             else:
                 self._damaged_path.unlink(missing_ok=True)
 
     def close(self, *, clean: bool) -> None:
-        """Release the file. The last process records that it was closed, if it was `clean`."""
+        """Release the file. If `clean`, the last process records that the database was closed."""
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -174,7 +175,7 @@ class SharedFile:
 
 
 class WriteTurn:
-    """The turn to write, for one connection in one thread at a time."""
+    """The writers' lock, for one connection in one thread at a time."""
 
     def __init__(self, path: Path, seconds: float, patience: float) -> None:
         self.waited: Callable[[float], None] = lambda seconds: None
@@ -187,13 +188,16 @@ class WriteTurn:
         self._seconds, self._patience = seconds, patience
         self._files: tuple[int, int] | None = None
         self._depth = 0
-        self._until = 0.0  # end of the slice in which it may overtake
+        self._until = 0.0  # end of the slice in which this writer may overtake the next writer
         self._stopped = (0, 0.0)  # a stopped process that has the lock, and since when
-        self._stopped_next = 0  # a stopped process that was to write next
+        self._stopped_next = 0  # a stopped process that has the lock of FILE.write-next
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the turn for one transaction. StoreUnavailable if it does not come in time. May be nested."""
+        """Hold the writers' lock for one transaction. May be nested.
+
+        Raises StoreUnavailable if the lock does not become free in time.
+        """
         if not self._depth:
             self._take()
         self._depth += 1
@@ -239,9 +243,10 @@ class WriteTurn:
         self.waited(now - began)
 
     def _wait_to_be_next(self, following: int, began: float) -> None:
-        """Wait up to `patience` to be next. A writer that is not next can only be overtaken.
+        """Wait up to `patience` for FILE.write-next. Continue without that lock if it does not become free.
 
-        A stopped process that blocked a wait this long is not waited for again.
+        A writer without the lock may be overtaken. If a stopped process has the lock, later calls do not
+        wait for it.
         """
         is_known = self._stopped_next != 0 and self._stopped_next == stopped_holder(self._paths[0])
         if self._wait(following, began, patience=0.0 if is_known else self._patience):
@@ -252,7 +257,7 @@ class WriteTurn:
     def _wait(
         self, file: int, began: float, pipe: int | None = None, patience: float = math.inf
     ) -> bool:
-        """Return whether it got the lock; False after `patience`."""
+        """Wait for the lock. Return False if `patience` is exceeded."""
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,7 +310,7 @@ def _open_pipe(path: Path) -> int | None:
 
 
 def holder_of_lock(path: Path) -> int | None:
-    """Return the process that has the file locked with `flock`; None if nobody has, or if unknown."""
+    """Return the process that has locked the file with `flock`; None if there is none, or if unknown."""
     try:
         inode = path.stat().st_ino
         for line in LOCKS.read_text().splitlines():
@@ -319,7 +324,7 @@ def holder_of_lock(path: Path) -> int | None:
 
 
 def stopped_holder(path: Path) -> int:
-    """Return the process that has the file locked and is stopped; 0 if there is none."""
+    """Return the process that has locked the file, if it is stopped; otherwise 0."""
     pid = holder_of_lock(path)
     return pid if pid is not None and is_stopped(pid) else 0
 
@@ -341,7 +346,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def refuse_network(folder: Path) -> None:
-    """Raise StoreError on a network file system: SQLite's locks and the -shm file are local to one host."""
+    """Raise StoreError on a network file system, where SQLite's locks and -shm file do not work."""
     kind = file_system(folder)
     if kind in NOT_LOCAL or kind == "fuse" or kind.startswith("fuse."):
         raise StoreError(
@@ -367,9 +372,9 @@ def file_system(folder: Path) -> str:
 
 
 def _lock_either(lock: int, path: Path, *, is_exclusive: bool = False) -> bool:
-    """Lock the file exclusively if it is free, otherwise shared. Return whether it was free.
+    """Lock the file exclusively if it is unlocked, otherwise in shared mode. Return whether it was unlocked.
 
-    With `is_exclusive`, never shared: StoreLocked if it does not become free in time.
+    With `is_exclusive`, raise StoreLocked if the file does not become unlocked in time.
     """
     end = time.monotonic() + OPEN_SECONDS_MAX
     while True:
@@ -377,7 +382,7 @@ def _lock_either(lock: int, path: Path, *, is_exclusive: bool = False) -> bool:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
                 return how == fcntl.LOCK_EX
-        # The holder is still alone and will share soon.
+        # A holder with this text is alone only for its startup. It will call `share` soon.
         is_shared = not is_exclusive and os.pread(lock, len(SHARED_TEXT), 0) == SHARED_TEXT
         # A process that has just locked the file may not have written its text yet.
         if time.monotonic() > end - (0 if is_shared else OPEN_SECONDS_MAX - EXCLUSIVE_SECONDS):

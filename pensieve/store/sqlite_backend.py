@@ -60,14 +60,14 @@ class SqliteBackend:
         lease_seconds: float = math.inf,
         num_lanes: int = 1,
     ) -> None:
-        """`shared`: the database is that file, which other daemons share."""
+        """`shared`: the file, if the database is shared with other daemons."""
         self.num_lanes = num_lanes
         # SQLite resolves links, too, and keeps its log beside the real file.
         self.path = folder.database_path if shared is None else shared.path
         self.path = self.path.resolve() if self.path.is_symlink() else self.path
         self._shared = shared
-        # After this time, a waiting writer kills a writing process that is stopped. It is half of the lease,
-        # so the leases of the waiting daemons do not expire meanwhile.
+        # After `patience_seconds`, a waiting writer kills a writing process that is stopped. Half of the
+        # lease is short enough that the leases of waiting daemons do not expire meanwhile.
         self._more: dict[str, Any] = {"shared": shared, "patience_seconds": lease_seconds / 2}
         self._busy_timeout_seconds = busy_timeout_seconds
         kind = WriterConnection if num_lanes == 1 else SharedCommits
@@ -96,7 +96,7 @@ class SqliteBackend:
             self._shared.share()
 
     def beside(self) -> WriterConnection:
-        """Return a connection for leases."""
+        """Return a second writing connection, for leases."""
         return WriterConnection(
             self.path,
             lambda db: None,
@@ -118,8 +118,8 @@ class SqliteBackend:
     def give_up(self) -> None:
         """Close a shared file.
 
-        Leave an exclusive file open: closing it runs a checkpoint, which may be what failed. The file is
-        closed with the last reference to the connection.
+        An exclusive file stays open, because closing it runs a checkpoint, which may be what failed. Python
+        closes it when the connection is garbage-collected.
         """
         if self._shared is not None:
             with contextlib.suppress(PensieveError):
@@ -127,7 +127,7 @@ class SqliteBackend:
             self._shared.close(clean=False)
 
     def snapshots(self) -> Snapshots:
-        """Return a connection for reads beside the writer."""
+        """Return a read connection, separate from the writer."""
         return Snapshots(self.path, self.writer.driver, self.writer.limit.seconds)
 
     def scrub(self) -> Scrub:
@@ -142,10 +142,10 @@ class SqliteBackend:
 
 
 class Snapshots:
-    """Reads beside the writer. Each sees the state that was committed when it began. One thread at a time.
+    """A read connection, separate from the writer. For one thread at a time.
 
-    The connection stays open, because a file descriptor for another one may not be available. It is
-    reopened after an error.
+    Each read sees the state that was committed when the read began. The connection stays open between reads,
+    because the process may run out of file descriptors. It is reopened after an error.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Snapshots:
             if self._conn is not None and self._conn.in_transaction:
                 try:
                     self._conn.execute("ROLLBACK")
-                # the data is right; the next read reopens the connection
+                # The data is correct. The next read reopens the connection.
                 except self._driver.Error:
                     self.close()
 
@@ -188,34 +188,32 @@ class Snapshots:
 
 
 def scrub_of_files(path: Path, driver: Any) -> Scrub:
-    """Return a scrub with a small page cache, so that it reads the files and not its own memory."""
+    """Return a scrub with a small page cache, so that it reads from the disk and not from the cache."""
     return Scrub(Snapshots(path, driver, cache_pages=SCRUB_CACHE_PAGES), SQLITE_WALKS)
 
 
 class Erasure(ErasureSteps):
-    """Removes the deleted content that remains in the files after the deleting transaction.
+    """Removes deleted content that would remain in the files after the deleting transaction.
 
-    Three copies may outlive that transaction:
-
-        copies              A migration first copies the database. A deletion removes such copies before it
-                            commits, so none of them ever holds deleted content.
-        the log             The write-ahead log holds old versions of pages until it is truncated. The erasure
-                            is *pending* from before the commit until a truncation has succeeded. After the
+        migration copies    A migration first copies the database. A deletion removes these copies before its
+                            commit, so they never hold deleted content.
+        write-ahead log     The log holds old versions of pages until it is truncated. The erasure is
+                            *pending* from before the commit until a truncation has succeeded. After the
                             commit, each step and the next deletion try to truncate the log. They fail while
                             another connection reads the log, or while the disk is full.
-        the file            Wiped bodies contain nothing, but waste space (compaction.py).
+        database file       Wiped bodies contain nothing, but waste space (compaction.py).
 
-    On a full disk, a deletion takes the space of the reserve, and the file is shortened at once.
+    On a full disk, a deletion frees the reserve to get space, and the file is shortened immediately.
 
-    A backup (backup.py) is stored elsewhere and keeps deleted content until it is dropped. While a backup
-    copies the database, the log cannot be truncated. A slow or broken backup folder blocks nothing here.
+    A backup (backup.py) is stored elsewhere and keeps deleted content until the backup is dropped. While a
+    backup copies the database, the log cannot be truncated. A slow or broken backup folder does not delay it.
 
-    The log itself records that an erasure is pending. A clean close leaves the log empty. So a log that
-    exists when the history is opened may contain deleted content. It is truncated then, or by a later step.
+    A clean close leaves the log empty. So if the history is opened and the log has content, the log may
+    contain deleted content. It is then truncated when the history is opened, or by a later step.
 
-    If several daemons share the file, a daemon that dies leaves a log that the others use. So the
-    housekeeper truncates the log every TIDY_SECONDS, whatever it contains (`tidy`). Only the housekeeper
-    compacts. All daemons share the reserve. A deletion on a full disk frees the reserve.
+    If several daemons share the file and one of them dies, the others continue to use the log. So the
+    housekeeper truncates the log every TIDY_SECONDS, in case a dead daemon left deleted content in it
+    (`tidy`). Only the housekeeper compacts. All daemons share the reserve.
     """
 
     def __init__(
@@ -225,8 +223,8 @@ class Erasure(ErasureSteps):
         reserve: Reserve,
         housekeeper: Housekeeper,
     ) -> None:
-        # Counts of deletions and of erased deletions. A deletion counts before its commit, in its own
-        # transaction. So once the log is truncated, no deletion that was counted before is in the log.
+        # The number of deletions, and how many of them are erased. A deletion is counted in its transaction,
+        # before the commit. So a truncation erases all deletions that were counted before it.
         self._num_deletions, self._num_erased = int(writer.has_journal()), 0
         self._counting = threading.Lock()
         self._deleting = threading.Lock()  # one deletion at a time uses the reserve
@@ -260,7 +258,8 @@ class Erasure(ErasureSteps):
                 if not self._reserve.release():
                     raise
             with contextlib.suppress(StoreUnavailable):
-                self._writer.truncate_journal()  # the second try may need as much space
+                # free the log, because the second try may need as much space
+                self._writer.truncate_journal()
             return delete()
 
     def has_room(self) -> bool:
@@ -300,7 +299,7 @@ class Erasure(ErasureSteps):
             self.finish()
         elif self._compaction is not None and not self._compaction.step():
             self._compaction = None
-            self._writer.truncate_journal()  # only this shortens the file
+            self._writer.truncate_journal()  # the file gets shorter only at a checkpoint
         return self.due
 
     def _look(self, *, is_urgent: bool = False) -> None:
@@ -312,9 +311,10 @@ class Erasure(ErasureSteps):
 
 
 class Reserve:
-    """A file that reserves a few MiB of the disk, so that conversations can be deleted when the disk is full.
+    """A file that reserves a few MiB of disk space.
 
-    A deletion writes to the write-ahead log before it frees any space.
+    On a full disk, this space is freed for a deletion, which writes to the write-ahead log before it frees
+    anything.
     """
 
     def __init__(self, path: Path, num_bytes: int = RESERVE_BYTES) -> None:
@@ -326,7 +326,7 @@ class Reserve:
         return self._path.exists()
 
     def release(self) -> bool:
-        """Free the space. Return whether there was any."""
+        """Free the space. Return whether any was reserved."""
         try:
             self._path.unlink()
         except OSError:
@@ -334,7 +334,7 @@ class Reserve:
         return True
 
     def refill(self) -> bool:
-        """Reserve the space. Return False if less than a quarter of it would stay free on the disk."""
+        """Reserve the space. Return False if too little space would stay free on the disk."""
         try:
             disk = os.statvfs(self._path.parent)
             free = disk.f_bavail * disk.f_frsize
@@ -362,7 +362,7 @@ class Reserve:
             os.close(descriptor)
 
 
-# -- the walks of a scrub: conversations and their index, bodies, each row of each index, the rest --
+# -- the steps of a scrub: conversations and their index, bodies, each row of each index, other tables --
 
 
 class Index(NamedTuple):
@@ -433,7 +433,7 @@ def _conversations(conn: Connection, after: int, problems: list[str]) -> int | N
 def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) -> int | None:
     table, name, columns, where = index
     key = KEYS[table]
-    # Read the index, even if it is empty. The query below reads it only for rows that belong in it.
+    # Read the index even if no row belongs in it. The query below would then not read it.
     if where != EVERY_ROW:
         conn.execute(
             f"SELECT {key} FROM {table} INDEXED BY {name} WHERE {where} LIMIT 1"
@@ -454,7 +454,7 @@ def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) ->
 
 
 def _owners(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """Read the rows; they have no index."""
+    """Read the rows of `owners`, which has no index."""
     last: int | None = conn.execute(
         "SELECT max(conversation), sum(session), sum(epoch) FROM (SELECT * FROM owners"
         " WHERE conversation > ? ORDER BY conversation LIMIT ?)",

@@ -1,7 +1,7 @@
 """Derive the titles of conversations for lists.
 
-A title is the string `title` of the metadata, or else the first words of the first user message.  Titles are
-not stored: the reader of a list computes them for its page, with at most three more statements.
+A title is the string `title` of the metadata, or else the first words of the first user message. Titles are
+not stored. They are computed for each page of a list, with at most three more statements.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 TITLE_CHARACTERS_MAX = 80
-POSITIONS_MAX = 200  # later messages give no title: this bounds the search
-BEGINNING_BYTES = 2048  # of a message's JSON, which takes up to twelve bytes for a character
-TEXT_CHARACTERS_MAX = 2048  # of a text: white space is not part of its title
+POSITIONS_MAX = 200  # only this many messages are searched for the first user message
+BEGINNING_BYTES = 2048  # how much of a message's JSON is read; a character takes up to twelve bytes
+TEXT_CHARACTERS_MAX = 2048  # how much of a text is used; it may begin with white space
 CONTENT = re.compile(rb'\{"content":"((?:[^"\\]|\\u[0-9a-f]{4}|\\[^u])*)')
 
-MESSAGE_BYTES_MAX = 1 << 20  # a longer one gives no title: SQLite reads all of it for its beginning
+# longer messages give no title, because SQLite would read them completely
+MESSAGE_BYTES_MAX = 1 << 20
 BEGINNING = (
     f"CASE WHEN length(b.private) <= {MESSAGE_BYTES_MAX}"
     f" THEN substr(b.private, 1, {BEGINNING_BYTES}) END"
@@ -48,16 +49,16 @@ FIRST_OF_RUNNING_TURN = """
 def with_titles(
     conn: Connection, page: Sequence[tuple[int, StoredConversation]]
 ) -> list[StoredConversation]:
-    """Return the conversations of a page, each with its row number, with titles."""
+    """Return the conversations of a page with their titles. `page` has their row numbers, too."""
     titles = {number: _given_title(each) for number, each in page}
     unnamed = [(number, each) for number, each in page if not titles[number]]
-    # The messages of a declared prefix are the same for many conversations: they name none.
+    # Messages of a declared prefix give no title, because many conversations have the same ones.
     for revision, numbers in (
         (0, [number for number, each in unnamed if not each.prefix_id]),
         (1, [number for number, each in unnamed if each.prefix_id]),
     ):
         titles |= _from_messages(conn, FIRST_OF_HISTORY, numbers, revision)
-    # A first message is no part of the history before its turn ends.
+    # The message of the first turn is not part of the history before that turn ends.
     running = [
         each.running_turn_id
         for number, each in unnamed
@@ -68,7 +69,7 @@ def with_titles(
 
 
 def title_of(text: str) -> str:
-    """Return the first words of a text, in one line, without control characters."""
+    """Return the first words of a text as one line without control characters."""
     beginning = text[:TEXT_CHARACTERS_MAX]
     line = " ".join("".join(each if each.isprintable() else " " for each in beginning).split())
     if len(line) <= TITLE_CHARACTERS_MAX:
@@ -87,7 +88,7 @@ def _given_title(conversation: StoredConversation) -> str:
 def _from_messages(
     conn: Connection, statement: str, numbers: Iterable[int], revision: int = 0
 ) -> dict[int, str]:
-    """Return titles by the row number of the conversation; `numbers` select the statement's rows."""
+    """Return titles by row number of the conversation. `numbers` are the statement's parameters."""
     joined = ",".join(map(str, numbers))
     if not joined:
         return {}

@@ -1,35 +1,35 @@
-"""The store's transactions: only turns that somebody computes have `running` rows.
+"""The store's transactions. They ensure that a turn has a `running` row only while a daemon computes it.
 
-A turn of ours is *live* from the transaction that begins it to the call that ends it. In conversations that
-are ours (owners.py), only live turns may have a `running` row. Two events break this rule:
+**Live turns.** A turn of this daemon is *live* from the transaction that begins the turn to the call that
+ends it. In conversations that this daemon owns (owners.py), only live turns may have a `running` row. If a
+turn is not live, its `running` row is called *dead*. Dead rows have two causes:
 
-* A process died and left `running` rows. The transaction that opens a session repairs this.
-* A write failed, and it is unknown whether it was committed (an error at COMMIT does not say). Then the
-  store is *unsure*: there may be `running` rows of ours that are not live, called *dead*. Before the next
-  transaction, no COMMIT may be in progress (`settle` of backend.py), and every dead row on the disk becomes
-  `interrupted`. The store is sure again once that is committed. A refused call (NotFound, StaleRevision)
-  tries no COMMIT, so the store stays sure.
+* A process died and left `running` rows. The transaction that opens a session repairs them.
+* A write failed, and it is unknown whether the write was committed (an error at COMMIT does not tell). The
+  next call of `writing` first waits until no COMMIT is in progress (`settle` of backend.py). Then it sets
+  every dead row on the disk to `interrupted`, and only then runs its transaction. A rejected call (NotFound,
+  StaleRevision) tries no COMMIT, so no repair is needed.
 
-Turns in conversations of other daemons are left alone.
+Turns in conversations of other daemons are not changed.
 
-Reads do not wait for that repair, because a client that sees a running turn sends nothing that would write.
-So they return a dead row as the interrupted turn that it will become. For them, a turn of another daemon is
-dead if that daemon's session has ended or its lease has expired. A turn whose end was written is not live
-either, but a reader's snapshot may be older than that commit. So the last ENDED_MAX of these turns are
-remembered.
+**Reads** cannot wait for that repair: a client that sees a running turn waits, so there may be no next write.
+So a read returns a dead row as `interrupted`. For reads, a turn of another daemon is dead if that daemon's
+session has ended or its lease has expired. After the end of a turn was committed, a read with an older
+snapshot may still see the `running` row. The read must not return such a turn as `interrupted`. So the last
+ENDED_MAX ended turns are remembered.
 
-**Lanes.** Several threads may write at the same time, each in a transaction (PostgreSQL) or in a savepoint
-of a shared transaction (shared_commits.py). They share the set of live turns: a turn is live before its
-`running` row is committed, so no other thread sees it as dead. While one thread interrupts dead turns, the
-others wait.
+**Threads.** Several threads may write concurrently, each in a transaction (PostgreSQL) or in a savepoint of a
+shared transaction (shared_commits.py). They share the set of live turns. A turn becomes live before its
+`running` row is committed, so no other thread sees the row as dead. While one thread interrupts dead turns,
+the other threads wait.
 
 SQLite gives the id of a rolled-back turn to the next turn. So another thread may begin a turn with that id
-before the first thread learns of the rollback. `_live` therefore keeps a token of the call that began the
+before the first thread learns of the rollback. `_live` therefore stores a token of the call that began the
 turn, and a failed call removes only its own token.
 
-**Conflicts.** If another transaction came first, or took this one with it when it failed, nothing is
-committed, and `repeated` calls the public method again, at most CALLS_MAX times. A turn that such a call
-should end stays live meanwhile.
+**Conflicts.** A transaction fails with Conflict if another one has changed the same rows, or if the database
+failed in a transaction that it shared. Nothing is committed then. `repeated` calls the public method again,
+at most CALLS_MAX times. A turn that the method should end stays live meanwhile.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 NOBODY = 0  # no session
 TAKEN = "another daemon has taken over the conversation; send the message again"
 ENDED_MAX = 10_000  # far more than the turns that end during one read
-CALLS_MAX = 10  # tries of a method whose transactions lose every race
-PAUSE_SECONDS = 0.002  # rough pause before a call is repeated; it grows with each try
+CALLS_MAX = 10  # how often a method is tried whose transactions end with Conflict
+PAUSE_SECONDS = 0.002  # approximate pause before the first retry; it grows with each try
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -68,8 +68,8 @@ class _Role(Enum):
 
     BEGINS = auto()
     ENDS = auto()
-    LATE = auto()  # ending came too late: another attempt of ours is running
-    UNDECIDED = auto()  # ending has lost a race; the turn stays live
+    LATE = auto()  # the call that ends the turn came too late: a newer attempt is running here
+    UNDECIDED = auto()  # ending the turn failed with Conflict; the turn stays live
 
 
 class _ThreadTurn(NamedTuple):
@@ -83,7 +83,7 @@ class _ThreadState(threading.local):
 
 
 class StoreTransactions:
-    """Used in as many threads as the connections allow; `as_read` and `turn_as_read` in any thread."""
+    """Used in the store's threads, up to `num_lanes`. `as_read` and `turn_as_read` may run in any thread."""
 
     def __init__(self, writer: Transactions, now: Callable[[], float]) -> None:
         self._writer = writer
@@ -92,17 +92,16 @@ class StoreTransactions:
         self._ended: dict[int, None] = {}  # turns whose end was written, oldest first
         self._lock = threading.Lock()  # guards both dicts
         self._here = _ThreadState()
-        # The store is unsure while these differ: failures that may have left dead rows, and how many of
-        # them were repaired.
+        # The number of failures that may have left dead rows, and how many of them were repaired.
         self._num_failures, self._num_mended = 1, 0
         self._mending = threading.Lock()
-        self.session = NOBODY  # our session, once it is open
+        self.session = NOBODY  # this daemon's session, when it is open
 
     # -- transactions --
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
-        """Run one transaction, in which every `running` row is live. `is_serializable` as in backend.py."""
+        """Repair dead rows if necessary, then run one transaction. `is_serializable`: see backend.py."""
         self.interrupt_dead()
         self._here.turn = None
         is_refused = False
@@ -123,7 +122,7 @@ class StoreTransactions:
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[Connection]:
-        """Run the transaction that opens our session and interrupts turns that are dead by then."""
+        """Run the transaction that opens this daemon's session and interrupts dead turns."""
         with self._writer.writing() as conn:
             yield conn
         self._num_mended = self._num_failures
@@ -136,7 +135,8 @@ class StoreTransactions:
         """
         stays_live, was_written = False, False
         new = object()
-        with self._lock:  # if an earlier attempt to end the turn failed, it is live again
+        # make the turn live again if an earlier call that should end it has failed
+        with self._lock:
             token = self._live.setdefault(turn_id, new)
         was_live = token is not new
         self._here.turn = None
@@ -163,12 +163,13 @@ class StoreTransactions:
             if not stays_live and not (is_late and was_live):
                 self._end_life(turn_id, token)
                 if not was_written:
-                    self._note_failure()  # only now, when it is no longer live
+                    # only after `_end_life`: a live turn would not be repaired
+                    self._note_failure()
 
     def may_end(self, turn_id: int, attempt: int, fence: TurnFence | TurnProgress) -> bool:
-        """Return whether the turn is ours to end: no other daemon has claimed its conversation.
+        """Return whether this daemon may end the turn, i.e. no other daemon has claimed the conversation.
 
-        NotFound, and the turn is unchanged, if this daemon began it again since `attempt` (0: any attempt).
+        Raises NotFound if this daemon has begun the turn again since `attempt` (0: any attempt).
         """
         if fence.owner != self.session:
             return False
@@ -180,12 +181,12 @@ class StoreTransactions:
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
-        """Run statements outside a transaction. `is_snapshot` as in backend.py."""
+        """Run statements outside a write transaction. `is_snapshot`: see backend.py."""
         with self._writer.reading(is_snapshot) as conn:
             yield conn
 
     def repeat(self, call: Callable[[], T]) -> T:
-        """Call `call` until it loses no race, at most CALLS_MAX times. Then raise Conflict."""
+        """Call `call` until it does not raise Conflict. After CALLS_MAX calls, raise Conflict."""
         for number in range(1, CALLS_MAX + 1):
             try:
                 return call()
@@ -197,7 +198,7 @@ class StoreTransactions:
         raise AssertionError
 
     def _give_up(self) -> None:
-        """Remove the turn that should end from the live turns, as after any other error."""
+        """Remove the turn that the call should have ended from the live turns, as after any other error."""
         turn, self._here.turn = self._here.turn, None
         if turn is not None and turn.role is _Role.UNDECIDED:
             self._end_life(turn.turn_id, turn.token)
@@ -212,7 +213,7 @@ class StoreTransactions:
     # -- live turns --
 
     def add(self, turn_id: int) -> None:
-        """Note that the current transaction begins a turn, perhaps again. It is live unless that fails."""
+        """Note that the current transaction begins a turn. The turn is live unless the transaction fails."""
         token = object()
         self._here.turn = _ThreadTurn(turn_id, _Role.BEGINS, token)
         with self._lock:
@@ -226,13 +227,13 @@ class StoreTransactions:
                 del self._live[turn_id]
 
     def is_dead(self, conn: Connection, turn_id: int) -> bool:
-        """Return whether nobody computes this turn, given that its row is `running`."""
+        """Return whether a turn with a `running` row is dead: no daemon computes it."""
         if turn_id in self._live:
             return False
         return not turn_rows.runs_elsewhere(conn, turn_id, self.session)
 
     def interrupt_dead(self) -> list[int]:
-        """Interrupt every turn with a dead row. Return their ids."""
+        """Interrupt every dead turn. Return the ids of these turns."""
         if self._num_mended == self._num_failures:
             return []
         with self._mending:
@@ -243,7 +244,7 @@ class StoreTransactions:
             with self._writer.writing() as conn:
                 running = turn_rows.running_turns(conn, self.session)
                 dead = [turn for turn in running if turn not in self._live]
-                for turn_id in dead:  # Conflict if the turn has ended since
+                for turn_id in dead:  # raises Conflict if the turn has ended since
                     turn_rows.interrupt_turn(conn, turn_id, self._now())
             self._num_mended = num_failures
         return dead
@@ -251,14 +252,14 @@ class StoreTransactions:
     # -- for reads --
 
     def as_read(self, conn: Connection, conversation: StoredConversation) -> StoredConversation:
-        """Return the conversation as the next transaction will find it."""
+        """Return the conversation without a dead running turn."""
         turn_id = conversation.running_turn_id
         if turn_id is None or not self._reads_dead(conn, turn_id):
             return conversation
         return replace(conversation, running_turn_id=None)
 
     def turn_as_read(self, conn: Connection, turn: StoredTurn) -> StoredTurn:
-        """Return the turn as the next transaction will find it."""
+        """Return the turn, as `interrupted` if it is dead."""
         if turn.state is not StoredTurnState.RUNNING or not self._reads_dead(conn, turn.turn_id):
             return turn
         return replace(turn, state=StoredTurnState.INTERRUPTED)
@@ -277,7 +278,7 @@ W = TypeVar("W", bound=Writes)
 
 
 def repeated(method: Callable[Concatenate[W, P], T]) -> Callable[Concatenate[W, P], T]:
-    """Decorate a public method so that it is called again if its transaction has lost a race."""
+    """Decorate a public method so that it is called again if it raises Conflict."""
 
     @functools.wraps(method)
     def call(self: W, /, *arguments: P.args, **named: P.kwargs) -> T:

@@ -1,7 +1,7 @@
 """SQL of turns, as functions on a connection. See conversation_rows.py.
 
-A turn's body holds what a replay needs (request_id, sampling). forgetting.py overwrites it after 7 days, so a
-value that must last longer needs a column.
+A turn's body holds what a replay needs (request_id, sampling). forgetting.py overwrites the body after 7
+days, so a value that must be kept longer needs a column.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TurnProgress(NamedTuple):
 
     conversation: int
     state: StoredTurnState
-    revision: int | None  # the revision that it created, if it has ended
+    revision: int | None  # the revision that the turn created, if it has ended
     conversation_revision: int
     tenant: str
     end: tuple[int, int]  # messages and tokens of the history before the turn
@@ -132,7 +132,7 @@ def find_by_idempotency_key(conn: Connection, tenant: str, request_id: str) -> K
 
 
 def idempotency_key(tenant: str, request_id: str) -> bytes:
-    """Return the column of this name. A request with an Idempotency-Key is unique within its tenant."""
+    """Return the value of the column `idempotency_key`. It is unique for a request within its tenant."""
     return tenant_key(tenant, digest("request", request_id))
 
 
@@ -220,7 +220,7 @@ def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
 
 
 def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) -> None:
-    """Begin an interrupted or failed turn again with its seed. Its old messages are wiped."""
+    """Begin an interrupted or failed turn again with its first seed. Its old messages are wiped."""
     bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
     wipe_bodies(conn, tenant, (body for (body,) in bodies))
     conn.execute("DELETE FROM messages WHERE turn_id = ?", (turn_id,))
@@ -310,14 +310,13 @@ def runs_elsewhere(conn: Connection, turn_id: int, session: int) -> bool:
 
 
 def insert_logprobs(conn: Connection, tenant: str, turn_id: int, logprobs: bytes) -> None:
-    """Store the logprobs of a turn's reply in a separate body, which only a replay reads."""
+    """Store the logprobs of a turn's reply in a separate body, because only a replay reads them."""
     if logprobs:
         body = insert_packed_body(conn, tenant, b"", logprobs)
         conn.execute("UPDATE turns SET logprobs = ? WHERE turn_id = ?", (body, turn_id))
 
 
 def read_logprobs(conn: Connection, turn_id: int) -> bytes:
-    """Return the stored logprobs; empty if there are none."""
     row = conn.execute(
         "SELECT b.crc, b.private, b.tokens FROM turns t LEFT JOIN bodies b ON b.body = t.logprobs"
         " WHERE t.turn_id = ? AND t.logprobs IS NOT NULL",
@@ -327,7 +326,7 @@ def read_logprobs(conn: Connection, turn_id: int) -> bytes:
 
 
 def wipe_logprobs(conn: Connection, tenant: str, turn_id: int) -> None:
-    """Wipe the logprobs: the request is forgotten, or the reply was tokenized again and they do not match."""
+    """Wipe the logprobs. Used if the request is forgotten, or if the reply was tokenized again."""
     found = conn.execute(
         "SELECT logprobs FROM turns WHERE turn_id = ? AND logprobs IS NOT NULL", (turn_id,)
     ).fetchall()

@@ -1,10 +1,17 @@
 """Check that the records of a history agree: all at once (`verify`) or in steps (`Scrub`).
 
-For each conversation: positions count from 0, messages cover the log without gaps, every record passes its
-checksum and has the stated number of token ids, revisions do not fall and do not exceed the conversation's,
-and a finished turn is in the history completely or not at all. For the whole store: at most one turn of a
-conversation is running, every message and body is held by something, nothing refers to a missing row, and
-the byte counters of tenants are right.
+For each conversation:
+
+* positions count from 0, and messages cover the log without gaps
+* every record passes its checksum and has the stated number of token ids
+* revisions never decrease and do not exceed the conversation's revision
+* a finished turn is in the history completely or not at all
+
+For the whole store:
+
+* at most one turn of a conversation is running
+* every message and body is referenced, and no reference points to a missing row
+* the byte counters of tenants are correct
 """
 
 from __future__ import annotations
@@ -25,17 +32,18 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 PROBLEMS_MAX = 100
-KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}  # tables that a scrub walks through
+# tables that a scrub reads, with their key columns
+KEYS = {**NUMBER_COLUMNS, "owners": "conversation"}
 ROWS = 256
 BODIES_BYTES = 256 * 2**10
-# reads from a key on; returns the last key, or None at the end
+# Reads rows after a key. Returns the last key that it has read, or None at the end.
 Walk = Callable[["Connection", int, list[str]], "int | None"]
 
 
 def verify(
     path: Path, driver: Any, conversation_id: str | None, tenant: str, *, immutable: bool = False
 ) -> list[str]:
-    """Return at most PROBLEMS_MAX problems; empty if all is well."""
+    """Return at most PROBLEMS_MAX problems; an empty list if none were found."""
     opened = partial(read_only, path, driver, immutable=immutable)
     return verified(opened, conversation_id, tenant)
 
@@ -45,7 +53,7 @@ def verified(
     conversation_id: str | None,
     tenant: str,
 ) -> list[str]:
-    """Like `verify`, over any connection that reads."""
+    """Like `verify`, but for any read connection."""
     problems: list[str] = []
     try:
         with opened() as conn:
@@ -60,7 +68,7 @@ def verified(
 
 
 def integrity_check(path: Path, driver: Any, *, immutable: bool = False) -> list[str]:
-    """Return the problems that SQLite finds in pages, indices and foreign keys."""
+    """Return the problems that SQLite finds in pages, indexes and foreign keys."""
     try:
         with read_only(path, driver, immutable=immutable) as conn:
             found = conn.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})").fetchall()
@@ -121,16 +129,16 @@ class Walks(NamedTuple):
     """The steps of a scrub for one kind of database, and an estimate of their number."""
 
     walks: tuple[Walk, ...]
-    num_steps: Callable[[Connection], int]  # an estimate, rather too high
+    num_steps: Callable[[Connection], int]  # an estimate that is rather too high than too low
 
 
 class Scrub:
-    """Reads the whole history in small steps, to find damage in data that nobody has read for months.
+    """Reads the whole history in small steps, to find damage in data that is rarely read.
 
-    A step is one short read transaction (a snapshot of `reads`), so that it delays no deletion. It takes a
-    few milliseconds, because a conversation is no longer than the model's context. Unreadable data
-    (StoreCorrupt) is reported as a problem. The position is not stored: a new process starts over. One
-    thread at a time.
+    A step is one short read transaction (a snapshot of `reads`), so that it does not delay deletions. It
+    takes a few milliseconds, because a conversation is not longer than the model's context. Unreadable data
+    (StoreCorrupt) is reported as a problem. The position is not stored, so a new process starts from the
+    beginning. For one thread at a time.
     """
 
     def __init__(self, reads: Reads, walks: Walks) -> None:
@@ -169,7 +177,6 @@ class Scrub:
 
 
 def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """Check the next conversation."""
     number: int | None = conn.execute(
         "SELECT min(conversation) FROM conversations WHERE conversation > ?", (after,)
     ).fetchone()[0]
@@ -179,7 +186,6 @@ def look_at_conversation(conn: Connection, after: int, problems: list[str]) -> i
 
 
 def look_at_bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
-    """Check the next few bodies."""
     lengths = conn.execute(
         "SELECT body, coalesce(length(private) + length(tokens), 0) FROM bodies WHERE body > ?"
         " ORDER BY body LIMIT ?",
@@ -211,7 +217,6 @@ def read_tables(
 
 
 def highest_keys(conn: Connection) -> dict[str, int]:
-    """Return the highest key of each table."""
     return {
         table: conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()[0]
         for table, key in KEYS.items()

@@ -6,7 +6,7 @@
 
 `Tokenizer` reads a folder in the Hugging Face layout. `ChatTemplate` turns new messages into the tokens
 that follow a log, without reading the log. `TemplateText` keeps a client's text from becoming control
-tokens. `probe` finds what a template would change in earlier turns if it rendered them again.
+tokens. `probe` finds what a template would change in earlier turns if it rendered these turns again.
 """
 
 from pensieve.text.detokenizer import Detokenizer

@@ -1,8 +1,8 @@
-"""Grammars of replies that call tools, in each family's form, for llguidance.
+"""Grammars for llguidance that make a reply call tools in the form of a family of models.
 
     form            a reply with calls
     hermes          text <tool_call> {"name": …, "arguments": …} </tool_call> text …
-    llama           {"name": …, "parameters": …}; {"name": …, …}        from the reply's beginning
+    llama           {"name": …, "parameters": …}; {"name": …, …}        at the start of the reply
     mistral_list    text [TOOL_CALLS] [{"name": …, "arguments": …}, {…}]
     mistral_named   text [TOOL_CALLS]name[ARGS]{…}[TOOL_CALLS]name[ARGS]{…}
 
@@ -10,15 +10,15 @@ The input is JSON:
 
     form      one of the forms above
     tools     the tools that may be called, each with `name`, `schema` (null: any object), and `is_lenient`
-              (keywords of the schema that cannot be enforced are ignored)
-    must      the reply has to be a call
+              (ignore keywords of the schema that cannot be enforced)
+    must      the reply must be a call
     single    the reply has at most one call
     reply     kind and text of a constraint on a reply without calls, or null
 
-**The mark decides.** Text is free until a mark of a call comes. After a mark, only a call of these tools
-can follow. If the mark is a control token, only that token counts, and text that looks like the mark stays
-text, as in tool_calls/styles.py. In Llama's form, the reply's first character decides between call and
-text. If nothing closes the part that a mark opened, no text follows a call.
+**Marks.** A mark is the text or control token that starts a call, such as `<tool_call>`. Text is free until a
+mark. After a mark, only a call of these tools can follow. If the mark is a control token, text that looks
+like the mark stays text (see tool_calls/styles.py). Llama's form has no mark: the first character of the
+reply decides between call and text. If nothing closes the part that a mark opened, no text can follow a call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SchemaRule = Callable[[Mapping[str, Any], bool], str]  # from a schema and wheth
 def calls_grammar(
     text: str, token_id: Callable[[str], int | None], rule_of: RuleOf, schema_rule: SchemaRule
 ) -> str:
-    """Return the grammar in Lark's form. Raises ValueError if a tool cannot be called in this form."""
+    """Return the grammar in Lark syntax. Raises ValueError if a tool cannot be called in this form."""
     wanted = json.loads(text)
     return _Grammar(wanted, token_id, rule_of, schema_rule).text()
 
@@ -87,7 +87,7 @@ class _Grammar:
         return "\n".join([f"start: {start}", *self._rules, OWN_TERMS])
 
     def _marked(self, mark: str, call: str, *, may_repeat: bool) -> tuple[str, str]:
-        """Return rules for free text and for calls, if a mark begins each call."""
+        """Return rules for free text and for calls, in a form whose calls begin with a mark."""
         many = may_repeat and not self._single
         is_alone = self._must or self._reply is not None
         known, call = self._token_id(mark), self._rule("call", call)
@@ -108,7 +108,10 @@ class _Grammar:
 
     @property
     def _is_closed(self) -> bool:
-        """Whether text after a call is outside the part that the call's mark opened."""
+        """Whether text may follow a call.
+
+        If a control token opens the part of the call, only another control token can close the part.
+        """
         if self._form is not CallForm.HERMES:
             return False
         return self._token_id(OPENING) is None or self._token_id(CLOSING) is not None
@@ -140,7 +143,7 @@ class _Grammar:
         return f"({' | '.join(choices)})"
 
     def _object(self, member: str) -> str:
-        """Return a rule for the object that is a call, with the white space around it."""
+        """Return a rule for a call that is a JSON object, with the white space around the object."""
         choices = []
         for number, tool in enumerate(self._tools):
             name, key = json.dumps(tool["name"], ensure_ascii=False), json.dumps(member)

@@ -2,20 +2,20 @@
 
     kind, text ──grammar_of──> a grammar of llguidance ──compile──> Matcher: consume tokens, ask for masks
 
-A matcher works on the bytes that our tokenizer gives each token, so it accepts exactly what the detokenizer
-writes. Control tokens have no bytes: only a grammar that names a control token allows it. (If a tokenizer
-drops a space before a reply's first token, the grammar still sees that space.)
+A matcher uses the bytes that our tokenizer assigns to each token, so it accepts exactly the text that the
+detokenizer produces. Control tokens have no bytes, and are allowed only where the grammar names them. (If a
+tokenizer drops a space before a reply's first token, the grammar still sees that space.)
 
-White space between the parts of JSON is a line end and at most WHITE_SPACES_MAX spaces. That is enough to
-indent, and keeps an unsure model from writing spaces up to the length limit.
+White space between the parts of JSON is at most one line break and WHITE_SPACES_MAX spaces. That is enough
+for indentation. Without this limit, an uncertain model could write spaces up to the length limit.
 
-Text with only one continuation is still sampled token by token (`NO_FORCING`). The package would compute
-all of it at once, in time and memory that no fuel bounds.
+If only one continuation is possible, its tokens are still sampled one by one (`NO_FORCING`). llguidance could
+return the whole continuation, but fuel would not limit the time and memory for that.
 
-**Bounds.** Fuel limits the work of building a grammar and of one step, in units of work, so that a grammar
-that works on one machine works on every machine. core/constraint.py bounds the text first. Every error is a
-`GrammarError` with a short text. COMPILED_MAX compiled matchers are kept and handed out as copies, so a
-turn's matcher depends only on that turn's tokens.
+**Limits.** llguidance counts its work in units called fuel. Fuel limits the work of building a grammar and of
+one step. So a grammar that works on one machine works on every machine. Before that, core/constraint.py
+limits the length of the text. Every error is a `GrammarError` with a short text. Up to COMPILED_MAX compiled
+matchers are cached. Each turn gets a copy, so turns do not affect each other.
 
 Any thread may compile. A matcher belongs to one turn.
 """
@@ -36,9 +36,9 @@ from pensieve.text.call_grammars import calls_grammar
 
 COMPILED_MAX = 32
 WHITE_SPACES_MAX = 20
-INITIAL_FUEL = 1_000_000  # 20 ms
-STEP_FUEL = 100_000  # 7 ms
-STEP_ITEMS_MAX = 50_000  # 3 ms
+INITIAL_FUEL = 1_000_000  # takes about 20 ms
+STEP_FUEL = 100_000  # takes about 7 ms
+STEP_ITEMS_MAX = 50_000  # takes about 3 ms
 ROW_ITEMS_MAX = 5_000
 GRAMMAR_SYMBOLS_MAX = 100_000
 LEXER_STATES_MAX = 10_000  # in each matcher, 1 to 2 kB each
@@ -73,7 +73,7 @@ class Vocabulary(Protocol):
 
 
 class Matcher:
-    """Follow one reply through its grammar. Belongs to one turn."""
+    """Follows one reply through its grammar. Belongs to one turn."""
 
     def __init__(self, native: Any, num_bytes: int) -> None:
         self._native = native
@@ -83,7 +83,7 @@ class Matcher:
         return Matcher(self._native.deep_copy(), self._num_bytes)
 
     def consume(self, token_id: int) -> None:
-        """Advance past this token, which a mask allowed."""
+        """Advance by this token, which the last mask must have allowed."""
         if not self._native.consume_token(token_id):
             self._raise()
 
@@ -93,9 +93,9 @@ class Matcher:
         return bool(self._native.is_accepting())
 
     def mask(self) -> bytearray:
-        """Return a bit for each token of the vocabulary, lowest bit first: whether it may be next.
+        """Return a bit for each token of the vocabulary: whether the token may be next. Lowest bit first.
 
-        Bits of tokens that end a reply have no meaning. All bits are 0 once the grammar takes nothing more.
+        Bits of tokens that end a reply have no meaning. All bits are 0 if the grammar allows no more tokens.
         """
         native = self._native
         if native.is_stopped():
@@ -117,7 +117,7 @@ class _Key(NamedTuple):
 
 
 class Grammars:
-    """Compile grammars for one vocabulary. Imports the package with the first grammar."""
+    """Compiles grammars for one vocabulary. Imports llguidance for the first grammar."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -128,14 +128,14 @@ class Grammars:
         self._native_vocabulary: Any = None
 
     def prepare(self) -> None:
-        """Import the package and read the vocabulary. Raises ConfigError if the package is missing."""
+        """Import llguidance and read the vocabulary. Raises ConfigError if the package is missing."""
         with self._loading:
             if self._native_vocabulary is None:
                 self._package = need(*EXTRA)
                 self._native_vocabulary = _native(self._package, self._vocabulary)
 
     def matcher(self, kind: str, text: str) -> Matcher:
-        """Return a matcher at the beginning of a reply. Raises GrammarError."""
+        """Return a matcher for a new reply. Raises GrammarError."""
         if (known := self.known(kind, text)) is not None:
             return known
         compiled = self.compile(kind, text)
@@ -146,7 +146,7 @@ class Grammars:
             return compiled.copy()
 
     def known(self, kind: str, text: str) -> Matcher | None:
-        """Return the matcher if it is compiled already, else None."""
+        """Return a matcher if the grammar is already compiled, otherwise None."""
         key = _Key(kind, text)
         with self._lock:
             if (found := self._compiled.get(key)) is None:
@@ -155,7 +155,7 @@ class Grammars:
             return found.copy()
 
     def compile(self, kind: str, text: str) -> Matcher:
-        """Compile a matcher without keeping it. Raises GrammarError."""
+        """Compile a matcher without caching it. Raises GrammarError."""
         self.prepare()
         package = self._package
         assert package is not None
@@ -178,7 +178,7 @@ class Grammars:
 def grammar_of(
     package: ModuleType, kind: str, text: str, token_id: Callable[[str], int | None]
 ) -> str:
-    """Return the grammar in llguidance's form. Raises ValueError."""
+    """Return the grammar in the syntax of llguidance. Raises ValueError."""
     rule_of = partial(_rule_of, package)
     if kind == "grammar":
         if OPTION in text:
@@ -211,13 +211,16 @@ def _rule_of(package: ModuleType, kind: str, text: str) -> str:
 
 
 def _schema_rule(schema: Mapping[str, Any], is_lenient: bool = False) -> str:
-    """Return a rule with our options instead of the client's. Lenient: unknown keywords are ignored."""
+    """Return a rule for a JSON schema, with Pensieve's options for llguidance instead of the client's.
+
+    `is_lenient`: unknown keywords are ignored.
+    """
     options = {**JSON_OPTIONS, "lenient": is_lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def short(message: str) -> str:
-    """Return the beginning of the package's message, on one line."""
+    """Return the start of an llguidance error message, on one line."""
     return one_line(ValueError(message))
 
 
@@ -235,7 +238,7 @@ def _limits(package: ModuleType) -> Any:
 
 
 class _Tokens:
-    """The vocabulary in the form that the package reads."""
+    """The vocabulary in the form that llguidance reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         ids = range(vocabulary.vocab_size)
@@ -247,12 +250,12 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return no tokens: nothing is forced, so texts of a grammar are never tokenised."""
+        """Return no tokens. llguidance calls this only to force text, which NO_FORCING turns off."""
         return []
 
 
 def _ends(vocabulary: Vocabulary) -> Iterable[int]:
-    """Return candidates for the end token that the package requires. Its bit is never read."""
+    """Return candidates for the end token that llguidance requires. The bit of that token is never read."""
     return vocabulary.eos_token_ids or vocabulary.special_ids or vocabulary.control_ids or {0}
 
 

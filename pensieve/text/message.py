@@ -1,7 +1,7 @@
-"""Messages, and the settings that a conversation begins with, checked as they enter.
+"""Messages, and the template settings of a conversation. Both are validated when they are created.
 
-Every string that a template sees, at any depth, is a plain `str` that UTF-8 can express. All other values
-are plain JSON.
+Every string that a template sees, at any depth, is a plain `str` that can be encoded as UTF-8. All other
+values are plain JSON.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from pensieve.errors import InvalidArgument
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGES_MAX = 4096  # of one turn
-DEPTH_MAX = 64  # nesting of tools, arguments and options
+MESSAGES_MAX = 4096  # limit for the messages of one turn
+DEPTH_MAX = 64  # limit for the nesting of tools, arguments and options
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call in an assistant message that a client supplies. Sampled calls stay tokens."""
+    """A tool call in an assistant message that a client sends. Calls that the model samples stay tokens."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -37,8 +37,9 @@ class Message:
     thinking: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    name: str | None = None  # the tool that answers
-    num_characters: int = field(init=False, compare=False, repr=False)  # bounds the template's work
+    name: str | None = None  # in a tool's answer: the name of the tool
+    # used to limit the template's work
+    num_characters: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         texts = [self.content, self.thinking or "", self.name or ""]  # not yet checked to be text
@@ -50,9 +51,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TemplateSetting:
-    """Tools, template options and date, which a conversation fixes when it begins.
+    """Tools, template options and date, which are fixed when a conversation begins.
 
-    `reply_begins` belongs to one turn: the beginning of the reply, written by the client (prefill).
+    `reply_begins` belongs to one turn. It is the start of the reply, written by the client (prefill).
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -62,9 +63,9 @@ class TemplateSetting:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call: a mapping that becomes JSON if a template joins it to text.
+    """The arguments of a tool call: a mapping that becomes JSON if a template concatenates it with text.
 
-    Some templates write `arguments | tojson`, others `'…' + arguments`.
+    This supports both kinds of templates: some write `arguments | tojson`, others `'…' + arguments`.
     """
 
     def __str__(self) -> str:
@@ -95,9 +96,9 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def plain_text(text: str, where: str) -> str:
-    """Return a plain `str`, so that none of it counts as the template's text.
+    """Return a plain `str`, so that no part of it counts as the template's text.
 
-    Raises InvalidArgument if UTF-8 cannot express the text.
+    Raises InvalidArgument if the text cannot be encoded as UTF-8.
     """
     if not isinstance(text, str):
         raise InvalidArgument(where, f"must be text, not {type(text).__name__}")

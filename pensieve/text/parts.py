@@ -1,8 +1,8 @@
 """Find the part of a reply that a token belongs to: thinking, text or a tool call.
 
-The ids of control tokens decide, never the text, so no text can pretend to be another part. A control token
-belongs to the part that it opens or closes. A `PartMarker` also reads the prompt's last tokens, because
-some templates open the thinking in the generation prompt.
+Only the ids of control tokens decide. So text that looks like a control token does not begin another part. A
+control token belongs to the part that it opens or closes. A `PartMarker` also reads the last tokens of the
+prompt, because some templates open the thinking in the generation prompt.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _OPENING = {
     "<think>": Part.THINKING,
     "[THINK]": Part.THINKING,
     "<tool_call>": Part.TOOL_CALL,
-    "[TOOL_CALLS]": Part.TOOL_CALL,  # the end of the reply closes it
-    "<|python_tag|>": Part.TOOL_CALL,  # likewise
+    # The end of the reply closes these parts.
+    "[TOOL_CALLS]": Part.TOOL_CALL,
+    "<|python_tag|>": Part.TOOL_CALL,
     "<|python_start|>": Part.TOOL_CALL,
     "<|tool_call_start|>": Part.TOOL_CALL,
     "<｜tool▁calls▁begin｜>": Part.TOOL_CALL,
@@ -39,7 +40,7 @@ _CLOSING = (
 
 
 class PartMarker:
-    """Assign the tokens of one reply, in order, to parts."""
+    """Assigns the tokens of one reply, in order, to parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = ()) -> None:
         self._opening = {

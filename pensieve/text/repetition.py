@@ -1,19 +1,19 @@
-"""Detect, from token ids alone, that a reply only repeats itself."""
+"""Detect from token ids that a reply only repeats itself."""
 
 from __future__ import annotations
 
 from array import array
 
-REPEATS = 4  # of a pattern, at least
-STRIDE = 16  # tokens between two looks: a look costs about a microsecond
+REPEATS = 4  # a pattern must occur at least this often
+STRIDE = 16  # tokens between two checks; a check costs about a microsecond
 
 
 class RepetitionDetector:
-    """Watch one reply, and tell when its end is a single pattern, repeated.
+    """Detects that the end of one reply is a single repeated pattern.
 
     Let p be the length of the pattern. The reply repeats itself if its last max(`num_tokens`, REPEATS · p)
-    tokens have the period p: each token equals the token p positions earlier. Only exact repetition counts:
-    numbered lists, tables and code with any variation never match.
+    tokens have the period p: each token equals the token p positions earlier. Only exact repetition counts.
+    Numbered lists, tables or code with any variation never match.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -22,7 +22,7 @@ class RepetitionDetector:
         self._tokens = array("I")
 
     def push(self, token_id: int) -> bool:
-        """Add a token; return whether the reply repeats itself. Looks at every STRIDE-th token."""
+        """Add a token. Return whether the reply repeats itself; this is checked at every STRIDE-th token."""
         self._tokens.append(token_id)
         length = len(self._tokens)
         if length % STRIDE or length < self._num_tokens:
@@ -31,10 +31,11 @@ class RepetitionDetector:
 
 
 def period_of_end(tokens: array[int], num_tokens: int) -> int:
-    """Return the period of the last max(num_tokens, REPEATS * period) tokens; 0 without one.
+    """Return the period of the last max(num_tokens, REPEATS * period) tokens, or 0 if they have none.
 
-    Periods above `num_tokens` are not looked for. If there is a period p, the last few tokens also occur p
-    positions earlier. So only distances at which `bytes.rfind` finds a copy of them are checked.
+    Periods above `num_tokens` are not considered. If there is a period p, the last few tokens also occur p
+    positions earlier. So `bytes.rfind` searches for earlier copies of the last few tokens, and only the
+    distances of these copies are checked.
     """
     data, width = tokens.tobytes(), tokens.itemsize
     end = data[-max(num_tokens // REPEATS, 1) * width :]

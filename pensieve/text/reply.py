@@ -1,17 +1,18 @@
-"""Decode the tokens of a reply as they come, and find the token that ends it.
+"""Decode the tokens of a reply as they are sampled, and find the token that ends the reply.
 
     token id ─> Detokenizer ─> StopMatcher ─> text of the token
                 (withholds      (withholds what may
                  incomplete      begin a stop string)
                  UTF-8)
 
-A reply stops at an end-of-turn token (unless the client ignores it), at a stop token, at a stop string, or
-when it only repeats itself. Stop strings and repetition count from `min_tokens` on. A token that ends the
-reply by its id is in the log and not in the text. After a stop string the log ends with the token that
-completed it, and the text ends before the string. The scheduler decides when a reply has its maximum length
-and marks its last token (`is_last`).
+A reply stops at an end-of-turn token (unless the client ignores these tokens), at a stop token, at a stop
+string, or when it only repeats itself. Stop strings and repetition count from `min_tokens` on. An end-of-turn
+token or stop token is in the log, but not in the text. If a stop string ends the reply, the log ends with the
+token that completed the string, and the text ends before the string. The scheduler decides when a reply has
+its maximum length, and marks its last token (`is_last`).
 
-Withheld text is released at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string unchanged.
+Withheld text is released at the end of the reply: incomplete UTF-8 as U+FFFD, the start of a stop string
+unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class ReplyText:
-    """The text of one reply. It lives until the turn ends, also while the turn is suspended."""
+    """The text of one reply. Used until the turn ends, also across suspensions of the turn."""
 
     __slots__ = (
         *("_detokenizer", "_min_tokens", "_num_tokens", "_repetition", "_stop_matcher"),
@@ -42,7 +43,7 @@ class ReplyText:
         *,
         continues_text: bool = False,
     ) -> None:
-        """`continues_text`: the prompt ends within a text, so a first token keeps its leading space."""
+        """`continues_text`: the prompt ends within a text, so the first token keeps its leading space."""
         self.end_token_ids = end_token_ids
         self._detokenizer = Detokenizer(tokenizer, is_first=not continues_text)
         self._stop_matcher = StopMatcher(stop)
@@ -61,7 +62,7 @@ class ReplyText:
         if stops or is_last or repeats:
             text += self._detokenizer.flush()
         if self._num_tokens < self._min_tokens:
-            return text, stops  # neither a stop string nor repetition ends the reply yet
+            return text, stops  # stop strings and repetition do not count yet
         released, matched = self._stop_matcher.push(text)
         if matched is not None:
             return released, True

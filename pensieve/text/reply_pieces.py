@@ -1,21 +1,21 @@
-"""Cut a reply into pieces as its tokens come: thinking, text, tool calls.
+"""Cut a streaming reply into pieces: thinking, text, tool calls.
 
     (text, part) of each token ──push──> Thinking("The user wants …")
                                          Text("I'll look.")
                                          CallBegan(0, "get_weather")  CallArguments(0, '{"city": "Paris"}')
 
-* Thinking has no marks and no white space around it. An empty line separates several runs. Text after
-  thinking has no white space before it.
-* A call begins once its name is known and its arguments have begun. The arguments are then passed on as
-  they come. When the JSON object of the arguments has closed, the call is complete and listed in `calls`.
-  White space around calls is dropped.
-* A piece that looks like a call is text, exactly as sampled, if its JSON is malformed, its shape unknown,
-  or its name not among the tools.
-* A call may break off after it began, at a length limit or at a character that JSON does not allow. It
-  stays begun and incomplete: it is missing from `calls`, and the rest of the reply is text.
+* The marks and white space around thinking are dropped. If a reply thinks several times, an empty line
+  separates the runs. White space between thinking and the text after it is dropped.
+* A call begins when its name is known and its arguments have begun. From then on, the arguments are streamed.
+  When the JSON object of the arguments is closed, the call is complete and listed in `calls`. White space
+  around calls is dropped.
+* Something that looks like a call is text, exactly as sampled, if its JSON is malformed, its form is unknown,
+  or its name is not among the tools.
+* A call may be cut off after it began, by a length limit or a character that JSON does not allow. This call
+  stays incomplete and is missing from `calls`. The rest of the reply is text.
 
-Neighbouring pieces of one kind are joined within a push. All pieces together do not depend on how the text
-is cut into tokens.
+Within a push, adjacent pieces of the same kind are joined. The pieces of a whole reply do not depend on how
+the text is cut into tokens.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ Piece: TypeAlias = Thinking | Text | CallBegan | CallArguments
 
 
 class ReplyPieces:
-    """Cut one reply into pieces."""
+    """Cuts one reply into pieces."""
 
     def __init__(self, style: CallStyle | None, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`style`: None if calls count as text. `tools`: of the request; if empty, any name may be called."""
+        """`style`: None if calls count as text. `tools`: the request's tools; if empty, all names count."""
         self._finder = None if style is None else CallFinder(style, tools)
         self._thinking = TrimmedThinking()
         self._text = TrimmedText()
@@ -75,7 +75,7 @@ class ReplyPieces:
         return self._taken()
 
     def end(self) -> list[Piece]:
-        """Return the withheld pieces, at the end of the reply."""
+        """End the reply and return the withheld pieces."""
         self._end_thinking()
         if self._finder is not None:
             self._take(self._finder.interrupt())
@@ -83,7 +83,7 @@ class ReplyPieces:
         return self._taken()
 
     def whole(self, parts: Iterable[tuple[Part, str]]) -> list[Piece]:
-        """Return the pieces of a whole reply. Nothing was pushed before."""
+        """Return the pieces of a whole reply. Must not be combined with `push`."""
         found: list[Piece] = []
         for part, text in parts:
             found += self.push(text, part)
@@ -96,12 +96,12 @@ class ReplyPieces:
 
     @property
     def calls(self) -> list[ParsedCall]:
-        """The complete calls, in their order."""
+        """The complete calls, in order."""
         return [] if self._finder is None else self._finder.calls.whole
 
     @property
     def ends_with_call(self) -> bool:
-        """Whether the reply ends with a complete call and no text after it. Known at the end of the reply."""
+        """Whether the reply ends with a complete call. Valid only after `end`."""
         finder = self._finder
         return self._text.ends_with_call and finder is not None and finder.calls.last_is_whole
 
@@ -131,18 +131,18 @@ class ReplyPieces:
             self._pieces.append(piece)
 
     def _taken(self) -> list[Piece]:
-        """Return the pieces since the last call."""
+        """Return and remove the collected pieces."""
         pieces, self._pieces = self._pieces, []
         return merged(pieces)
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces with neighbours of the same kind joined."""
+    """Return the pieces, with adjacent pieces of the same kind joined."""
     return [_together(list(run)) for _, run in groupby(pieces, _kind)]
 
 
 def _kind(piece: Piece) -> tuple[type, int]:
-    """Return a key that neighbours of one kind share."""
+    """Return a key that is equal for pieces that can be joined."""
     return type(piece), piece.index if isinstance(piece, CallBegan | CallArguments) else 0
 
 
@@ -155,7 +155,7 @@ def _together(run: Sequence[Piece]) -> Piece:
 
 
 class TrimmedText:
-    """Trim the text of a reply beside its thinking and its calls.
+    """Trims the text of a reply next to its thinking and its calls.
 
     White space is removed
 
@@ -167,7 +167,7 @@ class TrimmedText:
     def __init__(self) -> None:
         self._tail = _Tail()
         self._has_begun = False
-        self._is_behind = False  # thinking or a call came before
+        self._is_behind = False  # thinking or a call came before the next text
         self.ends_with_call = False  # no text came after the call
 
     def push(self, text: str) -> str:
@@ -180,31 +180,31 @@ class TrimmedText:
         return shown
 
     def thinking(self) -> None:
-        """Note that thinking comes here."""
+        """Note that thinking follows."""
         self._is_behind = True
 
     def call(self) -> None:
-        """Note that a call comes here."""
+        """Note that a call follows."""
         self._tail.withheld = ""
         self._is_behind = self.ends_with_call = True
 
     def end(self) -> str:
-        """Return the white space at the end of the reply, if it stays."""
+        """Return the white space at the end of the reply, unless it is removed."""
         white, self._tail.withheld = self._tail.withheld, ""
         is_dropped = self.ends_with_call or (self._is_behind and not self._has_begun)
         return "" if is_dropped else white
 
 
 class TrimmedThinking:
-    """Trim the thinking of a reply: one paragraph for each run, without white space and marks around it."""
+    """Trims the thinking of a reply: one paragraph per run, without the marks and white space around it."""
 
     def __init__(self) -> None:
         self._has_begun = False  # an earlier run had text
         self._begin_run()
 
     def _begin_run(self) -> None:
-        self._opening = list(THINKING_MARKS[0])  # marks that may still come before the run's text
-        self._before = ""  # text that may be such a mark
+        self._opening = list(THINKING_MARKS[0])  # opening marks that may precede the run's text
+        self._before = ""  # text that may be an opening mark
         self._is_blank = True  # the run has no text yet
         self._tail = _Tail(THINKING_MARKS[1])
 
@@ -214,7 +214,7 @@ class TrimmedThinking:
         return self._shown(self._tail.push(text)) if text else ""
 
     def end_run(self) -> str:
-        """Return the rest of a run."""
+        """End the run and return its withheld text."""
         rest = self._before + self._tail.withheld
         for mark in THINKING_MARKS[1]:
             rest = rest.rstrip().removesuffix(mark)
@@ -223,7 +223,7 @@ class TrimmedThinking:
         return shown
 
     def _without_opening(self, text: str) -> str:
-        """Remove white space and opening marks. The run is blank until a character of it is shown."""
+        """Remove white space and opening marks from the start of a run."""
         text = (self._before + self._tail.withheld + text).lstrip()
         self._before = self._tail.withheld = ""
         while text and self._opening:
@@ -246,10 +246,10 @@ class TrimmedThinking:
 
 
 class _Tail:
-    """Withhold what may be the end of a text that comes in pieces.
+    """Withholds the possible end of a streamed text: white space, a closing mark, and more white space.
 
-    Text that was passed on cannot be taken back. So white space, a closing mark and white space after it are
-    withheld until more text follows. A run of white space above `WHITE_CHARACTERS_MAX` characters is text.
+    Text that was sent cannot be taken back. So the possible end is withheld until more text follows. More
+    than `WHITE_CHARACTERS_MAX` characters of white space count as text.
     """
 
     def __init__(self, marks: Sequence[str] = ()) -> None:
@@ -258,7 +258,7 @@ class _Tail:
         self.withheld = ""
 
     def push(self, text: str) -> str:
-        """Add text; return the text that cannot be the end."""
+        """Add text. Return the text that cannot belong to the end."""
         text = self.withheld + text
         end = len(text.rstrip())
         length = self._mark_length(text, end)
@@ -272,7 +272,7 @@ class _Tail:
         return text[:start]
 
     def _mark_length(self, text: str, end: int) -> int:
-        """Return the length of a closing mark at the end, or of its beginning if more may come."""
+        """Return the length of a closing mark at the end of `text`, or of the start of a mark there."""
         for mark in self._marks:
             for length in range(len(mark), 0 if end == len(text) else len(mark) - 1, -1):
                 if text.endswith(mark[:length], 0, end):

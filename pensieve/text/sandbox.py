@@ -1,9 +1,9 @@
-"""The Jinja sandbox for chat templates, with the functions that `transformers` offers them.
+"""The Jinja sandbox for chat templates, with the functions that `transformers` gives to templates.
 
-Jinja's immutable sandbox lets a template reach only its variables. Two of Jinja's hooks track which
-characters the template wrote (see template_text.py). The code generator makes every constant a
-`TemplateText`. The environment's `concat`, which joins all output of templates, macros and blocks, keeps
-the marks.
+Jinja's immutable sandbox lets a template access only its variables. Two hooks of Jinja track which characters
+the template wrote (see template_text.py). The code generator turns every constant into a `TemplateText`. The
+environment's `concat`, which joins all output of templates, macros and blocks, keeps the marks of each
+character.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pensieve.text.template_text import concat, written
 
 
 class _MarkingCodeGenerator(CodeGenerator):
-    """Compile a template so that each of its constants is a `TemplateText`."""
+    """Compiles a template so that each constant is a `TemplateText`."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         value = node.as_const(frame.eval_ctx)
@@ -45,7 +45,7 @@ class _MarkingCodeGenerator(CodeGenerator):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """Accept `{% generation %}`, which marks replies for training. It has no effect here."""
+    """Accepts `{% generation %}`, which marks replies for training. The tag has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -67,13 +67,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-            optimized=False,  # it would fold lists of constants into one, unmarked
+            optimized=False,  # the optimizer would join constants and lose their marks
         )
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
 
     def options(self, source: str) -> set[str]:
-        """Return the variables that a template expects: names it never sets, or sets only if undefined."""
+        """Return the variables that a template expects: those that it never sets, or sets if undefined."""
         tree = self.parse(source)
         stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
         tested = {

@@ -1,11 +1,11 @@
-"""Find stop strings in a text that arrives in pieces.
+"""Find stop strings in a streamed text.
 
-The match that counts is the one that is *complete first*. If several are complete with the same character,
-the longest counts. The matcher withholds text that may still belong to a match: the longest suffix that is
-a prefix of a stop string. Its length is the depth of the state.
+The first complete match counts. If several matches end at the same character, the longest match counts. The
+matcher withholds text that may belong to a match: the longest suffix of the text that is a prefix of a stop
+string. The length of this suffix is the depth of the state.
 
-This is the automaton of Aho and Corasick. The states are the nodes of the trie of the stop strings. If a
-character does not fit, the state falls back to the longest proper suffix of its string that is a node too.
+This is the Aho-Corasick automaton. The states are the nodes of the trie of the stop strings. If a character
+does not fit, the automaton falls back to the longest proper suffix of its state's string that is also a node.
 A character costs amortised constant time.
 """
 
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 
 class StopResult(NamedTuple):
-    """The text that a piece released, and the stop string that it completed, if any."""
+    """The text that a push released, and the stop string that it completed, if any."""
 
     released: str  # text that cannot be part of a stop string
     matched: str | None  # the stop string that ended the text
 
 
 class StopMatcher:
-    """Match stop strings in one reply, and withhold text that may begin one."""
+    """Finds stop strings in one reply, and withholds text that may begin a stop string."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         assert all(stops), "a stop string is not empty"
@@ -39,7 +39,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> StopResult:
-        """Add a piece of text; return the text that it releases."""
+        """Add a piece of text. Return the text that is released."""
         assert self.matched is None, "the text has ended"
         text = self._withheld + text
         state = self._state
@@ -55,7 +55,7 @@ class StopMatcher:
         return StopResult(text[:sure], None)
 
     def flush(self) -> str:
-        """Return the withheld text, at the end of a reply without a match."""
+        """Return the withheld text at the end of a reply that has no match."""
         withheld, self._withheld, self._state = self._withheld, "", 0
         return withheld
 
@@ -79,7 +79,7 @@ class StopMatcher:
         self._longest[state] = stop
 
     def _link(self) -> None:
-        """Find all fallbacks, breadth first, because a fallback is shallower than its state."""
+        """Find the fallback of each state. Breadth first, because a fallback is shallower than its state."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

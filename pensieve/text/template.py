@@ -1,31 +1,32 @@
 """Turn messages into the tokens that follow a log. The log is never rendered or tokenised again.
 
-A chat template is a function of a whole conversation. Pensieve needs only its last piece, as it would
-follow this log, whatever tokens were sampled into it. So one short exchange replaces all earlier turns:
+**Delta.** A chat template renders a whole conversation, but Pensieve needs only the text that follows the
+log. The log contains sampled tokens, so it cannot be rendered again. So the template renders a short exchange
+in place of all earlier turns, followed by the new messages:
 
     user: "."    assistant: REPLY
 
-The *delta* is what the template writes after REPLY: the end of the open reply, the new messages, and the
-generation prompt. REPLY is half of a surrogate pair, which no client's text can contain. So nothing that a
-template does to earlier turns reaches the log, such as dropping their thinking, or moving the system prompt
-or the tools to the last message. `template_probe` finds such templates and names the differences. The
-system prompt and the tools are written once, with the opening.
+The *delta* is everything that the template writes after REPLY: the end of that reply, the new messages, and
+the generation prompt. REPLY is half of a surrogate pair, which no client's text can contain. Some templates
+change earlier turns: they drop the thinking, or move the system prompt or the tools to the last message. Such
+changes never reach the log. `template_probe` finds these templates and names the differences. The system
+prompt and the tools are written once, in the opening.
 
-If the model ended its reply with an end-of-turn token, the delta starts after the one that the template
-would write there, otherwise with it.
+The delta begins with the end-of-turn token that the template writes after REPLY. If the model has already
+sampled an end-of-turn token, the delta begins after it.
 
-The spans of the messages tile the log. Message k ends at the first character that would change without the
-later messages. So the end of the open reply belongs to the first new message, and the generation prompt to
-the last. The rendering is tokenised as a whole. A token that crosses a border belongs to the later message.
-Above BORDERS_MAX messages (a history that a client brings) the last message gets all tokens, because each
-border costs a rendering.
+**Spans.** Each token of the log belongs to one message. Message k ends at the first character that would
+change without the later messages. So the end of the last reply belongs to the first new message, and the
+generation prompt belongs to the last message. The rendering is tokenised as a whole. A token that crosses a
+border belongs to the later message. Each border costs a rendering. So with more than BORDERS_MAX messages (a
+history that a client sends) the last message gets all tokens.
 
-Messages that many conversations begin with have a *head*: the tokens that every opening with them shares. A
-head ends with a control token, because a tokenizer joins nothing across a control token. So the tokens of
-the head and the tokens of the rest are exactly the tokens of the whole opening.
+**Heads.** The *head* of some first messages is the tokens that are the same in all conversations with these
+first messages. A head ends with a control token, because a tokenizer joins nothing across a control token. So
+the tokens of the head and the tokens of the rest are exactly the tokens of the whole opening.
 
-Templates come from the operator and are trusted. All constants of a template are `TemplateText`; all data
-is plain text.
+**Trust.** Templates come from the operator and are trusted. All constants of a template are `TemplateText`;
+all data is plain text.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from pensieve.text.sandbox import Sandbox
 from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
-FOLLOWING = ("a", "b")  # two user messages, to find what a head has in common
-BORDERS_MAX = 128  # messages whose ends are found; each costs one rendering
-REPLY = "\udfff"  # stands in for the reply before the messages of a delta
+FOLLOWING = ("a", "b")  # two user messages; a head is what the openings with either have in common
+BORDERS_MAX = 128  # with more messages, their ends are not computed; each end costs one rendering
+REPLY = "\udfff"  # placeholder for the reply before the messages of a delta
 # A template may join a role to a control token ("<|" + role + "|>"), so roles count as the template's text.
 ROLE = {role: written(role) for role in ROLES}
-MARK = "\udffe"  # stands in for content when a template is tested
+MARK = "\udffe"  # placeholder for content when a template is tested
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 FAILURES = (
     jinja2.TemplateError,
@@ -75,7 +76,7 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class TemplateDelta:
-    """Tokens to append to a log, and the span of each new message. The spans tile the tokens."""
+    """Tokens to append to a log, and the span of each new message. The spans cover the tokens exactly."""
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...]
@@ -83,7 +84,7 @@ class TemplateDelta:
 
 @dataclass(frozen=True, slots=True)
 class CommonOpening:
-    """The tokens that all openings with these first messages share. The messages' spans tile them."""
+    """A head: the tokens that all openings with these first messages share, and the messages' spans."""
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...]
@@ -107,7 +108,8 @@ class ChatTemplate:
         names: set[str] = set()
         for name, source in tokenizer.templates.items():
             try:
-                source.encode()  # no template contains REPLY or MARK, which UTF-8 cannot express
+                # fails if the template contains REPLY or MARK, which UTF-8 cannot encode
+                source.encode()
                 self._templates[name] = sandbox.from_string(source)
                 names |= sandbox.options(source)
             except Exception as error:  # jinja2's compiler raises Python's own errors too
@@ -148,7 +150,10 @@ class ChatTemplate:
         return _delta(encoded, borders, skipped=0)
 
     def head(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
-        """Return the tokens that all openings with these messages and a user's share; there may be none."""
+        """Return the tokens that all openings share if a user message follows these messages.
+
+        There may be none.
+        """
         first = self._checked(messages, setting, self._refused_first, None) if messages else []
         texts = [
             self._render(
@@ -158,7 +163,7 @@ class ChatTemplate:
         ]
         text, end = texts[0], common_prefix(*texts)
         borders = self._borders(text, [], [*first, {}], setting)[:-1]
-        if borders and borders[-1]:  # else the template refuses a conversation that ends there
+        if borders and borders[-1]:  # otherwise the template rejects a conversation that ends there
             end = min(end, borders[-1])
         encoded = self.tokenizer.encode(text, at_start=True)
         count = bisect_left(encoded.starts, end)
@@ -181,7 +186,10 @@ class ChatTemplate:
         messages: Sequence[Message],
         setting: TemplateSetting,
     ) -> TemplateDelta:
-        """Return what follows the head of the `first` messages in a log that `first` and `messages` open."""
+        """Return the tokens after `head` in a log that begins with `first` and `messages`.
+
+        `head` is the head of the `first` messages.
+        """
         before = self._checked(first, setting, self._refused_first, None) if first else []
         is_later = any(each.role == "assistant" for each in first)
         new = self._checked(
@@ -205,7 +213,10 @@ class ChatTemplate:
     def delta(
         self, messages: Sequence[Message], last_token_id: int | None, setting: TemplateSetting
     ) -> TemplateDelta:
-        """Return what follows a log that ends with a reply. `last_token_id`: the reply's last token."""
+        """Return the tokens that follow a log that ends with a reply.
+
+        `last_token_id` is the last token of the reply.
+        """
         new = self._checked(messages, setting, self._refused_later)
         past = _skeleton(None)
         try:
@@ -213,7 +224,8 @@ class ChatTemplate:
         except InvalidArgument:
             if new[0]["role"] != "tool":
                 raise
-            past = _skeleton(new[0])  # some templates need the tool call that this message answers
+            # some templates require the tool call that the message answers
+            past = _skeleton(new[0])
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
@@ -315,7 +327,7 @@ class ChatTemplate:
                 "messages", "the chat template leaves out the reply before these messages"
             )
         rest = text[at + 1 :]
-        if new and "tool_calls" in past[-1]:  # the model sampled the call itself
+        if new and "tool_calls" in past[-1]:  # remove the call: the log has it, as sampled
             call = self._after_reply(past, [], setting, reply_follows=False)
             rest = rest[common_prefix(rest, call[: len(call) - len(self.closing)]) :]
         return rest
@@ -328,9 +340,9 @@ class ChatTemplate:
         setting: TemplateSetting,
         num_known: int = 0,
     ) -> list[int]:
-        """Return the character at which each new message ends, without the first `num_known`.
+        """Return the position in `text` where each new message ends. Leaves out the first `num_known`.
 
-        Above BORDERS_MAX messages, all of the text belongs to the last message.
+        With more than BORDERS_MAX messages, the whole text belongs to the last message.
         """
         borders = []
         if len(new) - num_known > BORDERS_MAX:
@@ -342,7 +354,7 @@ class ChatTemplate:
                 else:
                     alone = self._render(new[:count], setting, reply_follows=False)
                 border = _end_of_last(new[count - 1], alone, text)
-            except InvalidArgument:  # the template refuses a conversation that ends here
+            except InvalidArgument:  # the template rejects a conversation that ends here
                 border = 0
             borders.append(border)
         return [*borders, len(text)]
@@ -353,7 +365,7 @@ class ChatTemplate:
         return ends_at <= end and encoded.ids[count - 1] in self.tokenizer.control_ids
 
     def _closed(self, ids: list[int], last_token_id: int | None) -> int:
-        """Return how many of a delta's first tokens the model already sampled as its end of the turn."""
+        """Return how many of the first tokens of a delta the model has already sampled to end its turn."""
         if last_token_id not in self.end_of_turn_ids:
             return 0
         for index, token_id in enumerate(ids):
@@ -366,7 +378,7 @@ class ChatTemplate:
     # -- abilities of the template, tested when it is loaded --
 
     def _refusals(self, past: list[dict[str, Any]]) -> dict[str, str]:
-        """Return the roles whose messages the template cannot write after `past`, and why."""
+        """Return the reason for each role whose messages the template cannot write after `past`."""
         refusals = {}
         user = {"role": ROLE["user"], "content": "."}
         for role in ROLES:
@@ -401,7 +413,7 @@ class ChatTemplate:
         return MARK in text
 
     def _where_tools_go(self) -> tuple[bool, bool]:
-        """Return whether the template writes tools, and whether it writes them again in each delta."""
+        """Return whether the template writes tools, and whether it writes the tools again in each delta."""
         self._tools_move = False
         function = {
             "name": "f",
@@ -421,7 +433,7 @@ class ChatTemplate:
         return differences[0], differences[1]
 
     def _find_closing(self) -> TemplateText:
-        """Return what the template writes after a last reply."""
+        """Return what the template writes after a reply that is the last message."""
         try:
             return self._after_reply(_skeleton(None), [], TemplateSetting(), reply_follows=False)
         except InvalidArgument:  # the template needs a user message at the end
@@ -433,17 +445,18 @@ def _delta(encoded: Encoded, borders: list[int], skipped: int) -> TemplateDelta:
     for border in borders[:-1]:
         edge = bisect_left(encoded.starts, border)
         if border < borders[-1] and encoded.starts[edge : edge + 1] != [border]:
-            edge -= 1  # the token before crosses the border
+            edge -= 1  # the previous token crosses the border
         edges.append(max(edge - skipped, edges[-1]))  # a template may reorder messages
     edges.append(len(encoded.ids) - skipped)
     return TemplateDelta(encoded.ids[skipped:], tuple(pairwise(edges)))
 
 
 def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
-    """Return where `message`, the last one in `alone`, ends in `text`, which has more messages.
+    """Return the position in `text` where `message` ends.
 
-    Usually this is the first difference. Some templates write a last message differently (with a think part).
-    Then it is the first difference after the message's content.
+    `alone` ends with this message; `text` continues with more messages. Usually, the position is the first
+    difference of the two. Some templates write the last message differently (with its thinking). Then the
+    position is the first difference after the message's content.
     """
     first_difference = common_prefix(alone, text)
     content = (message["content"] or "").strip()
@@ -457,7 +470,7 @@ def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Return the length of the common prefix, by binary search, because comparing slices is fast."""
+    """Return the length of the common prefix. Uses binary search, because comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -469,7 +482,10 @@ def common_prefix(a: str, b: str) -> int:
 
 
 def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the exchange that replaces all earlier turns. If `answer` is a tool's, the reply calls it."""
+    """Return the exchange that replaces all earlier turns.
+
+    If `answer` is a tool's message, the reply in the exchange calls that tool.
+    """
     reply: dict[str, Any] = {"role": ROLE["assistant"], "content": REPLY}
     if answer is not None:
         call = ToolCall(answer.get("name", "f"), {}, answer.get("tool_call_id"))
@@ -478,7 +494,7 @@ def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _as_template_sees(message: Message) -> dict[str, Any]:
-    """Return the message as plain values. Only the role counts as the template's text."""
+    """Return the message as plain values. Only its role is marked as the template's text."""
     seen: dict[str, Any] = {
         "role": ROLE[message.role],
         "content": plain_text(message.content, "content"),

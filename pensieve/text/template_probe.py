@@ -1,9 +1,9 @@
-"""Find what a chat template does to earlier turns, by rendering dialogues in two ways.
+"""Find out how a chat template changes earlier turns, by rendering dialogues in two ways.
 
 Pensieve only appends to a log. A template that renders the whole conversation again may change earlier
 turns: drop the thinking of replies, or move the system prompt to the last message. `probe` turns each
-dialogue into tokens twice, by appending deltas and by one rendering, and reports where they differ. A
-difference is not an error. It is logged when a model is loaded.
+dialogue into tokens in two ways: by appending deltas, and by one rendering. It reports where the results
+differ. A difference is not an error. It is logged when a model is loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CALL_ID = "call00000"  # Mistral's templates require nine letters and digits
 class TemplateReport:
     """The findings of `probe`."""
 
-    append_only: bool  # each dialogue has the same text both ways
+    append_only: bool  # each dialogue has the same text in both ways
     same_tokens: bool  # dialogues with the same text also have the same token ids
     differences: tuple[str, ...]  # sentences for the log
     refusals: tuple[str, ...]  # dialogues that the template cannot render, and why
@@ -48,7 +48,7 @@ class Dialogue:
 
 
 def probe(template: ChatTemplate) -> TemplateReport:
-    """Render each dialogue both ways and compare."""
+    """Render each dialogue in both ways and compare the results."""
     differences: list[str] = []
     refusals: list[str] = []
     lost_controls: list[str] = []
@@ -97,8 +97,11 @@ def _dialogues(template: ChatTemplate) -> list[Dialogue]:
 
 
 def _render_both(template: ChatTemplate, dialogue: Dialogue) -> tuple[str, str, bool, bool]:
-    """Return the log of deltas, the one rendering, whether their ids are equal, and whether a control
-    token was lost. No message contains one, so all control tokens in the rendering are the template's."""
+    """Return the text from deltas, the text of one rendering, and two flags.
+
+    The flags: whether the token ids of both are equal, and whether a control token became text. The messages
+    contain no control tokens, so all control tokens in the rendering are the template's.
+    """
     encode = template.tokenizer.encode
     messages: list[Message] = []
     log, ids = "", []
@@ -125,7 +128,7 @@ def _render_both(template: ChatTemplate, dialogue: Dialogue) -> tuple[str, str, 
 def _as_sampled(
     template: ChatTemplate, messages: list[Message], reply: Message, setting: TemplateSetting
 ) -> TemplateText:
-    """Return the reply as a model that follows its template samples it, without an end-of-turn token."""
+    """Return the reply as a model would sample it according to its template, without end-of-turn token."""
     invited = template.render(messages, setting)
     answered = template.render([*messages, reply], setting, reply_follows=False)
     answered = answered[: len(answered) - len(template.closing)]
@@ -156,6 +159,6 @@ def _name_differences(dialogue: Dialogue, appended: str, whole: str) -> list[str
 
 
 def _occurrences(text: str, part: str) -> list[int]:
-    """Return, for each occurrence of a part, the number of replies before it."""
+    """Return the number of replies before each occurrence of `part`."""
     texts_before = text.split(part)[:-1]
     return list(accumulate(before.count(REPLY) for before in texts_before))

@@ -1,14 +1,15 @@
-"""Text that records which of its characters the chat template wrote.
+"""A string that records which of its characters the chat template wrote.
 
-A template joins its own text ("<|im_start|>") with a client's. Once rendered, they look alike, and a user
-who types "<|im_end|>" would end the turn. So every constant of a template is a `TemplateText`, and a
-client's text is a plain `str`. Joining them keeps one mark for each character: 1 if the template wrote the
-character, 0 if a client did. A control token is recognised only if all its characters are marked 1.
+A template joins its own text ("<|im_start|>") with a client's text. In plain strings, the two could not be
+distinguished: a user who types "<|im_end|>" would end the turn. So every constant of a template is a
+`TemplateText`, and a client's text is a plain `str`. Joining them keeps a mark for each character: 1 if the
+template wrote the character, 0 if a client did. A control token is recognised only if all its characters are
+marked 1.
 
-This fails closed. Only the operations below keep the marks. Any other operation (`replace`, `upper`,
-`tojson`, `%`) yields a plain `str`, in which no control token is recognised. No operation changes a mark
-from 0 to 1. Apart from its marks, a `TemplateText` equals its text: it compares, hashes and measures the
-same, so a template takes the same decisions as elsewhere.
+This is safe by default. Only the operations below keep the marks. Any other operation (`replace`, `upper`,
+`tojson`, `%`) returns a plain `str`, in which no control token is recognised. No operation changes a mark
+from 0 to 1. In comparisons, hashes and lengths, a `TemplateText` behaves like a plain `str`, so a template
+takes the same branches as elsewhere.
 """
 
 from __future__ import annotations

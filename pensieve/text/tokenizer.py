@@ -1,21 +1,22 @@
 """A tokenizer from a Hugging Face folder, in which client text never becomes a control token.
 
-*Control tokens* are the added tokens of `tokenizer.json` that are more than white space, special or not
-("<|im_end|>", "<think>", "<tool_call>"), without the token for unknown text. The library treats all of them
-as special and recognises none. So:
+**Encoding.** *Control tokens* are the added tokens of `tokenizer.json`, special or not ("<|im_end|>",
+"<think>", "<tool_call>"). Tokens of white space and the token for unknown text are not control tokens. The
+tokenizers library is configured to treat all control tokens as special, and to recognise none in a text.
+Then:
 
 * `encode` finds control tokens itself, and only if the template wrote all their characters.
-* The text between two control tokens is tokenised as one section, the template's part and the client's
-  together. So ordinary text gets the ids that tokenising the whole rendering would give.
-* The ids of each section are checked. A vocabulary that has its control tokens among its words (word level,
-  unigram) could still yield one. Then the text is cut inside that word.
+* The text between two control tokens is tokenised as one section, including both the template's text and the
+  client's. So ordinary text gets the same ids as in a tokenisation of the whole rendering.
+* The ids of each section are checked. If the vocabulary has its control tokens among its words (word level,
+  unigram), a section could still contain a control token. Then the text is cut inside that word.
 
-Most tokenizers treat the start of a text differently from text after a control token: they may put a space
-before it. So a section that does not start a log is encoded after an *anchor*, a token that this class adds
-and whose id it removes again. The anchor's name is random, so no client can write it.
+Most tokenizers treat the start of a text specially, for example by adding a space. A section in the middle of
+a log must not be treated in this way. So it is encoded after an *anchor*: a token that this class adds before
+the section, and whose id it removes again. The anchor's name is random, so no client can write it.
 
-Decoding: each token has a fixed string of bytes, except that a reply's first token may lose a leading
-space. `piece` finds and caches these bytes. Joining the pieces decodes a reply, at once (`decode`) or token
+**Decoding.** Each token has a fixed string of bytes, except that a reply's first token may lose a leading
+space. `piece` finds and caches these bytes. Joining the bytes decodes a reply, as a whole (`decode`) or token
 by token (`Detokenizer`), with the same result.
 """
 
@@ -48,11 +49,11 @@ class ControlToken(NamedTuple):
     """A control token, as `tokenizer.json` defines it."""
 
     id: int
-    lstrip: bool  # includes the white space to its left
+    lstrip: bool  # the token includes the white space to its left
     rstrip: bool
 
 
-LONG_CHARACTERS = 8_192  # for longer texts, other threads run while the library tokenises
+LONG_CHARACTERS = 8_192  # for longer texts, the GIL is released during tokenisation
 
 
 class Tokenizer:
@@ -109,7 +110,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, chat_template: Path | None = None) -> Tokenizer:
-        """Load tokenizer.json and the files beside it.
+        """Load tokenizer.json and the other tokenizer files of the folder.
 
         `chat_template` replaces all templates of the folder. Raises ModelError if a file is missing or wrong.
         """
@@ -146,9 +147,9 @@ class Tokenizer:
     # -- text to tokens --
 
     def encode(self, text: str, *, at_start: bool = False) -> Encoded:
-        """Tokenise a rendering: control tokens if the template wrote them, else text.
+        """Tokenise a rendering. Only control tokens that the template wrote become control tokens.
 
-        `at_start`: the text begins a log; otherwise it follows other tokens.
+        `at_start`: the text is the start of a log. Otherwise it follows other tokens.
         """
         encoded = Encoded([], [])
         position = 0
@@ -161,24 +162,27 @@ class Tokenizer:
         return encoded
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the ids of a client's text alone, without control tokens."""
+        """Return the ids of a client's text, without control tokens."""
         return self.encode(str.__str__(text), at_start=True).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a client's text that begins a log, after the model's own start tokens."""
+        """Return the model's start tokens and the ids of a client's text, for the start of a log."""
         return [*self._start_ids, *self.encode_text(text)]
 
     def encode_literal(self, text: str) -> list[int]:
-        """Return the ids of a template's text alone, with its control tokens."""
+        """Return the ids of a template's text, with its control tokens."""
         return self.encode(written(text), at_start=True).ids
 
     def check_text(self, text: str, field: str) -> None:
-        """Raise InvalidArgument, naming `field`, for text that this tokenizer cannot represent."""
+        """Raise InvalidArgument, which names `field`, if this tokenizer cannot represent the text."""
         if "\0" in text and not self._keeps_nul:
             raise InvalidArgument(field, "this model's tokenizer does not keep NUL characters")
 
     def _written_controls(self, text: str) -> Iterator[tuple[int, int, int]]:
-        """Yield (start, stop, id) of each control token, leftmost first, the longest of several."""
+        """Yield (start, stop, id) of each control token from left to right.
+
+        If several control tokens begin at one position, the longest counts.
+        """
         position = 0  # the end of the previous control token, with its white space
         for run in re.finditer(b"\x01+", written_mask(text)):
             for match in self._control_pattern.finditer(text, run.start(), run.end()):
@@ -222,7 +226,7 @@ class Tokenizer:
     ) -> str:
         """Return the text of a reply, without special tokens. Incomplete UTF-8 becomes U+FFFD.
 
-        `is_first`: no text comes before; some tokenizers then drop the first token's space.
+        `is_first`: no text precedes the ids; some tokenizers then drop the first token's space.
         """
         pieces: list[bytes] = []
         for token_id in ids:
@@ -232,7 +236,7 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def is_silent(self, token_id: int) -> bool:
-        """Return whether a token has no text: a special token, or an id that pads the model's vocabulary."""
+        """Return whether a token has no text: a special token, or an id beyond the tokenizer's vocabulary."""
         return token_id in self.special_ids or not 0 <= token_id < self.vocab_size
 
     def piece(self, token_id: int, *, first: bool) -> bytes:
@@ -271,7 +275,7 @@ class Tokenizer:
 
 
 def _has_text(added_token: dict[str, Any]) -> bool:
-    """Return whether an added token is more than white space. Some vocabularies add runs of spaces."""
+    """Return whether an added token has text other than white space. Some vocabularies add runs of spaces."""
     return bool(added_token["content"].replace("▁", " ").strip())
 
 
@@ -284,7 +288,7 @@ def _unknown_token(model: dict[str, Any]) -> str | None:
 
 
 def _vocab_size(definition: dict[str, Any]) -> int:
-    """Return one more than the largest id. A vocabulary may have holes."""
+    """Return the largest id plus one. Some smaller ids may be unused."""
     vocab = definition["model"]["vocab"]  # a list in unigram models
     ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
     return 1 + max(ids.union(token["id"] for token in definition.get("added_tokens", [])))
@@ -297,14 +301,14 @@ def _library_tokenizer(definition: dict[str, Any], definition_json: str) -> toke
         definition_json = json.dumps(changed)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(definition_json)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library has no narrower exception class
         raise ModelError(f"tokenizer.json cannot be used: {one_line(error)}") from error
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _byte_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes | None]:
-    """Return a function from a token's name to its raw bytes, or to None if the token stands for text."""
+    """Return a function that maps a token's name to its raw bytes, or to None if the name is text."""
     kinds = {part["type"] for part in _decoder_parts(decoder)}
     if "ByteLevel" in kinds:
         alphabet = _byte_level_alphabet()

@@ -1,1 +1,1 @@
-"""A history in a PostgreSQL database instead of SQLite (extra `postgres`)."""
+"""Store the history in PostgreSQL instead of SQLite (needs the extra `postgres`)."""

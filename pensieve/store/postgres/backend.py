@@ -34,7 +34,7 @@ from pensieve.store.verify import (
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
-CHECK_SECONDS = 3600.0  # limit for one statement of a check, which may take long
+CHECK_SECONDS = 3600.0  # time limit for one statement of a check
 ERASED_AT_ONCE = 256
 SMALL_TABLES = ("space", "tenant_bytes", "prefixes", "owner", "job_owners", "schema_versions")
 NO_INDICES = "the indices of the history are not checked: the database %s amcheck's bt_index_check"
@@ -75,20 +75,20 @@ class PostgresBackend:
         self.writer.close()
 
     def share(self) -> None:
-        """Do nothing: other daemons may open the history from the beginning."""
+        """Do nothing: other daemons may already open the history."""
 
     def beside(self) -> PostgresWriter:
         return self.writer.beside()
 
     def release(self, *, clean: bool) -> None:
-        """Do nothing: the locks end with the connections."""
+        """Do nothing: closing the connections has released the locks."""
 
     def give_up(self) -> None:
         """Close the connections."""
         self.writer.close()
 
     def snapshots(self) -> PostgresSnapshots:
-        """Return a connection for reads beside the writer."""
+        """Return a read connection, separate from the writers."""
         return PostgresSnapshots(self._address, self._statement_seconds, f"{self._holder}, reads")
 
     def scrub(self) -> Scrub:
@@ -112,13 +112,13 @@ class PostgresBackend:
 class PostgresErasure(ErasureSteps):
     """Deletes the rows of wiped bodies, a few per transaction.
 
-    A deletion wipes its content in its own transaction, and no later statement reads it. That is all: old
-    row versions stay in the server's files until VACUUM has reused their space, in its write-ahead log
-    until that is recycled, and in every archive or copy (docs/postgresql.md, "What a deletion leaves"). So
-    nothing is ever pending here.
+    A deletion wipes the content in its transaction, and later statements do not see it. Pensieve erases no
+    more than that, so an erasure is never pending here. The server keeps old row versions in its files until
+    VACUUM has reused their space, in its write-ahead log, and in archives and copies (docs/postgresql.md,
+    "What a deletion leaves").
 
-    Other changes wipe bodies, too, and tell the writer. The next process looks for wiped rows when it
-    starts.
+    Every change that wipes bodies notes that in the writer. A starting process looks for wiped rows that an
+    earlier process has left.
     """
 
     def __init__(self, writer: PostgresLanes) -> None:
@@ -164,7 +164,10 @@ class PostgresErasure(ErasureSteps):
 
 
 class PostgresMarks:
-    """Marks in the row of `owner`, where every host sees them. A server repairs itself after a crash."""
+    """Stores the marks in the table `owner`, where every host can read them.
+
+    No check is due after an unclean stop, because the server recovers by itself.
+    """
 
     def __init__(self, address: Address, holder: str, statement_seconds: float) -> None:
         self._address = address
@@ -195,7 +198,7 @@ def _num_steps(conn: Any) -> int:
 
 
 def _rows(table: str, conn: Any, after: int, problems: list[str]) -> int | None:
-    """Read rows completely: `count(r.*)` needs every column, while the key alone could come from an index."""
+    """Read whole rows. `count(r.*)` needs every column; the key alone could be read from an index."""
     key = NUMBER_COLUMNS[table]
     last: int | None = conn.execute(
         f"SELECT max(r.{key}), count(r.*)"
@@ -215,11 +218,10 @@ POSTGRES_WALKS = Walks(WALKS, _num_steps)
 
 
 def integrity_check(reads: Reads) -> list[str]:
-    """Return the problems that a pass over everything finds, and those of the indices.
+    """Read every row, check the indexes, and return the problems.
 
-    The pass reads every row, so it finds pages that the server cannot read or whose checksum (`initdb
-    --data-checksums`) is wrong. Indices are checked by the extension `amcheck`, if an operator has
-    installed it.
+    Reading every row finds pages that the server cannot read, or whose checksum (`initdb --data-checksums`)
+    is wrong. Indexes are checked with the extension `amcheck`, if an operator has installed it.
     """
     problems: list[str] = []
     scrub = Scrub(reads, POSTGRES_WALKS)

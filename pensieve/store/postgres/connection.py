@@ -1,47 +1,46 @@
 """The read-write connections to a history in PostgreSQL, and the connections for reads.
 
-Lanes. `PostgresLanes` has a connection for each thread that writes at the same time, up to a limit. A
-transaction sees the database as it was when it began ("repeatable read"). If another transaction has
-changed the same rows since, or two wait for each other, it ends with Conflict, and the store repeats the
-call (transactions.py).
+**Threads.** `PostgresLanes` has one connection for each thread that writes concurrently, up to a limit. The
+isolation level is "repeatable read": a transaction sees the database as it was when the transaction began. If
+another transaction has changed the same rows since, or on a deadlock, the transaction fails with Conflict.
+The store then repeats the call (transactions.py).
 
-Daemons. Each session that may write holds an advisory lock of the database from its first statement to its
-end. Daemons share this lock; owners.py decides which daemon may write to a conversation. A process that
-needs the database exclusively (a migration, a copy) takes the lock exclusively, and is told who has it. The
-lock ends with the session, however the process or its host dies, once the server notices (keepalives; the
-system closes the socket of a killed process at once). No transaction of a session can be committed after
-its lock is gone.
+**Daemons.** Each session that may write holds an advisory lock on the database until the session ends.
+Daemons take this lock in shared mode; owners.py decides which daemon may write to a conversation. A process
+that needs the database exclusively (for a migration or a copy) takes the lock in exclusive mode. If that
+fails, its error names the processes that have the lock. The server frees the lock when it notices that the
+session has ended: immediately if the process was killed, by keepalives if the host or the network failed.
+After that, no transaction of the session can be committed.
 
-Takeover. The row of `owner` has a token of the process that opened the database last. If an exclusive
-process opens another connection and finds a different token, it stops writing: its knowledge of running
-turns is outdated.
+**Takeover.** The table `owner` has the token of the process that opened the database last. If an exclusive
+process reopens a connection and finds another token, it stops writing, because its knowledge of running turns
+is outdated.
 
-Slots. A connection also holds the lock of a slot, a small number that no other connection has. Rows that
-every transaction changes exist once for each slot, so connections do not wait for each other.
+**Slots.** Each connection also holds the lock of a slot: a small number that no other connection has. Every
+transaction updates some counters. Each slot has its own rows for these counters, so connections do not wait
+for each other.
 
-Messages. A transaction goes through a pipeline (session.py). Pure writes are not waited for, so a
-transaction costs one round trip for each query and one for its commit.
+**Round trips.** A transaction goes through a pipeline (session.py), which does not wait for pure writes. So a
+transaction costs one round trip for each query and one for the commit.
 
-Durable on return. `synchronous_commit` is on (or stronger), and a server with fsync off is refused. If a
-standby must confirm commits, an interrupted wait (a lost connection, an operator) makes a commit visible
-before the standby has it. So each reopened connection first writes a row of its slot and waits until the
-standby has that row, and with it everything that was committed before.
+**Durability.** `synchronous_commit` is on (or stronger), and a server with fsync off is refused. If a standby
+must confirm commits and this wait is interrupted (by a lost connection or an operator), the commit is visible
+before the standby has it. So each reopened connection first writes a row of its slot, and waits until the
+standby has that row. Then the standby also has everything that was committed before.
 
-Errors. After an error, the transaction is rolled back. After a lost connection, the outcome of a running
-COMMIT is unknown, and the COMMIT may still be running. Nothing is retried. The next use opens a new
-connection, which first takes the slot of the old session. The slot is free only when the old session has
-ended, so the new connection then reads how the commit ended.
+**Errors.** After an error, the transaction is rolled back. After a lost connection, the outcome of a COMMIT
+is unknown, and the COMMIT may still be running on the server. Nothing is retried. The next use opens a new
+connection, which first takes the slot of the old session. That slot is free only after the old session has
+ended. So the new connection sees whether the COMMIT succeeded.
 
-Time limits. A job has the time of its TimeLimit, checked before each statement. No single statement takes
-longer.
+**Time limits.** TimeLimit is checked before each statement, and also limits each single statement.
 
-Start. If the server cannot be reached when a daemon opens the history, the daemon waits up to START_SECONDS
-for it.
+**Start.** If a starting daemon cannot reach the server, it retries for up to START_SECONDS.
 
-Hanging transactions. A daemon that is stopped or cut off in the middle of a transaction keeps its locks,
-and the server has no limit for that: a session in a pipeline never counts as idle. So each sharing daemon
-ends such sessions of the others, if they have written something and were silent for `patience_seconds`.
-This works only for sessions of the same role; others are left alone.
+**Hanging transactions.** A daemon that is stopped or loses its network during a transaction keeps its locks.
+The server has no timeout for this, because a session in a pipeline never counts as idle. So each daemon ends
+such sessions of other daemons, if they have written something and were silent for `patience_seconds`. This
+works only for sessions with the same database role. Sessions of other roles are not touched.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ CONNECTING = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
-    "target_session_attrs": "read-write",  # among several hosts, choose the primary
+    "target_session_attrs": "read-write",  # if the URL has several hosts, choose the primary
 }
 SESSION = {
     "client_encoding": "UTF8",
@@ -132,7 +131,7 @@ SESSION = {
 NOT_EVERYWHERE = {"client_connection_check_interval": "5s"}  # not supported by servers on macOS
 SET = "SELECT set_config(%s, %s, false)"
 DISK_FULL = "53100"
-# By SQLSTATE, or by its class, the first two characters.
+# Explanations by SQLSTATE, or by the class of the SQLSTATE (its first two characters).
 UNAVAILABLE = {
     "08": "the connection was lost",
     "25006": "the server is a standby, or read-only",
@@ -155,17 +154,18 @@ CORRUPT = {
 }
 NO_TABLE = {"3F000", "42P01", "42501"}  # tables or permissions were removed
 STRONGER = ("on", "remote_apply")  # values of synchronous_commit
-STARTING = ("starting up", "shutting down", "not yet accepting", "recovery mode")  # in a refusal
-# Row changed meanwhile, deadlock, duplicate key, row still referenced.
+# words in the error of a server that refuses connections for now
+STARTING = ("starting up", "shutting down", "not yet accepting", "recovery mode")
+# SQLSTATEs: row changed meanwhile, deadlock, duplicate key, row still referenced.
 CONFLICTS = {"40001", "40P01", "23505", "23503"}
 
 
 class Address:
-    """The address of the history. `shown` has no password."""
+    """The address of the history. `shown` is the address without the password, for messages."""
 
     def __init__(self, url: str, driver: Any = None) -> None:
         self.driver = driver or need("postgres", "psycopg", "a history in PostgreSQL")
-        # its warnings are raised here or expected
+        # psycopg's warnings are either raised as errors here, or expected
         logging.getLogger("psycopg").setLevel(logging.CRITICAL)
         try:
             self._parts = {**CONNECTING, **self.driver.conninfo.conninfo_to_dict(url)}
@@ -178,7 +178,7 @@ class Address:
         self.shown = f"postgresql://{user}{host}{port}/{parts.get('dbname') or ''}"
 
     def connect(self, name: str, statement_seconds: float, lock_seconds: float) -> Any:
-        """Open a connection without a transaction, with the session settings that the history needs."""
+        """Open a connection in autocommit mode, with the session settings that the history needs."""
         conn = self.driver.Connection.connect(
             autocommit=True, **{"application_name": name, **self._parts}
         )
@@ -204,7 +204,7 @@ class Address:
 
 
 class PostgresLanes:
-    """The writing connections of a process. A thread uses one for the length of its block."""
+    """The writing connections of a process. A thread uses one of them during its block."""
 
     def __init__(
         self,
@@ -216,9 +216,9 @@ class PostgresLanes:
         is_exclusive: bool,
         patience_seconds: float,
     ) -> None:
-        """`is_exclusive`: no other process may have the database meanwhile.
+        """`is_exclusive`: no other process may have the database open at the same time.
 
-        `patience_seconds`: how long a transaction of another daemon may hang.
+        `patience_seconds`: how long a transaction of another daemon may hang before it is ended.
         """
         self.address = address
         self.figures = WriteFigures()
@@ -240,12 +240,12 @@ class PostgresLanes:
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
-        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
+        """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
         with self._writer() as writer, writer.reading(is_snapshot) as session:
             yield session
 
     def settle(self) -> None:
-        """Settle each lost connection."""
+        """Wait until the old session of each lost connection has ended."""
         end = time.monotonic() + self._seconds[0]
         while True:
             with self._freed:
@@ -253,7 +253,7 @@ class PostgresLanes:
                 if not lost:
                     return
                 writer = next((each for each in lost if each in self._idle), None)
-                if writer is None:  # other threads are reopening them
+                if writer is None:  # other threads are reopening the lost connections
                     if time.monotonic() > end:
                         raise StoreUnavailable(
                             f"the history {self.address.shown}: a lost connection is not open again yet"
@@ -273,7 +273,7 @@ class PostgresLanes:
             writer.close()
 
     def beside(self) -> PostgresWriter:
-        """Return another connection, for another thread. A crash of the server may undo its commits."""
+        """Return another writing connection, for another thread. A server crash may undo its commits."""
         busy, statement = self._seconds
         return PostgresWriter(
             self.address,
@@ -286,7 +286,7 @@ class PostgresLanes:
         )
 
     def note_wiped(self) -> None:
-        """Note that bodies were wiped, whose rows must be deleted (backend.py)."""
+        """Note that bodies were wiped. PostgresErasure then deletes their rows (backend.py)."""
         self.has_wiped = True
 
     @contextlib.contextmanager
@@ -310,7 +310,7 @@ class PostgresLanes:
             self._freed.notify_all()
 
     def _has_writer(self) -> bool:
-        """Return whether a connection is idle, creating one if allowed."""
+        """Create a connection if none is idle and the limit allows it. Return whether one is idle."""
         if not self._idle and len(self.writers) < self.num_lanes:
             made = PostgresWriter(
                 self.address, self._claim, *self._seconds, self.figures, self.note_wiped
@@ -321,15 +321,15 @@ class PostgresLanes:
 
 
 class _DatabaseClaim:
-    """The claim of this process on the database, which its connections share."""
+    """Facts about this process's lock on the database. All its connections share this object."""
 
     def __init__(self, name: str, is_exclusive: bool, patience_seconds: float) -> None:
         self.name, self.is_exclusive = name, is_exclusive
         self.patience_seconds = patience_seconds
         self.token = secrets.token_hex(16)
-        self.is_made = False  # a connection has made the claim before
+        self.is_made = False  # a connection of this process has already taken the lock
         self.backends: set[tuple[int, str]] = set()  # server processes of our open connections
-        self.opening = threading.Lock()  # one connection makes the claim, the others wait
+        self.opening = threading.Lock()  # one connection at a time opens the database
 
 
 class PostgresWriter:
@@ -368,7 +368,7 @@ class PostgresWriter:
             self._warning = ""
             began = time.perf_counter()
             ended = session.commit()
-            if ended != "COMMIT":  # a caller ignored the error of a statement
+            if ended != "COMMIT":  # ROLLBACK: a caller has ignored the error of a statement
                 raise StoreUnavailable(f"{self.address.shown} rolled a transaction back")
             if self._warning:  # the standby may not have the commit
                 self.close()
@@ -377,7 +377,7 @@ class PostgresWriter:
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Any]:
-        """Run statements outside a transaction. With `is_snapshot`, all of them see the same moment."""
+        """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
         with self._operation() as session:
             if is_snapshot:
                 session.begin("READ ONLY")
@@ -393,11 +393,11 @@ class PostgresWriter:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection is lost. Its old session may still commit something."""
+        """Whether the connection is lost. Its session on the server may still commit something."""
         return self._wire is None and self._backend is not None
 
     def settle(self) -> None:
-        """Reopen a lost connection, which waits for the end of its old session (backend.py)."""
+        """Reopen a lost connection. This waits until the old session has ended (see `_take_slot`)."""
         if self.is_lost:
             with self._operation():
                 pass
@@ -442,7 +442,8 @@ class PostgresWriter:
         try:
             backend = conn.execute(OWN_BACKEND).fetchone()
             assert backend is not None
-            self._claim.backends.add(backend)  # before the session could count as hanging
+            # before this process could mistake the session for hanging
+            self._claim.backends.add(backend)
             self._check(conn)
             self._take_slot(conn)
             with self._claim.opening:
@@ -458,7 +459,7 @@ class PostgresWriter:
             raise
 
     def _connect(self) -> Any:
-        """Connect. If a daemon opens the history, wait for a server that cannot be reached."""
+        """Connect. If a starting daemon cannot reach the server, retry."""
         seconds = self.limit.seconds, self._busy_timeout_seconds
         is_start = not self._claim.is_made and not self._claim.is_exclusive
         end, is_waiting = time.monotonic() + START_SECONDS, False
@@ -482,7 +483,7 @@ class PostgresWriter:
             self._warning = one_line(notice.message_primary)
 
     def _check(self, conn: Any) -> None:
-        """Refuse a server that could lose acknowledged commits."""
+        """Raise StoreError if the server could lose acknowledged commits or has the wrong encoding."""
 
         def setting(name: str) -> str:
             value: str = conn.execute("SELECT current_setting(%s)", [name]).fetchone()[0]
@@ -501,7 +502,11 @@ class PostgresWriter:
             conn.execute("SET synchronous_commit = on")
 
     def _take_slot(self, conn: Any) -> None:
-        """Take the lock of a slot: our last session's, once that has ended, or a free one."""
+        """Take the lock of a slot.
+
+        If this connection had a session before, wait until that session has ended, and take its slot if the
+        slot is free. Otherwise take any free slot.
+        """
         end = time.monotonic() + self._busy_timeout_seconds
         has_ended_ours = False
         while self._slot is not None and self._backend is not None:
@@ -509,8 +514,8 @@ class PostgresWriter:
             if conn.execute(ours, [SLOTS_KEY, self._slot]).fetchone()[0]:
                 return
             if not conn.execute(f"SELECT 1 {SAME_BACKEND}", self._backend).fetchall():
-                break  # our session has ended, and another connection took its slot
-            if not has_ended_ours:  # the server has not noticed yet that the connection is lost
+                break  # our old session has ended, and another connection took its slot
+            if not has_ended_ours:  # the server has not yet noticed that the old connection is lost
                 conn.execute(f"SELECT pg_terminate_backend(pid) {SAME_BACKEND}", self._backend)
                 has_ended_ours = True
             if time.monotonic() > end:
@@ -527,7 +532,7 @@ class PostgresWriter:
             self._lock(conn, "pg_try_advisory_lock", OUTDATED if needs_step(conn) else "is ")
         else:
             try:
-                self._end_stopped(conn)  # they may hold locks that we need now
+                self._end_stopped(conn)  # hanging transactions may hold locks that we need now
             except self.address.driver.Error as error:
                 log.warning("cannot end hanging transactions of other daemons: %s", one_line(error))
             has_it_alone = self._lock(conn, "pg_try_advisory_lock", OUTDATED, needs_step)
@@ -535,7 +540,7 @@ class PostgresWriter:
         migrate(conn, self.address.shown)
         if has_it_alone:
             conn.execute("SELECT pg_advisory_unlock(%s)", [LOCK_KEY])
-        # other connections may do this at the same time
+        # READ COMMITTED never fails with a conflict. Other connections may change the same rows now.
         conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
         conn.execute(KNOWN_TO_STANDBY, [self._slot])
         found = conn.execute("SELECT token, name FROM owner").fetchone()
@@ -559,9 +564,9 @@ class PostgresWriter:
         why: str = "is ",
         is_needed: Callable[[Any], bool] = lambda conn: True,
     ) -> bool:
-        """Take the lock, unless `is_needed` says that it is not needed. Return whether it was taken.
+        """Take the lock if `is_needed`. Return whether the lock was taken.
 
-        Waits for locks of dying sessions.
+        Waits a while, because the lock may belong to a session that is ending.
         """
         end = time.monotonic() + self._busy_timeout_seconds
         while is_needed(conn):
@@ -575,12 +580,15 @@ class PostgresWriter:
 
 
 class PostgresSnapshots:
-    """Reads beside the writer. Each sees the state that was committed when it began. One thread at a time."""
+    """A read connection, separate from the writers. For one thread at a time.
+
+    Each read sees the state that was committed when the read began.
+    """
 
     def __init__(
         self, address: Address, statement_seconds: float, name: str, seconds: float | None = None
     ) -> None:
-        """`seconds`: time limit of a read. By default, that of a statement."""
+        """`seconds`: time limit of a read. The default is `statement_seconds`."""
         self._address = address
         self._statement_seconds = statement_seconds
         self._limit = TimeLimit(statement_seconds if seconds is None else seconds)
@@ -613,7 +621,7 @@ class PostgresSnapshots:
 
 @contextlib.contextmanager
 def opened(address: Address, name: str, statement_seconds: float) -> Iterator[SqlSession]:
-    """Open a connection for a statement or two, each in its own transaction. For any thread."""
+    """Open a short-lived connection, in autocommit mode. Any thread may open one."""
     try:
         conn = address.connect(name, statement_seconds, 5.0)
         try:
@@ -625,8 +633,8 @@ def opened(address: Address, name: str, statement_seconds: float) -> Iterator[Sq
 
 
 def end_transaction(wire: Wire) -> bool:
-    """Leave the connection without a transaction. Return whether that worked."""
-    for _ in range(2):  # the server may skip the first one after an error
+    """Roll back an open transaction. Return whether the connection has no transaction now."""
+    for _ in range(2):  # after an error, the server may skip the first ROLLBACK
         if wire.is_idle:
             return True
         with contextlib.suppress(Exception):
@@ -642,13 +650,13 @@ def is_lost(conn: Any) -> bool:
     try:
         poll = select.poll()  # `select` takes no descriptors above 1023
         poll.register(conn.fileno(), select.POLLIN)
-        for _ in range(4):  # a final message may precede the end
+        for _ in range(4):  # the server may send a last message before it closes the connection
             if not poll.poll(0):
                 return False
             conn.pgconn.consume_input()
             if conn.pgconn.status.name != "OK":
                 return True
-    except Exception:  # any error: a new connection will tell more
+    except Exception:  # after any error, reopen; a new connection gives a clearer error
         return True
     return False
 
@@ -664,8 +672,8 @@ def _holders(conn: Any) -> str:
 def explained(error: Any, shown: str) -> Exception:
     """Return the PensieveError for a driver's error. Unexpected errors are returned unchanged.
 
-    The text never contains a password: `shown` has none, and libpq's messages name only host, port and user
-    (config/parsing.py refuses an address whose parts could be confused).
+    The message never contains a password. `shown` has none, and libpq's messages contain only host, port and
+    user. (config/parsing.py rejects an address in which the password could be mistaken for another part.)
     """
     code = error.sqlstate or ""
     if code == DISK_FULL:
@@ -686,7 +694,7 @@ def explained(error: Any, shown: str) -> Exception:
 def _is_away(error: Any) -> bool:
     """Return whether a connection failed because the server is down or starting.
 
-    libpq gives no code for this. A server that refuses a login answers FATAL.
+    libpq has no error code for this, so the message is parsed. A rejected login has FATAL in its message.
     """
     text = str(error)
     if "FATAL" in text:
@@ -695,5 +703,5 @@ def _is_away(error: Any) -> bool:
 
 
 def _is_operational(error: Any) -> bool:
-    """Return whether the server did not answer or disconnected. Such errors have no code."""
+    """Return whether the server did not answer, or disconnected. Such errors have no SQLSTATE."""
     return any(each.__name__ == "OperationalError" for each in type(error).__mro__)

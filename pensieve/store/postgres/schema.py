@@ -1,18 +1,18 @@
 """The PostgreSQL schema: the tables of migrations.py with their columns, in a schema named `pensieve`.
 
-Versions match those of the SQLite schema: version 7 of both has the same tables and columns, and each new
-step exists in both. A step runs in one transaction with the record that it ran. A database of a newer
-Pensieve is refused, and so is a schema `pensieve` of another program. Before an upgrade, the operator makes
-a copy with `pg_dump` (docs/postgresql.md).
+Version numbers match those of the SQLite schema: from version 7 on, the same version has the same tables and
+columns. A step runs in one transaction, which also records that the step ran. A database of a newer Pensieve
+is refused. A schema `pensieve` of another program is refused, too. Before an upgrade, the operator makes a
+copy with `pg_dump` (docs/postgresql.md).
 
 Differences from SQLite:
 
-    owner          one row: the process that has the history or had it last (connection.py), and whether
-                   damage was found
-    bodies_wiped   an index of wiped bodies, which are deleted in steps (backend.py); SQLite keeps them
-    numbers        come from sequences: a number is never used twice
-    tenants        is a view. Each writing connection counts in its own rows of `tenant_bytes` while it has
-                   their slot (connection.py), so that no commit waits for another
+    owner          one row: the process that opened the history last (connection.py), and whether damage was
+                   found
+    bodies_wiped   an index of wiped bodies, which are deleted in steps (backend.py)
+    row numbers    come from sequences
+    tenants        is a view of `tenant_bytes`. Each writing connection counts in the rows of its slot
+                   (connection.py), so that no commit waits for another.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
 """Run the store's SQL on PostgreSQL.
 
-The SQL of the store runs on both databases. So it uses no `lastrowid` and no `rowcount` (both have
-RETURNING), no `max` and `min` of two values, qualifies columns in upserts, and compares numbers with
-numbers and booleans with booleans. Only its placeholders are translated.
+The same SQL runs on both databases; only the placeholders are translated. So the store's SQL follows these
+rules: RETURNING instead of `lastrowid` and `rowcount`; no `max` or `min` of two values; qualified columns in
+upserts; numbers are compared only with numbers, and booleans with booleans.
 
-Within a transaction, only reading a result waits for its statement (wire.py). Savepoints separate errors:
-the statement that ends a savepoint is waited for, so an earlier unnoticed error is raised before it.
-Outside of a transaction, each statement is separate and is waited for.
+Within a transaction, a statement is waited for only when its result is read (wire.py). The end of a savepoint
+is also waited for, so that errors of earlier statements are raised there. Outside of a transaction, each
+statement is waited for.
 
-Numbers of new rows are reserved (`insert_numbered` of backend.py): one query to the sequence gives a
-hundred. The reserve belongs to a connection, because a server that crashed before a commit may give the
-same numbers again.
+Numbers of new rows are reserved (`insert_numbered` of backend.py). One query to the sequence reserves a
+hundred numbers. The reserved numbers are dropped with the connection: after a crash before a commit, the
+server may give the same numbers again.
 
-A transaction sums the bytes that it adds to a tenant and writes them once, before its end or the next
-savepoint.
+A transaction adds up the bytes per tenant and writes the sums once, before its end or the next savepoint.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from pensieve.errors import StoreUnavailable
 from pensieve.store.backend import NUMBER_COLUMNS, ServerSession, TimeLimit
 from pensieve.store.postgres.wire import PendingResult, Wire
 
-# translated statements that are cached; statements with lists differ each time
+# limit for cached translations; statements with lists differ each time
 STATEMENTS_MAX = 1024
 PLACEHOLDER = re.compile(r"\?|(?<!:):([a-z_]+)")
 RESERVED_AT_ONCE = 100
@@ -78,7 +77,7 @@ class SqlSession(ServerSession):
         statement = translated(sql)
         if sql.startswith("ROLLBACK"):
             self._counted.clear()
-            self._wire.clear()  # errors of the statements that this undoes
+            self._wire.clear()  # ignore errors of statements that the rollback undoes
         result = self._wire.send(statement.sql, statement.in_order(values))
         if not self._is_transaction or sql.startswith(("RELEASE", "ROLLBACK")):
             self._wire.sync()
@@ -109,7 +108,7 @@ class SqlSession(ServerSession):
 
 class Statement(NamedTuple):
     sql: str
-    names: tuple[str, ...]  # of $1, $2; empty if they have none
+    names: tuple[str, ...]  # names of $1, $2 and so on; empty if the values have no names
 
     def in_order(self, values: Sequence[Any] | Mapping[str, Any]) -> Sequence[Any]:
         if isinstance(values, Mapping):
@@ -119,7 +118,7 @@ class Statement(NamedTuple):
 
 @lru_cache(maxsize=STATEMENTS_MAX)
 def translated(sql: str) -> Statement:
-    """Return a statement of the store for PostgreSQL: `?` and `:name` become `$1` and so on."""
+    """Translate a statement of the store for PostgreSQL: `?` and `:name` become `$1` and so on."""
     names: list[str] = []
     num_marks = 0
 

@@ -1,25 +1,25 @@
 """Send statements to PostgreSQL through libpq's pipeline, using psycopg's wrapper of libpq.
 
-`send` puts a statement into libpq's buffer and returns at once. Reading a result sends the buffer and waits
-for that result and all earlier ones. So statements whose results nobody reads share one message. (psycopg's
-own cursors send each statement of a pipeline separately, with a system call or two; turns took twice as
-long.)
+`send` puts a statement into libpq's buffer and returns immediately. Reading a result sends the buffer and
+waits for that result and all earlier results. So consecutive statements whose results are not read are sent
+together. (psycopg's own cursors send each statement of a pipeline separately. Turns took twice as long with
+them.)
 
-    order      statements run in the order of the calls
-    errors     after a failed statement, the server skips all statements up to the next `sync`; the next
-               waiting call raises the error, at the latest that `sync`
-    sync       waits for everything that was sent; outside of a transaction, this commits each statement
+    order      Statements run in the order of the calls.
+    errors     After a failed statement, the server skips all statements up to the next `sync`. The next call
+               that waits raises the error; this is that `sync` at the latest.
+    sync       Waits for everything that was sent. Outside of a transaction, `sync` also commits the
+               statements.
 
-A statement is prepared when it occurs again, up to STATEMENTS_MAX statements. Statements with lists differ
-each time and are not prepared. One thread at a time. The values:
+A statement is prepared at its second use, up to STATEMENTS_MAX statements. Statements with lists differ each
+time and are not prepared. For one thread at a time. How values are encoded:
 
-    to the server     ints are bigints, however small, so that a statement is prepared once; bytes are sent
-        as
-                      they are, everything else as text
-    from the server   binary. A sum of bigints is a `numeric` and becomes int. Other types stay bytes.
-    texts             PostgreSQL refuses NUL. NUL and ESCAPE are each stored as two characters that begin
-        with
-                      ESCAPE, so every text survives and equal texts stay equal
+    to the server     All ints are sent as bigint, so that a statement is prepared only once. Bytes are sent
+                      unchanged, everything else as text.
+    from the server   The binary format. A sum of bigints is a `numeric` and becomes int. Other types stay
+                      bytes.
+    texts             PostgreSQL rejects NUL. So NUL and ESCAPE are each stored as two characters, the first
+                      of which is ESCAPE. Every text survives, and equal texts stay equal.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Wire:
         self._pgconn = conn.pgconn
         self._driver = driver
         self._status = driver.pq.ExecStatus
-        # statements without a result yet; None is a `sync`
+        # statements whose results have not been received yet; None stands for a `sync`
         self._sent: deque[PendingResult | None] = deque()
         self._error: Exception | None = None  # the first error since the last `sync`
         self._prepared: dict[tuple[str, tuple[int, ...]], bytes] = {}
@@ -106,13 +106,13 @@ class Wire:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the connection is open and idle. The server reports its transaction only at a `sync`."""
+        """Whether the connection is open and has no transaction. False until `sync` if something was sent."""
         idle = self._driver.pq.TransactionStatus.IDLE
         is_known = self._is_synced and not self.conn.closed
         return is_known and self._pgconn.transaction_status == idle
 
     def send(self, sql: str, given: Sequence[Any] = ()) -> PendingResult:
-        """Send a statement whose values are $1, $2 and so on."""
+        """Send a statement with the values of $1, $2 and so on."""
         self._is_synced = False
         sent, types, formats = to_send(given)
         key = (sql, types)
@@ -134,7 +134,7 @@ class Wire:
         return result
 
     def wait_for(self, result: PendingResult) -> None:
-        """Wait for a result and all earlier ones."""
+        """Wait for a result and all earlier results."""
         self._pgconn.send_flush_request()
         self._flush()
         while result in self._sent:
@@ -143,7 +143,7 @@ class Wire:
             raise self._error or self._driver.OperationalError("the server skipped a statement")
 
     def sync(self) -> None:
-        """Wait until everything that was sent is done. Raise the first error."""
+        """Wait until all sent statements are done. Raise the first error."""
         self._pgconn.pipeline_sync()
         self._sent.append(None)
         self._flush()
@@ -177,7 +177,7 @@ class Wire:
             if self.conn.closed or more.status == self._status.FATAL_ERROR:
                 break
         result = self._sent.popleft()
-        if result is None:  # the connection ended
+        if result is None:  # the connection was closed
             raise self._error or self._driver.OperationalError("the connection was lost")
         if given.status in (self._status.COMMAND_OK, self._status.TUPLES_OK):
             result.give(given)

@@ -1,14 +1,14 @@
-"""Find tool calls in a reply, in the forms that families of models write them.
+"""Find tool calls in a reply, in the formats of several model families.
 
     CallStyle ─┐
-    text ──> CallFinder ──> text, CallBegan, CallArguments      as they come
+    text ──> CallFinder ──> text, CallBegan, CallArguments      streamed
                  │ sends each character to
              a style's scanner: hermes, llama, mistral, pythonic
                  │ reads with json_call, json_values, values; reports to
              ParsedCalls: the calls of the reply
 
-The scanners use no regular expression, no evaluation and no recursion. A reply costs time in proportion to
-its length, whatever it contains, and a bounded part of it is withheld.
+The scanners use no regular expressions, no evaluation and no recursion. The time for a reply is proportional
+to its length, for any content. Only a bounded part of a reply is withheld.
 """
 
 from pensieve.text.tool_calls.calls import CallArguments, CallBegan, ParsedCall

@@ -1,11 +1,13 @@
-"""Collect the calls of one reply, as the scanners of all styles report them.
+"""Collect the calls of one reply. The scanners of all styles report to this class:
 
-    check(name)      may it be called?          begin(name)     report CallBegan
-    write(text)      report CallArguments       end()           the call is whole
-    passed()         what was read up to here is not text, and not in a call either
+    check(name)      raise NoCall unless the name may be called
+    begin(name)      report CallBegan
+    write(text)      report CallArguments
+    end()            the call is complete
+    passed()         the characters read so far belong neither to the text nor to a call
 
-A report cannot be taken back. So a scanner begins a call as late as streaming its arguments allows: once
-the name is known and the arguments have begun.
+A report cannot be taken back. So a scanner calls `begin` as late as possible: when the name is known and the
+arguments have begun, so that the arguments can be streamed.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from typing import Any
 
 from pensieve.text.tool_calls.scan import NoCall
 
-CALLS_MAX = 128  # in a reply; further calls are text
+CALLS_MAX = 128  # maximum per reply; further calls are text
 NAME_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegan:
-    """The beginning of a call. Calls are counted from 0."""
+    """The start of a call. Calls are counted from 0."""
 
     index: int
     name: str
@@ -39,7 +41,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A whole call."""
+    """A complete call."""
 
     index: int
     name: str
@@ -85,7 +87,7 @@ class ParsedCalls:
             raise NoCall
 
     def type_of(self, name: str, key: str) -> str:
-        """Return the type of an argument in the tool's schema; "" if the schema names none."""
+        """Return the type of an argument in the tool's schema, or "" if the schema has no type for it."""
         schema = self._parameters.get(name)
         for part in ("properties", key, "type"):
             schema = schema.get(part) if isinstance(schema, Mapping) else None
@@ -115,7 +117,7 @@ class ParsedCalls:
         self.num_reported += 1
 
     def passed(self) -> None:
-        """Note that what was read up to here is not text."""
+        """Note that the characters read so far are not text."""
         self.num_reported += 1
 
     def break_off(self) -> None:

@@ -1,19 +1,19 @@
-"""Find the calls in a reply that comes in pieces. Everything else is the reply's text.
+"""Find the calls in a streamed reply. Everything else is the reply's text.
 
     text ─push─> "I'll look. "  CallBegan(0, "get_weather")  CallArguments(0, '{"city"')  …  "Done."
 
-A scanner starts where a call may begin (`styles`). It gets one character after the other, until one of
-these events:
+A scanner starts where a call may begin (styles.py). The scanner gets one character after the other, until one
+of these events:
 
-    it returns               the calls are whole, and what closed them is not text
-    it raises NoCall         what it read since its last report is text, exactly as sampled; a call that had
-                             begun stays incomplete
-    WITHHELD_MAX             it read that many characters without a report: as with NoCall
-    the reply ends           as with NoCall
+    it returns               The calls are complete. The closing mark is not text.
+    it raises NoCall         The characters that it read since its last report are text, exactly as sampled.
+                             A call that has begun stays incomplete.
+    WITHHELD_MAX             The scanner read that many characters without a report. Handled like NoCall.
+    the reply ends           Handled like NoCall.
 
-After NoCall, the text that the scanner read is not scanned again. The exception is a (partial) mark at its
-end, because a call may begin there. So each character is read a few times at most, and at most WITHHELD_MAX
-characters are withheld.
+After NoCall, the text that the scanner read is not scanned again, except a mark (or the start of a mark) at
+the end of that text, because a call may begin there. So each character is read only a few times, and at most
+WITHHELD_MAX characters are withheld.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Found: TypeAlias = str | CallBegan | CallArguments
 
 
 class CallFinder:
-    """Find the calls of one reply."""
+    """Finds the calls of one reply."""
 
     def __init__(self, style: CallStyle, tools: Sequence[Mapping[str, Any]]) -> None:
         self.calls = ParsedCalls(tools)
         self._style = style
         self._scan: Scan[None] | None = None
-        self._withheld: list[str] = []  # read by the scanner since its last report
+        self._withheld: list[str] = []  # characters that the scanner has read since its last report
         self._num_reported = 0
         self._in_part = False
         self._may_open = style.opens_reply  # the next character may begin a call without a mark
-        self._is_blank = True  # only white space so far
+        self._is_blank = True  # the reply has only white space so far
         self._found: list[Found] = []
 
     def push(self, text: str, in_part: bool) -> list[Found]:
@@ -61,13 +61,13 @@ class CallFinder:
         return self._take()
 
     def interrupt(self) -> list[Found]:
-        """End the text, or interrupt it for another part of the reply."""
+        """End the text, because the reply ends or another part of it (thinking) begins."""
         if self._scan is not None:
             self._stop()
         return self._take()
 
     def _look(self, text: str, position: int) -> int:
-        """Start a scanner where a call may begin; return the position to continue at."""
+        """Start a scanner at the next position where a call may begin. Return the position to continue at."""
         style, start = self._style, position
         if self._may_open:
             while start < len(text) and text[start].isspace():
@@ -88,14 +88,14 @@ class CallFinder:
         return len(text)
 
     def _start(self, character: str, *, needs_mark: bool) -> None:
-        """Start a scanner with its first character, which it always takes."""
+        """Start a scanner with its first character, which it always accepts."""
         self._scan = self._style.scan(self.calls, needs_mark)
         next(self._scan)
         self._scan.send(character)
         self._withheld.append(character)
 
     def _send(self, character: str) -> bool:
-        """Send a character to the scanner; return whether the scanner took it."""
+        """Send a character to the scanner. Return whether the scanner accepted it."""
         assert self._scan is not None
         try:
             self._scan.send(character)
@@ -116,9 +116,9 @@ class CallFinder:
         return True
 
     def _stop(self, *, again: bool = False) -> None:
-        """Stop the scanner, and turn what it withheld into text.
+        """Stop the scanner, and turn the withheld characters into text.
 
-        With `again`, a mark or the beginning of one at its end goes to a new scanner.
+        With `again`, a mark (or the start of a mark) at the end of the withheld text goes to a new scanner.
         """
         self._collect()
         self.calls.break_off()
@@ -139,9 +139,9 @@ class CallFinder:
         return bool(self._style.mark) and (self._in_part or not self._style.mark_is_token)
 
     def _mark_length(self, text: str) -> int:
-        """Return how many characters at the end of `text` are the mark or its beginning.
+        """Return the length of the mark, or of the start of the mark, at the end of `text`.
 
-        0 if none, and never the whole text.
+        0 if there is none. The first character of `text` never counts.
         """
         mark = self._style.mark if self._mark_counts else ""
         lengths = range(min(len(mark), len(text) - 1), 0, -1)

@@ -1,4 +1,4 @@
-"""Calls between marks, as Hermes and Qwen write them: one call in each pair.
+"""The format of Hermes and Qwen: each call is between two marks.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Paris"}}
@@ -6,7 +6,7 @@
 
 The closing mark may be missing. The opening mark may be missing if it is a control token without text.
 
-Qwen3-Coder writes another form between the same marks, each argument between marks of its own:
+Qwen3-Coder uses the same marks, but another format between them, with an element for each argument:
 
     <function=get_weather>
     <parameter=city>
@@ -14,8 +14,9 @@ Qwen3-Coder writes another form between the same marks, each argument between ma
     </parameter>
     </function>
 
-A value is plain text, without the line ends next to its marks. The tool's schema gives its type. A `string`
-is passed on as it comes. Any other value is held until it is whole, and becomes a string if it is not JSON.
+A value is plain text, without the line breaks next to its tags. The tool's schema defines the type of the
+value. A `string` is streamed. Any other value is withheld until it is complete, and becomes a string if it is
+not JSON.
 """
 
 from __future__ import annotations
@@ -98,7 +99,6 @@ def _function_element(calls: ParsedCalls) -> Scan[None]:
 
 
 def _quoted(text: str) -> str:
-    """Return the text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -109,8 +109,8 @@ def _name() -> Scan[str]:
 
 
 def _text(emit: Emit) -> Scan[None]:
-    """Read a value up to its end, without a line end on either side."""
-    withheld = ""  # a line end, and what may be the closing mark after it
+    """Read a value up to its end, without the line break on either side."""
+    withheld = ""  # a line break, and the possible start of the closing tag after it
     is_first = True
     while True:
         character = yield
@@ -130,6 +130,6 @@ def _text(emit: Emit) -> Scan[None]:
 
 
 def _json_of(text: str) -> str:
-    """Return a value as it is if it is JSON, else as a JSON string."""
+    """Return a value unchanged if it is JSON, otherwise as a JSON string."""
     word = WORDS.get(text.strip(), text.strip())
     return word if is_json(word) else _quoted(text)

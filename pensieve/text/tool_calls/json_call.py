@@ -1,8 +1,8 @@
-"""A call as a JSON object: {"name": …, "arguments": {…}}, as several families write it.
+"""Read a call that is a JSON object: {"name": …, "arguments": {…}}. Several model families use this format.
 
-`parameters` is another word for `arguments`. Other members are read and ignored. Once the name is known,
-the arguments are passed on as they come. Arguments that come before the name wait for it. Arguments may
-also be a string that holds the JSON of an object.
+`parameters` is accepted instead of `arguments`. Other members are ignored. If the name comes first, the
+arguments are streamed. If the arguments come first, they are withheld until the name is known. The arguments
+may also be a string that contains the JSON of an object.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(calls: ParsedCalls, *, needs_arguments: bool = False) -> Scan[str]:
-    """Read the object after its opening bracket; return what follows if the closing one is missing.
+    """Read the object after its opening brace. If the closing brace is missing, return what follows instead.
 
     `needs_arguments`: an object with only a name is not a call.
     """
@@ -88,9 +88,9 @@ def _wait(waiting: list[str]) -> Emit:
 
 
 def _arguments(character: str, begin: Callable[[], Emit]) -> Scan[str]:
-    """Read an object, or a string with an object in it. null or an empty string is an empty object.
+    """Read an object, or a string that contains an object. null and the empty string mean an empty object.
 
-    `begin` is called once these are known to be arguments, and returns where to write them.
+    `begin` is called when these are certainly arguments. It returns the function that receives their text.
     """
     if character == "{":
         return (yield from value(character, begin(), JSON))
@@ -108,7 +108,7 @@ def _arguments(character: str, begin: Callable[[], Emit]) -> Scan[str]:
 
 
 class _Inner:
-    """Read arguments inside a string."""
+    """Reads arguments inside a string."""
 
     def __init__(self, begin: Callable[[], Emit]) -> None:
         self._begin = begin

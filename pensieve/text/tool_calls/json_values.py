@@ -1,7 +1,7 @@
 """Read JSON character by character, strictly.
 
-It also refuses what a request could not send back: half of a surrogate pair, a number that no double holds,
-and brackets deeper than a message may have (`message.DEPTH_MAX`).
+Also reject JSON that a later request could not contain: half of a surrogate pair, a number outside the range
+of a double, and nesting deeper than `message.DEPTH_MAX`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HIGH, LOW, END = 0xD800, 0xDC00, 0xE000  # ranges of the halves of surrogate pai
 
 
 def string(emit: Emit, text: Emit = ignore) -> Scan[None]:
-    """Read a string after its opening quote. `text` gets its meaning, `emit` its written form."""
+    """Read a string after its opening quote. `text` gets the decoded string, `emit` its JSON form."""
     while (character := (yield)) != '"':
         emit(character)
         if character == "\\":
@@ -43,7 +43,7 @@ def string(emit: Emit, text: Emit = ignore) -> Scan[None]:
 
 
 def _escaped(emit: Emit) -> Scan[str]:
-    """Read a character by its number, or by the numbers of both halves of its surrogate pair."""
+    """Read a `\\u` escape, or the two escapes of a surrogate pair."""
     first = yield from hex_number(4, emit)
     if not HIGH <= first < END:
         return chr(first)
@@ -86,7 +86,6 @@ JSON = Notation(_scalar, '"', is_json=True)
 
 
 def is_json(text: str) -> bool:
-    """Return whether a text is one JSON value."""
     scan = value(text[:1], ignore, JSON)
     num_sent = 0
     try:

@@ -1,8 +1,8 @@
-"""Calls as Llama 3 writes them: the whole reply is JSON, with semicolons between several calls.
+"""The format of Llama 3: the whole reply is JSON, with semicolons between several calls.
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "get_time", "parameters": {}}
 
-`<|python_tag|>` may come first. No other mark shows a call, so an object without arguments is not a call.
+`<|python_tag|>` may come first. Because this mark is optional, an object without arguments is not a call.
 """
 
 from __future__ import annotations
@@ -25,4 +25,4 @@ def llama(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
         if (yield from past_white(character)) != ";":
             break
         character = yield from nonspace()
-    raise NoCall  # what comes after the last call is text
+    raise NoCall  # anything after the last call is text

@@ -1,9 +1,9 @@
-"""Calls as Mistral's models write them: older models in a list, newer models each call alone.
+"""The formats of Mistral: a list of calls in older models, a mark before each call in newer models.
 
     [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": …}]
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}
 
-`[CALL_ID]` and an id may stand before `[ARGS]`. The marks are usually control tokens, which have no text.
+`[CALL_ID]` and an id may precede `[ARGS]`. The marks are usually control tokens, which have no text.
 """
 
 from __future__ import annotations

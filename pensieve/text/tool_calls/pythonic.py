@@ -1,10 +1,10 @@
-"""Calls written as Python: a list of function calls with named arguments that are literals.
+"""The Python format: a list of function calls whose named arguments are literals.
 
     [get_weather(city="Paris", days=3), get_time()]
 
-The literals are never evaluated. They become JSON as they come: strings (with escapes, also in triple
-quotes), numbers, True, False, None, lists, and dicts with string keys. Any other Python (expressions,
-tuples, sets, prefixes of strings, positional arguments) makes the list text.
+The literals are converted to JSON while they are streamed, and are never evaluated. Supported are strings
+(with escapes, also in triple quotes), numbers, True, False, None, lists, and dicts with string keys. If the
+list contains other Python (expressions, tuples, sets, string prefixes, positional arguments), it is text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS = {
     "None": "null",
     "true": "true",
     "false": "false",
-    "null": "null",  # models write JSON's words by mistake; their meaning is clear
+    "null": "null",  # models sometimes write the JSON words; their meaning is clear
 }
 ESCAPES = {
     "\\": "\\",
@@ -38,7 +38,7 @@ ESCAPES = {
     "t": "\t",
     "v": "\v",
 }
-HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # digits of an escape by number
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # number of digits of a numeric escape
 
 
 def pythonic(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
@@ -60,7 +60,7 @@ def pythonic(calls: ParsedCalls, needs_mark: bool) -> Scan[None]:
 
 
 def _name(character: str) -> Scan[tuple[str, str]]:
-    """Read a name; return it with the character after it."""
+    """Read a name. Return the name and the character after it."""
     found: list[str] = []
     while character in NAME_CHARACTERS:
         if len(found) == NAME_CHARACTERS_MAX:
@@ -128,10 +128,10 @@ def _number(text: str) -> str:
 
 
 def _string(quote: str, emit: Emit) -> Scan[str]:
-    """Read a string.
+    """Read a string after its first quote.
 
-    After two quotes, the next character shows whether the string is empty or triple-quoted. If it is empty,
-    return that character, else "".
+    If the string is empty, return the character after it, because that character had to be read to see that
+    the string is not triple-quoted. Otherwise return "".
     """
     emit('"')
     character, num_quotes, end = (yield), 0, 1
@@ -163,7 +163,7 @@ def _escaped() -> Scan[str]:
     if character in ESCAPES:
         return ESCAPES[character]
     if character not in HEX_DIGITS:
-        if character in "01234567N":  # octal digits and names of characters
+        if character in "01234567N":  # octal escapes and \N{…} are not supported
             raise NoCall
         return "\\" + character
     number = yield from hex_number(HEX_DIGITS[character])

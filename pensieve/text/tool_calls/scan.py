@@ -2,12 +2,12 @@
 
     scan = some_scanner(…); next(scan); scan.send("{"); scan.send('"'); …
 
-A scanner returns when what it looks for is whole, and raises `NoCall` at the first character that cannot
-belong to it. So a text may be cut anywhere, and the scanner's state is its local variables. A scanner uses
-another one by `yield from`. None recurses, so a character costs the same at any depth.
+A scanner returns when it has read a complete call or value. It raises `NoCall` at the first character that
+does not fit. Its state is in its local variables, so the text may be cut anywhere. A scanner uses another
+scanner with `yield from`. No scanner is recursive, so a character costs the same at any nesting depth.
 
-A scanner of a value gets the value's first character, which has been read. It returns the character after
-the value if it had to read that character (nothing marks the end of a number), else "".
+A scanner of a value gets the first character of the value as an argument. If it had to read the character
+after the value (for example, to find the end of a number), it returns that character, otherwise "".
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ WHITE = " \t\n\r"  # white space between the parts of JSON
 
 
 class NoCall(Exception):
-    """The text is not what the scanner looks for. This is no error: it stays text."""
+    """The text is not what the scanner looks for. This is not an error: the characters stay text."""
 
 
 def ignore(text: str) -> None:
-    """Drop the text. An `Emit`."""
+    """An `Emit` that drops the text."""
 
 
 def nonspace(emit: Emit = ignore) -> Scan[str]:
@@ -44,7 +44,7 @@ def expect(text: str) -> Scan[None]:
 
 
 def take_until(end: str, emit: Emit, *, most: int) -> Scan[None]:
-    """Read up to the character `end`, at most `most` characters."""
+    """Read up to the character `end`. Raises NoCall after more than `most` characters."""
     for _ in range(most + 1):
         character = yield
         if character == end:

@@ -1,15 +1,16 @@
-"""How families of models write calls, and which family a model belongs to.
+"""Define the call format of each model family, and find the family of a model.
 
-A style says where in a reply a call may begin. Its scanner reads from the first character of a call. A call
-may begin:
+A style defines where in a reply a call may begin, and has a scanner that reads a call from its first
+character. A call may begin:
 
-* At a mark, anywhere. If the mark is a control token of the model, only that token counts
-  (`Part.TOOL_CALL`), so text that looks like the mark begins no call.
-* At the beginning of a section that a control token opened. The token may decode to no text, so the mark
-  itself may be missing.
-* At the beginning of the reply, for families without a mark.
+* Anywhere, at a mark. If the mark is a control token of the model, only that token counts (`Part.TOOL_CALL`).
+  Text that looks like the mark then begins no call.
+* At the start of a section that a control token opened. The token may decode to no text, so the mark may be
+  missing from the text.
+* At the start of the reply, for families without a mark.
 
-If calls are JSON, a grammar can enforce them. The chat template shows in which form (call_grammars.py).
+If calls are JSON, a grammar can enforce them (call_grammars.py). The chat template shows which form the
+model uses.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from pensieve.text.tool_calls.scan import Scan
 PYTHON_MARKS = (
     "<|tool_call_start|>",
     "<|python_start|>",
-)  # control tokens of models that write Python calls
-ARGUMENTS_MARK = "[ARGS]"  # in Mistral's newer models
-PYTHON_PROMPT = "func_name1("  # an example in the templates of such models
+)  # control tokens of models that use the Python format
+ARGUMENTS_MARK = "[ARGS]"  # used by newer Mistral models
+PYTHON_PROMPT = "func_name1("  # an example in the templates of models that use the Python format
 
 
 class CallForm(StrEnum):
@@ -47,13 +48,14 @@ class CallForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a family of models writes calls."""
+    """The call format of a model family."""
 
     name: str
-    mark: str  # begins a call anywhere in a text; "": no mark
-    openers: frozenset[str]  # first characters of calls at the beginning of a part, or of a reply
+    mark: str  # text that begins a call anywhere in a reply; "": no mark
+    # possible first characters of a call at the start of a section or reply
+    openers: frozenset[str]
     opens_reply: bool  # whether a call may begin the reply without a mark
-    scan: Callable[[ParsedCalls, bool], Scan[None]]  # the flag: the call has to begin with its mark
+    scan: Callable[[ParsedCalls, bool], Scan[None]]  # the bool: the call must begin with its mark
     mark_is_token: bool = False  # the mark counts only within Part.TOOL_CALL
     form: CallForm | None = None  # None: no grammar can enforce it
 
@@ -71,7 +73,7 @@ NAMES = ("auto", *STYLES, "none")
 
 
 def style_of(template: ChatTemplate) -> CallStyle | None:
-    """Return the style of a model, by its chat templates and control tokens; None if unknown."""
+    """Derive the style of a model from its chat templates and control tokens. None if it is unknown."""
     name = _name_of(template)
     return None if name is None else style_named(name, template)
 

@@ -1,7 +1,8 @@
-"""Read lists, mappings and the values in them, which JSON and Python write alike.
+"""Read lists and mappings, whose syntax is the same in JSON and in Python, and the values in them.
 
-A value is checked as it comes and written as JSON. The open brackets are the only state. JSON is passed on
-unchanged, with its white space. Python's literals lose white space, and a comma before a closing bracket.
+A value is checked while it is streamed, and written as JSON. The only state is the list of open brackets.
+JSON is written unchanged, including its white space. For Python literals, white space and a comma before a
+closing bracket are dropped.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from pensieve.text.tool_calls.scan import WHITE, Emit, NoCall, Scan, ignore, non
 
 CLOSERS = {"{": "}", "[": "]"}
 WORD_CHARACTERS = frozenset("0123456789+-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-WORD_CHARACTERS_MAX = 400  # no number that a double holds has more digits
+WORD_CHARACTERS_MAX = 400  # no number in the range of a double needs more digits
 
 
 class Notation(NamedTuple):
-    """How a language writes scalars. The scanners get the first character."""
+    """The syntax of scalars in a language. The scanners get the first character."""
 
-    scalar: Callable[[str, Emit], Scan[str]]  # strings too
-    quotes: str  # characters that a string or a key may begin with
+    scalar: Callable[[str, Emit], Scan[str]]  # reads a scalar, including strings
+    quotes: str  # possible first characters of a string or key
     is_json: bool
 
 
 def value(character: str, emit: Emit, notation: Notation) -> Scan[str]:
     """Read one value of any kind."""
     white = emit if notation.is_json else ignore
-    closers: list[str] = []  # closing brackets of the open ones
+    closers: list[str] = []  # the closing brackets that are still expected
     while True:
         if character in CLOSERS:
             if len(closers) == DEPTH_MAX:
@@ -43,7 +44,7 @@ def value(character: str, emit: Emit, notation: Notation) -> Scan[str]:
                 continue
         else:
             character = yield from notation.scalar(character, emit)
-        while closers:  # a value has ended, or an empty bracket closes
+        while closers:  # after a value, or after the opening bracket of an empty list or mapping
             character = yield from past_white(character, white)
             if character == ",":
                 if notation.is_json:
@@ -65,7 +66,7 @@ def value(character: str, emit: Emit, notation: Notation) -> Scan[str]:
 
 
 def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[str]:
-    """Read a key and its colon; return the first character of the value."""
+    """Read a key and its colon. Return the first character of the value."""
     if character not in notation.quotes:
         raise NoCall
     character = yield from notation.scalar(character, emit)
@@ -76,7 +77,7 @@ def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[st
 
 
 def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
-    """Return the first character from here on that is not white space. "": none was read yet."""
+    """Return `character`, or the next one that is not white space. `character` may be "": none was read."""
     if character and character not in WHITE:
         return character
     emit(character)
@@ -84,7 +85,7 @@ def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
 
 
 def word(character: str) -> Scan[tuple[str, str]]:
-    """Read a number or a name; return it with the character after it."""
+    """Read a number or a name. Return its text and the character after it."""
     found: list[str] = []
     while character in WORD_CHARACTERS:
         if len(found) == WORD_CHARACTERS_MAX:
@@ -95,7 +96,7 @@ def word(character: str) -> Scan[tuple[str, str]]:
 
 
 def is_number(text: str) -> bool:
-    """Return whether JSON allows this number and a double holds it."""
+    """Return whether the text is a JSON number within the range of a double."""
     mantissa, exponent_mark, exponent = text.lower().partition("e")
     whole, point, fraction = mantissa.partition(".")
     digits = whole.removeprefix("-")
