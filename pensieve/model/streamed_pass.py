@@ -9,10 +9,10 @@ of this layer were loaded to (kv/streamer.py).
     attend    over those        over those    over those
 
 A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are
-counted from its own first row.  `paged_rows` is None, so fused layers run only their dense halves around this
-attention.  On a CPU these are the functions that the whole layer calls, so results equal those of resident
-turns to the last bit.  On a GPU a layer without streamed turns rotates with rounded cosines, in one kernel
-with the writing, so the results differ by rounding.
+counted from its own first row.  `paged_rows` is None, so fused layers run only their dense parts and call
+this attention.  On a CPU, resident turns use the same functions, so streaming does not change results.  On a
+GPU, a layer without streamed turns rotates and writes in one kernel, with rounded cosines.  So streaming
+changes results by rounding.
 """
 
 from __future__ import annotations

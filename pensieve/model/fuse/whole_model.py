@@ -78,7 +78,7 @@ class FusedModel:
             layer.dense.followed_by(then.dense)
         layers[-1].dense.followed_by(self._head)
         self._chain: LayerChain | None = None
-        if len({layer.rotates for layer in layers}) == 1:  # a chain has one rotation for all
+        if len({layer.rotates for layer in layers}) == 1:  # in a chain all layers rotate, or none
             self._chain = kernels.chain([layer.dense for layer in layers])
 
     def embed(
@@ -209,7 +209,7 @@ def _match_embeddings(
 
 
 def _hidden(answer: Any) -> Any:
-    """Return a layer's residual; some models' layers answer a tuple."""
+    """Return a layer's residual; some models' layers return a tuple."""
     return answer[0] if isinstance(answer, tuple) else answer
 
 

@@ -63,7 +63,7 @@ class Copier(ABC):
 
     @abstractmethod
     def wait_layer(self, layer: int) -> None:
-        """Make later computations wait until every outstanding swap-in has brought this layer."""
+        """Make later computations wait until every outstanding swap-in has copied this layer."""
 
     @property
     @abstractmethod
@@ -299,8 +299,8 @@ class CudaCopier(Copier):
     the forward.  Launching all layers at once would delay the launch of the first layer's compute.
 
     Swap-outs are not urgent.  A worker thread launches them a unit at a time (some layers, about
-    `UNIT_BYTES`), and only while no swap-in is outstanding, so they yield after at most one unit.  A swap-in
-    also waits, on the device, for the running unit, so the two directions do not compete for the bus.
+    `UNIT_BYTES`), and only while no swap-in is outstanding.  A new swap-in waits, on the device, for the
+    running unit, so the two directions do not compete for the bus.
 
     Why no page is read or written wrongly:
 

@@ -38,7 +38,7 @@ from pensieve.model.transfer import upload
 
 IN_PLACE = -1  # value of `staging_pages`: no staging, turns attend to the host tier
 STAGING_ARENAS = 2  # while the attention reads one arena, the other is loaded
-# Size of a page in one layer.  Smaller pages cost the driver as much, and cost `copy_pages` less.
+# Size of a page in one layer.  For smaller pages, `copy_pages` is faster than the driver.
 BATCHED_BYTES_MIN = 32 << 10
 
 
@@ -179,7 +179,7 @@ class KVMemory:
 
     @property
     def spare_page(self) -> int:
-        """The page behind the last page, which no turn has: padding rows of a batch write there."""
+        """An additional last page that no turn has; padding rows of a batch write there."""
         return self.device_pages
 
     @property

@@ -23,8 +23,8 @@ from pensieve.model.kv.memory import KVMemory
 class PageBytes:
     """Copy pages to and from bytes, in the calling thread only.
 
-    A copy by torch's threads waits for the slowest thread.  That takes ten times as long if other processes
-    use the cores.
+    A copy by torch's threads would wait for the slowest thread, which is slow if other processes use the
+    cores.
     """
 
     def __init__(self, memory: KVMemory, checksums: PageChecksums | None) -> None:

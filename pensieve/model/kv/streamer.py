@@ -5,8 +5,8 @@ A *pass* is one forward over the groups of an iteration (core/iteration.py, `Pag
 A CPU copies nothing (`InPlaceStreamer`): its kernels read the host tier as fast as the device tier, so the
 slices of a group write to its host pages and attend to them there.
 
-A device has two staging arenas (`StagedStreamer`).  In every layer the groups come in their order.  Group g
-of G in layer l is step n = l · G + g, and its arena is n % 2:
+A GPU has two staging arenas (`StagedStreamer`).  In every layer the groups come in their order.  Group g of G
+in layer l is step n = l · G + g, and its arena is n % 2:
 
     load n        copy host pages of layer l to arena n % 2
     attend n      the step's slices write to the arena and attend to it
@@ -33,9 +33,9 @@ Why no page is read or written wrongly:
 * A group loads what earlier iterations have left on the host in that layer.  Stores of earlier passes come
   before the load, because all copies are ordered.  A swap-out into such a page was reported before the group
   was planned.
-* A later reader or writer of host pages sees all stores, be it a swap-in, a swap-out into a released page, or
-  the checksums.  `end` makes the computing stream wait for the last store.  These readers and writers wait
-  for an event that is recorded on the computing stream after that.
+* Later readers and writers of host pages see all stores.  They are swap-ins, swap-outs into released pages,
+  and checksums.  `end` makes the computing stream wait for the last store.  The readers and writers wait for
+  an event that is recorded on the computing stream after `end`.
 * A swap may run during the pass.  The only pages used by both are full pages shared between turns, which the
   pass only reads.  There are two reasons: the core does not reuse the pages of a copy before the copy is
   reported, and no turn is resident and streamed at once.
@@ -237,9 +237,9 @@ def arena_of(step: int) -> int:
 
 
 def in_host_pages(slices: Sequence[Slice], groups: Sequence[PageGroup]) -> list[Slice]:
-    """Return the slices.
+    """Return the slices with host page numbers in all page tables.
 
-    In the slices of groups, page tables hold host page numbers instead of indices into the group's pages.
+    In the given slices of groups, page tables hold indices into the group's pages.
     """
     found = list(slices[: groups[0].first_slice])
     for group in groups:

@@ -8,9 +8,9 @@ s keeps a row's sum below 2^62.  Tokens less likely than 2^-s of the likeliest t
 tokens) are never drawn.
 
 **The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
-int64, so that no two tokens tie and a partial sort is the beginning of the full sort.  Every cut
-keeps a prefix of this order.  Usually the first 256 tokens contain the end of the prefix or, without a cut,
-the drawn token.  If not, the row is tried again with more of its tokens.
+int64, so that no two tokens tie and a partial sort is a prefix of the full sort.  Every cut keeps a prefix of
+this order.  Usually the first 256 tokens contain the end of the prefix or, without a cut, the drawn token.
+If not, the row is tried again with more of its tokens.
 
 * On a CPU, checking this costs nothing.
 * On a GPU, checking means waiting for all launched work.  So a kernel searches each row without sorting it

@@ -28,7 +28,7 @@ never on other rows of the batch.
 on the device but not yet on the host.  Steps that need only the position (the random number, min_tokens) use
 the position.  The penalties need the token itself.  Each batch copies `seen` and `counts` anyway, and the
 token is added to these copies on the device.  So the row is treated as if its log were complete, and the
-state holds only the log.
+state includes only tokens of the log.
 
 **No waiting for the device.**  `draw` only launches work.  A row that is not finite gets the id -1 on the
 device (and is computed as zeros, so that no index is out of range).  `Drawn.read` waits for one copy of
