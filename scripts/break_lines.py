@@ -366,9 +366,8 @@ class Copy:
             failed = [_test(each) for each in cases if {"failure", "error"} & {e.tag for e in each}]
             there = [each for each in failed if self._has(each)]
             return TestRun(there or ([] if cases and not failed else list(tests[:1])))
-        timed_out = "Timeout" in "".join(
-            output.splitlines()[-40:]
-        )  # pytest-timeout ends the process
+        # pytest-timeout ends the process.
+        timed_out = "Timeout" in "".join(output.splitlines()[-40:])
         return TestRun(list(tests[:1]), in_time or timed_out)
 
     def imports_from(self) -> Path:

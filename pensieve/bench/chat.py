@@ -48,9 +48,8 @@ class ChatOptions:
     seed: int
     model: str  # "" for random weights
     address: str  # of a running daemon; "" starts one
-    device_cache: str | None = (
-        None  # this option and the others are for a daemon that is started here
-    )
+    # The following options are for a daemon that the benchmark starts.
+    device_cache: str | None = None
     host_cache: str | None = None
     weights: str | None = None
     kv_dtype: str | None = None

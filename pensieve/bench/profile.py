@@ -44,10 +44,8 @@ from pensieve.sim.fit_points import chunk_profile, errors_of, fit_points
 
 SECONDS, QUICK_SECONDS = 150.0, 20.0  # time for the iterations
 TURNS_MAX = 64  # generating at once
-BASE_TURNS, BASE_CONTEXT = (
-    32,
-    4096,
-)  # the iteration whose time is multiplied for the objectives (Sarathi-Serve)
+# The iteration whose time is multiplied for the objectives (Sarathi-Serve).
+BASE_TURNS, BASE_CONTEXT = 32, 4096
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
 SPREAD_MAX = 0.5  # of the times of one iteration; a larger spread means other work on the machine

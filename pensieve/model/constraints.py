@@ -86,7 +86,7 @@ class TurnConstraints:
         self._num_bytes = -(-vocab_size // 8)
         self._vocab_size = vocab_size
         self._threads: ThreadPoolExecutor | None = None  # for masks
-        self._compilers: ThreadPoolExecutor | None = None  # separate, so that masks do not wait for them
+        self._compilers: ThreadPoolExecutor | None = None  # masks do not wait for these
         self._compiling: dict[int, Future[Matcher]] = {}  # by turn_id, until the turn begins
         self._constrained: dict[int, ConstrainedReply] = {}  # by turn_id, until the turn ends
 

@@ -58,7 +58,7 @@ def free_for_kv(
         torch.cuda.synchronize(device)
         most.append(torch.cuda.max_memory_reserved(device) - held - trial_bytes)
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)  # `free` excludes libraries that the trials have loaded
+    free, total = torch.cuda.mem_get_info(device)  # libraries loaded by trials are not free
     kept = torch.cuda.memory_reserved(device) - held
     logits = 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
     graphs = sum(most) + logits if with_graphs else 0

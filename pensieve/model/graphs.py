@@ -310,9 +310,8 @@ class CudaCapture:
     def record(self, compute: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         with self._on_its_stream():
-            graph.capture_begin(
-                pool=self._pool
-            )  # `torch.cuda.graph` empties torch's cache each time
+            # Not `torch.cuda.graph`, which empties torch's cache each time.
+            graph.capture_begin(pool=self._pool)
             try:
                 compute()
             finally:

@@ -56,9 +56,7 @@ class StreamedPass:
     def __init__(
         self,
         batch: Batch,
-        parts: Sequence[
-            AttentionPart
-        ],  # of the resident slices first, if there are any, then of each group
+        parts: Sequence[AttentionPart],  # of the resident slices, if any, then of each group
         num_groups: int,
         memory: KVMemory,
         wait_layer: Callable[[int], None],

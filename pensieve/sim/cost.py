@@ -113,9 +113,8 @@ class CostModel(IterationCost):
     kv_bytes_per_token: int
     link_bytes_per_second: float
     source: str
-    chunk_costs: tuple[int, CostProfile] | None = field(
-        default=None, kw_only=True
-    )  # measured: tokens per chunk, and the cost of recomputing a chunk
+    # Measured: tokens per chunk, and the cost of recomputing a chunk.
+    chunk_costs: tuple[int, CostProfile] | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, model: ModelPreset, hardware: HardwarePreset) -> CostModel:

@@ -127,9 +127,8 @@ class Mooncake:
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}  # hash of the ids without the last -> the latest request
-        self._requests: list[
-            tuple[str, int, bool]
-        ] = []  # conversation, tokens at its end, whether it was continued
+        # Conversation, tokens at the end of the request, whether it was continued.
+        self._requests: list[tuple[str, int, bool]] = []
         self._num_forks = 0
 
     def arrival(self, given: dict[str, object]) -> Arrival:

@@ -164,9 +164,9 @@ class DenseLayer(Protocol):
     def before_attention(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
-        cosines: torch.Tensor
-        | None,  # (tokens, rotary), contiguous, of the residual's type or float32
-        sines: torch.Tensor | None,  # None for a layer that does not rotate
+        # (tokens, rotary), contiguous, of the residual's type or float32; None if the layer does not rotate.
+        cosines: torch.Tensor | None,
+        sines: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each (tokens, its heads, head_size), valid until the next call."""
 

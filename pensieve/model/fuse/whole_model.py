@@ -33,12 +33,10 @@ class Surroundings:
 
     table: torch.nn.Embedding
     table_factor: float
-    positions: (
-        torch.Tensor | None
-    )  # a row for each position; None: nothing is added to the embeddings
-    rotation: (
-        Callable[[torch.Tensor, torch.Tensor], Rotation] | None
-    )  # of (1, tokens, …), (1, tokens)
+    # A row for each position; None: nothing is added to the embeddings.
+    positions: torch.Tensor | None
+    # Takes hidden states (1, tokens, …) and positions (1, tokens).
+    rotation: Callable[[torch.Tensor, torch.Tensor], Rotation] | None
     norm: NormWeights
     find_head: Callable[[], torch.nn.Module]  # returns the packed output product
     head_factor: float

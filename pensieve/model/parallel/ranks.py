@@ -53,10 +53,11 @@ class Rank(ABC):
         self.num_shards = num_ranks // num_stages
         row, self.shard = divmod(index, self.num_shards)
         self.stage = (row - 1) % num_stages
+        # The ranks before and after this rank in the pipeline.
         self.before, self.after = (
             self.shard + self.num_shards * (neighbour % num_stages)
             for neighbour in (row - 1, row + 1)
-        )  # the ranks before and after this rank in the pipeline
+        )
         self._in_group = False
 
     @abstractmethod
