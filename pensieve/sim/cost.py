@@ -7,8 +7,8 @@ The rates of an iteration (core/cost.py) are
 
 plus a fixed overhead. `pensieve profile` measures points instead, and also the cost of recomputing a chunk
 (`chunk_costs`). `EFFICIENCY` is the share of a data sheet's rates that real kernels reach. A copy between the
-tiers takes its bytes over the link's rate; both directions are independent. Several devices (tensor parallel)
-count as one larger and faster device: their communication takes no time here.
+tiers takes its bytes divided by the link's rate, and the two directions are independent. Several devices
+(tensor parallel) count as one larger and faster device: their communication takes no time here.
 
 Costs from data sheets are assumptions, and every report says so.
 """

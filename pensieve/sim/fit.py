@@ -89,7 +89,7 @@ def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> Cos
 def assumed_costs(
     computed_by: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
 ) -> CostModel:
-    """Return the costs of the journal's model. What the journal does not tell is taken from `model`."""
+    """Return the costs of the journal's model. Values that the journal lacks are taken from `model`."""
     if (assumed := assumed_for(computed_by, hardware)) is not None:
         return assumed
     cost = CostModel.of(model, hardware)

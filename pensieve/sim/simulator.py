@@ -1,8 +1,8 @@
 """Run a trace through the daemon's own engine, on a virtual clock.
 
-A message arrives at its time, but not before the previous turn of its conversation has ended, since its
-author reads the reply first. Then it is an ordinary message in the engine's mailbox: after a fork if it
-begins with the history of another conversation, and after a rewind if it keeps only a part of its own.
+A message arrives at its time, but not before the previous turn of its conversation has ended, because its
+author reads the reply first. The message then goes to the engine's mailbox. If it begins with the history of
+another conversation, a fork precedes it. If it keeps only a part of its own history, a rewind precedes it.
 
 With `stateless` a conversation is forgotten when its turn has ended, and a fork brings no KV. So each turn
 computes its whole history again, in the same batches and with the same scheduler. This is the stateless

@@ -4,10 +4,10 @@ A trace is a stream of `Arrival`s in the order of their times. Each is one messa
 may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
-  tokens. Equal ids mean equal prefixes, and the last id is of a partial block. A request continues the latest
-  earlier request whose ids without the last are a prefix of its own ids, if these are two or more. A second
-  request that continues the same request is a fork. The first block is the same in every line, so it relates
-  no requests.
+  tokens. Equal ids mean equal prefixes, and the last id is of a partial block. A request continues an earlier
+  request if the earlier request's ids, without the last one, are a prefix of its own ids and at least two. Of
+  several such requests, it continues the latest. If two requests continue the same request, the second is a
+  fork. The first block is the same in every line, so this block alone does not relate two requests.
 * **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the turn before,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
 

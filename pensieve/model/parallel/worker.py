@@ -61,7 +61,7 @@ def serve(sock: socket.socket) -> None:
         # The reporter may meet the same error at the same time; both send the same text.
         with contextlib.suppress(OSError):
             pipe.send("failed", text=whole_line(error))
-        # If the collective failed because rank 0 ended, the pipe closes within this second.  Then this process
+        # If the collective failed because rank 0 ended, the pipe closes within this second, and this process
         # exits without a traceback.
         time.sleep(1)
         traceback.print_exc()
