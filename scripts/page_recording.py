@@ -1,6 +1,6 @@
 """Make the pictures in docs/images from a real daemon, a real model and a real browser.
 
-`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations push each other out. The
+`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations evict each other. The
 script first holds some conversations. Then it records a scene of twenty seconds in Debian's chromium. The GIF
 shows each frame for as long as the browser did, and the replies are the model's own.
 """

@@ -1,6 +1,6 @@
-"""Count the replies that loop, of 200 short talks (talks.txt) with one `pensieve serve`.
+"""Count how many replies loop in 200 short conversations (talks.txt) with one `pensieve serve`.
 
-Each talk goes through each door: the SDK over gRPC, OpenAI chat over HTTP, and the calls of the page.
+Each conversation (a talk) is held through each API: the SDK over gRPC, OpenAI chat, and the page's calls.
 Many talks run at once. A reply counts as a loop if its finish reason says so, if it ends with a piece of text
 that is repeated at least four times, or if it has a sentence of four words at least four times.
 
@@ -31,7 +31,7 @@ TALKS = Path(__file__).with_name("talks.txt")
 CLIENTS = 48  # talks at once
 REPEATS = 4  # of a piece of text, until it is a loop
 UNIT_CHARACTERS_MAX = 400  # of such a piece
-TAIL_CHARACTERS = 120  # that such pieces fill at least
+TAIL_CHARACTERS = 120  # at the end of a reply, that the pieces must fill
 SENTENCE_WORDS = 4
 NAMED: dict[str, dict[str, float]] = {"default": {}, "greedy": {"temperature": 0.0}}
 

@@ -244,7 +244,7 @@ def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list
     def gain(pack: Pack) -> float:  # in pages
         costs = sum(tiling.page_cost(tiles[member].num_rows) for member in pack.members)
         saved = pack.num_pages * (costs - tiling.page_cost(pack.num_rows))
-        return saved - 2 * pack.num_rows / ROWS_OF_A_PAGE - WAVE_COST  # 2: a member's part, a pack's part
+        return saved - 2 * pack.num_rows / ROWS_OF_A_PAGE - WAVE_COST  # 2: own part, pack's part
 
     return sorted((pack for pack in packs if gain(pack) > 0), key=gain, reverse=True)
 
