@@ -72,7 +72,7 @@ class Batch:
         logit_positions: list[int] = []
         for piece in slices:
             turn_id, start, stop, pages = piece.turn_id, piece.start, piece.stop, piece.page_table
-            # One by one: an array extends only by arrays of its own kind.
+            # Through an iterator, because an array can be extended only by an array of the same type.
             token_ids.extend(iter(piece.token_ids))
             positions.extend(range(start, stop))
             if piece.awaits_token:

@@ -196,7 +196,7 @@ def _quantization(folder: Path, config: Any) -> str | None:
             # bitsandbytes has two method names, which end in the same word.
             is_bits = method is None or str(method).endswith("bitsandbytes")
             return None if is_bits else str(getattr(method, "value", method))
-    # Older ModelOpt checkpoints store the method in a file of its own.
+    # Older ModelOpt checkpoints store the method in a separate file.
     return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
 
 
@@ -241,7 +241,7 @@ def _read_model(
 
     parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
     module = _read_weights(name, config, dtype, parts)
-    rank.wait_until_all_loaded()  # no collective: ranks may finish minutes apart
+    rank.wait_until_all_loaded()  # not by a collective, which could time out
     return ParallelModel(module, rank)
 
 

@@ -150,7 +150,7 @@ def probe(
 def with_scales_of_all(flat: FlatModel, shape: ModelShape) -> ModelShape:
     """Return a stage's shape with fp8 scales that are chosen from the real activations of earlier stages.
 
-    All stages must call this at the same time, once they are connected: the probe of a single stage sees
+    All stages must call this at the same time, after they are connected.  The probe of a single stage sees
     only made-up activations.
     """
     prompts = _prompts(flat.module, shape.context_max)

@@ -55,7 +55,7 @@ class ClairvoyantPolicy(StaticPolicy):
             own.popleft()
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        self._next[target_id] = now  # its first message arrives at once
+        self._next[target_id] = now  # its first message arrives immediately
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
         return 0.0

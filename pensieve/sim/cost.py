@@ -143,7 +143,7 @@ class CostModel(IterationCost):
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
 
     def recompute(self, chunk_tokens: int) -> CostProfile:
-        """Return the cost of recomputing a chunk behind a context: as measured, or as in a full batch."""
+        """Return the cost of recomputing a chunk after a context: as measured, or as in a full batch."""
         if self.chunk_costs is not None:
             measured_tokens, profile = self.chunk_costs
             scale = chunk_tokens / measured_tokens

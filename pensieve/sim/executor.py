@@ -137,7 +137,7 @@ class ModelledExecutor:
         return ends
 
     def _staged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
-        """Return the end of an iteration with groups. Its stores delay the swap-outs behind them."""
+        """Return the end of an iteration with groups. Its stores delay the swap-outs that follow them."""
         assert not self._separate, "groups are of one pass"
         cost, slices, groups = self._cost, iteration.slices, iteration.groups
         first = groups[0].first_slice
@@ -233,8 +233,8 @@ def staged(
     """Return the end of an iteration with groups, and when the links become free.
 
     A group of streamed turns (`Iteration.groups`) takes a staging arena in every layer: its pages are copied
-    in, its slices attend, and the written pages are copied out. Three lanes work at once, each on one thing
-    at a time:
+    in, its slices attend, and the written pages are copied out. Three lanes work in parallel, each on one
+    thing at a time:
 
         inward    loads, in the order of the steps
         compute   a layer's dense part and its resident slices, then its groups one after another

@@ -114,7 +114,7 @@ def errors_of(cost: CostModel, held_out: Sequence[tuple[str, Observation]]) -> t
 def chunk_profile(
     measured: Mapping[int, float], cost: CostModel, chunk_tokens: int
 ) -> CostProfile | None:
-    """Return the cost of recomputing a chunk, from chunks that ran alone behind several contexts.
+    """Return the cost of recomputing a chunk, from chunks that ran alone after several contexts.
 
     The time of the attention is the measured time minus a base. The base is the time after the shortest
     context, without the attention that `cost` predicts there. Attention never takes less time after a longer

@@ -39,7 +39,7 @@ from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Arrival
 
-COST_CONTEXT = 32_000  # in reports, a chunk behind l tokens costs 1 + l / COST_CONTEXT
+COST_CONTEXT = 32_000  # in reports, a chunk after l tokens costs 1 + l / COST_CONTEXT
 # The names of the values over time; see `_levels`.  The last three are fractions of a tier.
 SERIES = (
     "running",

@@ -8,7 +8,7 @@ may have had messages before. Each line of a file has one of two formats:
   request if the earlier request's ids, without the last one, are a prefix of its own ids and at least two. Of
   several such requests, it continues the latest. If two requests continue the same request, the second is a
   fork. The first block is the same in every line, so this block alone does not relate two requests.
-* **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the turn before,
+* **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the previous turn,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
 
 Lines that cannot be read are counted and listed in `Problems`. The other lines are used.
@@ -30,7 +30,7 @@ class Arrival:
     """One turn: the time of its message, and the lengths of message and reply."""
 
     conversation: str
-    at: float | None  # seconds; None: `after` seconds after the end of the turn before
+    at: float | None  # seconds; None: `after` seconds after the end of the previous turn
     input_tokens: int  # new tokens
     output_tokens: int
     after: float = 0.0

@@ -2,7 +2,7 @@
 
     static          compose a batch once, pad it to its longest prompt, and run it until its longest reply has
                     ended (the paper's "Benchmark")
-    static, ahead   the same, with prompts computed ahead in groups of similar length ("PD")
+    static, ahead   like static, with prompts computed ahead in groups of similar length ("PD")
     whole prompts   replace each ended query of the batch by the next one; its prompt is computed whole while
                     the others wait (the paper's "Baton", "equivalent to Orca")
     ours            our scheduler: prompts in pieces, together with the replies, and as many turns;

@@ -59,7 +59,7 @@ class Copier(ABC):
 
     @abstractmethod
     def launch_rest(self) -> None:
-        """Start the copies that no forward has waited for.  Call it once the forward is launched."""
+        """Start the copies that no forward has waited for.  Call this after launching the forward."""
 
     @abstractmethod
     def wait_layer(self, layer: int) -> None:

@@ -213,7 +213,7 @@ def _likeliest(values: Tensor, width: int) -> Tensor:
 def _sort_keys(values: Tensor) -> Tensor:
     """Return distinct int64 keys that sort by larger value, then by lower id.
 
-    A float32's bits, read as an integer, sort like the float once the bits of negative numbers are inverted.
+    If the bits of negative numbers are inverted, the bits of float32 sort as integers like the floats.
     Adding zero turns -0 into +0, which must tie.
     """
     bits = (values + 0.0).view(torch.int32)

@@ -35,8 +35,8 @@ device (and is computed as zeros, so that no index is out of range).  `Drawn.rea
 everything that the host needs.
 
 Greedy rows without other options cost one argmax.  Other rows are processed a few at a time (the two
-`…_PASS_ELEMENTS_MAX`).  This bounds the memory and, on a CPU, keeps a row in the cache: processing one row of
-150,000 logits at a time is seven to nine times as fast as eight at once.
+`…_PASS_ELEMENTS_MAX`).  This bounds the memory and, on a CPU, keeps a row in the cache: processing rows of
+150,000 logits one by one is seven to nine times as fast as eight rows together.
 """
 
 from __future__ import annotations
