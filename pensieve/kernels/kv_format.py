@@ -13,8 +13,8 @@ Scales of fp8 are chosen once, when a model is loaded, from the keys and values 
 first.  Scales are powers of two, so scaling does not round.  Values that are more than `HEADROOM` times the
 probe's largest value become the largest number of the format.  Values that are not finite become NaN.
 
-A token's row depends only on that token's values.  So it is the same in every batch and for every split of
-a prompt, and a row can be copied, moved between the tiers and checksummed as bytes.  Attention reads all rows
+A token's row depends only on that token's values.  So the row is the same in every batch and for every split
+of a prompt.  It can be copied, moved between the tiers and checksummed as bytes.  Attention reads all rows
 from pages, including rows written in the same iteration.
 
 `format_of` finds the format of pages from `pages.dtype`: no two formats share an element type.

@@ -1,4 +1,4 @@
-"""Turn an iteration into tensors: its tokens in one row, and where each token's keys and values lie.
+"""Turn an iteration into tensors: its tokens in one row, and where each token's keys and values are stored.
 
 A piece of a prefill, a recomputed gap and a decode are treated alike.  Each is a slice: consecutive rows with
 absolute positions, a start position, and the page table of the slice's turn.

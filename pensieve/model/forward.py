@@ -6,9 +6,9 @@ iterations capture the work between attentions (piecewise_graphs.py).  An iterat
 another pass (streamed_pass.py) and no graph.
 
 A batch that runs out of memory is computed in two halves, one after the other, and each half is halved again
-if necessary.  So no turn fails for lack of memory.  The results are the same, for three reasons.  A slice
-needs only results of earlier slices (core.iteration).  Page copies come first.  A page copy or a write of KV
-that is repeated writes the same values.
+if necessary.  So no turn fails for lack of memory.  The split does not change results, for three reasons.  A
+slice needs only results of earlier slices (core.iteration).  Page copies come first.  A page copy or a write
+of KV that is repeated writes the same values.
 
 If a batch with streamed turns runs out of memory, each group is first computed separately.  A group that
 still does not fit is computed in two halves.  The second half loads what the first half has stored.

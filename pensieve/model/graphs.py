@@ -12,8 +12,8 @@ and nothing reads their logits.
 
 The work list has a fixed length.  So the attention is planned with the fewest waves
 (`kernels.attention.plan`), and empty items fill the rest of the list.  One tensor holds all lists one after
-another, each as long as the graph reads it: a merge for each row, items, and the rows of packs.  Every row is
-one tile, so it is merged at most once and is in at most one pack.
+another, each with the length that the graph reads: a merge for each row, items, and the rows of packs.  Every
+row is one tile, so it is merged at most once and is in at most one pack.
 
 All graphs share one tensor of logits, which are valid until the next replay.
 

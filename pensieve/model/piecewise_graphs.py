@@ -16,7 +16,7 @@ The remaining rows are padding: their keys and values go to a page that no turn 
 All pieces share their memory.  The first piece reads `residual`.  Each later piece reads `attended` and the
 result of the previous piece.  A piece writes `rotated`, which the attention reads.
 
-A piece writes to its layer's pages, so these must have arrived before it is launched.
+A piece writes to its layer's pages, so these pages must have arrived before the piece is launched.
 """
 
 from __future__ import annotations

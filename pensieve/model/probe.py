@@ -14,14 +14,14 @@ Nothing here depends on the name of a model.  A model is served if
 5. its logits are finite;
 6. a slice's result does not change when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch);
-7. at far positions, up to the last of the context, the attention gets the same inputs as when the model runs
-   by itself with a cache of that length (some models scale queries beyond a length, and count from the
-   cache).
+7. at far positions, up to the last position of the context, the attention gets the same inputs as in the
+   model's own forward with a cache of that length (some models scale queries beyond a length, and take the
+   length from the cache).
 
 `_observe` checks 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks tell how far a
-query sees.  A layer is replaced by a fused one only if the two also agree at far positions (`model.fuse`).
-If KV is stored in less precision than the model's dtype, check 4 is repeated with that format: the difference
-must be rounding. The scales of fp8 KV are chosen before that, from the prompts' keys and values.
+query sees.  A fused layer replaces a layer only if both also agree at far positions (`model.fuse`).  If KV is
+stored in less precision than the model's dtype, check 4 is repeated with that format: the difference must be
+rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys and values.
 
 The probe fails with UnsupportedModel, whose message is the reason.
 """

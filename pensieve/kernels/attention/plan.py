@@ -6,9 +6,10 @@ records of items and merges.
 
 Kernels.  On Hopper the wide tiles have their own kernel, which runs before the kernel of the narrow tiles,
 with another number of blocks.  Each kind of tile is planned separately, for the number of blocks that its
-kernel can run at once (`BlocksAtOnce`).  On other GPUs one kernel does both, and a page costs twice as much
-in a wide tile.  The kernel of narrow tiles also does all packs, whatever their number of rows.  So a batch
-that only decodes stays one launch on Hopper, and its plan has the form that graphs need.
+kernel can run at once (`BlocksAtOnce`).  On other GPUs one kernel does both kinds of tiles, and a page costs
+twice as much in a wide tile as in a narrow tile.  The kernel of narrow tiles also does all packs, whatever
+their number of rows.  So a batch that only decodes stays one launch on Hopper, and its plan has the form that
+graphs need.
 
 Cutting a context.  The device runs B blocks at once.  With parts no longer than `limit` there are n blocks,
 which take ⌈n / B⌉ waves, so the time is at most
@@ -18,9 +19,10 @@ which take ⌈n / B⌉ waves, so the time is at most
 plus a cost for each wave (`WAVE_COST`).  Cutting also costs a merge, which is one more launch (`MERGE_COST`),
 and one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile, this
 write and read cost as much as eight pages.  The planner finds the smallest limit for the fewest possible
-waves, and for a few more waves.  It uses the best of these, or no cut if that is better.  So a single long
-context uses all blocks, and 300 equal contexts on 264 blocks do not leave most blocks idle in a second wave.
-With many blocks, only contexts that exceed the mean share are cut.  No part is shorter than `PART_PAGES_MIN`.
+waves, and the smallest limits for a few more waves.  It uses the limit with the least time, or cuts nothing
+if that takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do
+not leave most blocks idle in a second wave.  With many blocks, only contexts that exceed the mean share are
+cut.  No part is shorter than `PART_PAGES_MIN`.
 
 Sharing pages.  A pack's results are always parts.  The merge of a member combines the parts of its own
 context with its rows of the pack's parts.  So a pack costs one more part for each row, and one more block.  A

@@ -27,9 +27,9 @@ for all layers, a norm, and an output product (times a number).
 (`products`).  Products that one parent calls with the same input become one product.
 
 Weights are packed layer by layer, and each original is freed before the next layer is packed.  So each weight
-is in memory only once.  The exception is an embedding table that is also the output matrix.  The load probe
-compares the result with the plain model.  If they differ, the loader reads the model again and replaces
-nothing.
+is in memory only once.  The exception is an embedding table that is also the output matrix: it is in memory
+twice.  The load probe compares the result with the plain model.  If they differ, the loader reads the model
+again and replaces nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A CPU's copier copies in a thread, layer by layer.  A GPU's copier uses streams.  Both keep this order:
 
-    submit ──> pages of layer 0 │ layer 1 │ layer 2 │ …          begins when earlier iterations have written
+    submit ──> pages of layer 0 │ layer 1 │ layer 2 │ …          starts after earlier iterations have written
     forward ── wait_layer(0) ─ layer 0 computes ─ wait_layer(1) ─ layer 1 computes …
 
 Swap-ins come first, lowest layer first, because a layer's attention may be waiting for them.  Swap-outs are

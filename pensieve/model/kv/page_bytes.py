@@ -5,8 +5,8 @@ of an arena (memory.py) without the remaining slots: (layers, 2, kv_heads, slots
 same identity (launch/kv_identity.py) can use these bytes.
 
 The engine's thread reads and writes between two iterations.  On a GPU, reading a device page waits for all
-launched work; a host page is memory of this process.  Written pages were just given to their chunks, so no
-copy and no forward uses them.
+launched work, and reading a host page waits for nothing.  Written pages were just given to their chunks, so
+no copy and no forward uses them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connect a rank on another machine to rank 0: both prove that they know a secret, then compare versions.
+"""Connect a rank on another machine to rank 0: both prove that they know a secret, then compare models.
 
     rank                                             rank 0
                       <──  challenge  nonce_0

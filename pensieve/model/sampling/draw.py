@@ -17,12 +17,13 @@ If not, the row is tried again with more of its tokens.
   (kernels/sampling.py).  With the choice `radix=0` each row is instead tried once, with as many tokens as its
   `Sampling` may need: 256 for a top_k of at most 256, else all tokens, sorted.
 
-top_n_sigma comes before the other cuts and before the temperature, as in llama.cpp.  Later steps see the
-tokens that it cuts as -infinity.
+top_n_sigma comes before the other cuts and before the temperature, as in llama.cpp.  For later steps, the
+logits of the tokens that top_n_sigma cuts are -infinity.
 
 **The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
-token's absolute position in the conversation's log is the counter.  The store keeps both.  So the number is
-the same after a suspension, in a restarted engine and on another device.  There is no generator state.
+token's absolute position in the conversation's log is the counter.  The store keeps the seed and the log.  So
+the number is the same after a suspension, in a restarted engine and on another device.  There is no generator
+state.
 """
 
 from __future__ import annotations

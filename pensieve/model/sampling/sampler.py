@@ -3,9 +3,9 @@
 **Steps for a row**, in this order:
 
 1. A row with NaN or infinite raw logits yields None: only that turn fails.
-2. The repetition penalty applies to the ids of the whole context: a positive logit is divided by it, a
-   negative logit is multiplied.  Presence and frequency penalties apply to the ids of this reply.  Then
-   logit_bias is added.  Overflow is clamped to float32.
+2.  The repetition penalty applies to the ids of the whole context: a positive logit is divided by the
+   penalty, a negative logit is multiplied by it.  Presence and frequency penalties apply to the ids of this
+   reply.  Then logit_bias is added.  Overflow is clamped to float32.
 3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are masked.  With
    `ignore_eos` an end-of-turn id is an ordinary token.  A mask that would leave no token is not applied.
 4. If the turn has a constraint, tokens that its mask forbids are left out (masks.py).  If the mask allows
