@@ -21,8 +21,7 @@
 // The kernel is bound by the adds to shared memory and the double-precision exponentials: one of each for a token
 // with a nonzero weight.  Each search makes three passes over the row, which stays in the cache.
 //
-// Versions and what they reached:
-//   1  this one.  H200, 64 rows of 128,256, with the host's time: 1.4 ms, where sorting takes 3.4.
+// Measured on an H200: 64 rows of 128,256 take 1.4 ms, including the host's time.  Sorting takes 3.4 ms.
 #include <element.h>
 #include <ptx.h>
 

@@ -294,7 +294,7 @@ class CudaCopier(Copier):
         swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
     Each layer of a swap-in is followed by an event.  `submit` launches the first `LAYERS_AHEAD` layers.
-    `wait_layer(n)` launches the copies of all layers up to n + `LAYERS_AHEAD`.  It makes the computing
+    `wait_layer(n)` launches the copies of all layers up to n + `LAYERS_AHEAD`.  It also makes the computing
     stream, not the host, wait for the events of layer n.  `launch_rest` launches the remaining layers after
     the forward.  Launching all layers at once would delay the launch of the first layer's compute.
 
