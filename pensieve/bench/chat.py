@@ -10,8 +10,8 @@ whole reply, thinks, and continues. The client measures
 
 Before anything is timed, each turn of a conversation runs twice. If this benchmark started the daemon, the KV
 is evicted before the second run. Both runs must get the same tokens. On a GPU the order of a sum depends on
-how many rows are computed together, so there the replies may differ where two tokens are about equally
-likely. Replies are greedy and have a fixed length, so two runs with one seed do the same work.
+how many rows are computed together. So replies on a GPU may differ where two tokens are about equally likely.
+Replies are greedy and have a fixed length, so two runs with one seed do the same work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run synthetic iterations on an executor, only to time them.
 
-The executor and its memory are those of an engine, and see only what an engine would give them: started
-turns, slices on scattered pages, and copies between the tiers. The contents of KV do not matter for the
-time, but their bits do: products with denormal numbers are slow. So a few pages are computed from random
-tokens and copied to all others. Slices of one iteration never share a page.
+The executor and its memory are like those of an engine. They get only what an engine would send: started
+turns, slices on scattered pages, and copies between the tiers. The contents of KV do not matter for the time,
+but their bits do: products with denormal numbers are slow. So a few pages are computed from random tokens and
+copied to all others. Slices of one iteration never share a page.
 
 Turns start once, with logs as long as the longest context. So a slice can be at any position, repeatedly.
 """

@@ -24,8 +24,8 @@ The row's forward is launched first.  The row's job starts when the previous tok
 and makes the mask while the device computes the forward.  If the previous token ends the turn, the row gets
 no mask, because its result is discarded.
 
-**A constraint that fails** (a step exceeds its fuel, the vocabulary lacks a token) fails only its own turn:
-the row is sampled without a mask, and `collect` reports CONSTRAINT_FAILED instead of its token.
+**A constraint that fails** (a step exceeds its fuel, the vocabulary lacks a token) fails only its own turn.
+The row is sampled without a mask, and `collect` reports CONSTRAINT_FAILED instead of the sampled token.
 
 Only one job at a time uses a turn's `ConstrainedReply`: the launching thread waits for all masks of an
 iteration before it starts more jobs.

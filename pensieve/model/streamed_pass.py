@@ -1,8 +1,8 @@
 """Run the attention of an iteration with streamed turns: their slices attend to staging arenas, by groups.
 
-The dense parts see one flat batch.  The attention of a layer has parts, in this order: the slices of resident
-turns over the device's pages, then each group (core/iteration.py, `PageGroup`) over the arena that its pages
-of this layer were loaded to (kv/streamer.py).
+The dense parts see one flat batch.  The attention of a layer has parts.  The first part is the slices of
+resident turns, over the device's pages.  Each group (core/iteration.py, `PageGroup`) is a further part, over
+the arena with the group's pages of this layer (kv/streamer.py).
 
     rows      │ resident       │ group 0     │ group 1  │ …
     write_kv  device pages      arena 0       arena 1    …      a row's slot counts in its own part's pages

@@ -246,11 +246,10 @@ def staged(
         attend n  begins after load n, and after all earlier work of the compute lane
         store n   begins after attend n, and after store n - 1
 
-    Load n runs while step n - 1 attends: the copier is one group ahead, also from a layer's last group to the
-    first group of the next layer. All layers take the same time. Let C, I and O be the times of computing,
-    loads and stores in one layer. With two or more groups, a layer takes about the largest of C, I and O.
-    With one group, a load overlaps the attention of the previous layer, because the steps alternate between
-    the arenas.
+    Load n runs while step n - 1 attends. So the copier is one group ahead, also at the step from one layer to
+    the next. All layers take the same time. Let C, I and O be the times of computing, loads and stores in one
+    layer. With two or more groups, a layer takes about the largest of C, I and O. With one group, a load
+    overlaps the attention of the previous layer, because the steps alternate between the arenas.
 
     A layer also waits for its swap-ins: those of layer l (from 0) arrive at `first + l * each`. The swap-ins
     began earlier, so the loads follow all of them on the link.

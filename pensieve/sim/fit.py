@@ -13,7 +13,7 @@ least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
-weight: in a journal of many decodes and few prompts, the prompts would otherwise look like outliers.
+weight. Otherwise the prompts would look like outliers in a journal of many decodes and few prompts.
 
 **The fit does not invent what was not observed.** A number counts as found if the formula without it explains
 the iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data

@@ -7,9 +7,9 @@ database (docs/postgresql.md says how to get one without installing PostgreSQL) 
 figures of one run, because they share the disk. `--sync-ms` slows down each sync of this host's daemons, to
 simulate a slow disk (SQLite only; it needs a C compiler).
 
-Each figure comes with the disk's sync time directly before, and with the time that a transaction waited for
-its turn to write (only one daemon at a time can write to a SQLite file). Before a figure is printed, every
-conversation is read back: it must have the revision of its last turn.
+Each figure comes with the disk's sync time, measured directly before, and with the time that transactions
+waited for the write lock (only one daemon at a time can write to a SQLite file). Before a figure is printed,
+every conversation is read back: it must have the revision of its last turn.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A tenant that sends a daemon as much load as it can (isolation.py starts and kills this process).
 
-It does everything at once that one access token allows: requests of and above the maximum size, floods of
+It does everything at once that one access token allows: requests at and above the maximum size, floods of
 reads and creates, texts as long as the context, turns of the highest priority that are abandoned early,
 deletions, forks and warms. It counts the status codes of the answers and prints a line of JSON each second.
 """

@@ -124,12 +124,12 @@ class CpuCopier(Copier):
 
     Why no page is read or written wrongly:
 
-    * A swap-in writes device pages that nothing reads before `wait_layer` of that layer: the core gives
-      them to no slice of an earlier iteration, and every layer of a later forward waits first.
+    * A swap-in writes device pages that nothing reads before `wait_layer` of that layer.  The core gives
+      these pages to no slice of an earlier iteration, and every layer of a later forward waits first.
     * A swap-out reads slots that earlier iterations wrote.  On a CPU, `launch` returns only after the
       forward has been computed.  So these forwards are over when `submit` is called, even if an earlier
-      iteration was not collected yet.  Those slots are not written again: full chunks never change, and of a
-      partly filled chunk only the first `num_slots` slots are copied, while new tokens go to later slots.
+      iteration was not collected yet.  Those slots are not written again.  Full chunks never change.  Of a
+      partly filled chunk, only the first `num_slots` slots are copied, and new tokens go to later slots.
     * The core reuses neither page of a copy before that copy is reported, so no target is written twice
       and no source is overwritten.  The copy is reported under the lock, after the last layer.
     """
@@ -312,7 +312,7 @@ class CudaCopier(Copier):
       later waits for the layer's event.
     * A swap-out reads slots that earlier iterations wrote.  Their forwards may still run, so the first unit
       waits for an event that `submit` records on the computing stream, after all of these forwards.  Those
-      slots are not written again: full chunks never change, and of a partly filled chunk only the first
+      slots are not written again.  Full chunks never change.  Of a partly filled chunk, only the first
       `num_slots` slots are copied.
     * The core reuses neither page of a copy before that copy is reported.  A copy is reported when the host
       has seen the event after its last layer.

@@ -3,7 +3,7 @@
     device_arena, host_arena   (layers, pages, 2, kv_heads, slots, row)
 
 Inside a layer a page is one contiguous run: keys, then values, of all heads.  So moving a page of one layer
-is one copy, and a head's tile of slots x row is contiguous for the kernels.  kernels/kv_format.py defines a
+is one copy.  A head's tile of slots x row is also contiguous, for the kernels. kernels/kv_format.py defines a
 row; here rows move as bytes.  The core decides which page holds which chunk.  Nothing here is initialized: a
 slot that was never written may hold anything.
 

@@ -2,8 +2,8 @@
 
 A *pass* is one forward over the groups of an iteration (core/iteration.py, `PageGroup`).
 
-A CPU copies nothing (`InPlaceStreamer`): its kernels read the host tier as fast as the device tier, so the
-slices of a group write to its host pages and attend to them there.
+A CPU copies nothing (`InPlaceStreamer`), because its kernels read the host tier as fast as the device tier.
+The slices of a group write to the group's host pages and attend to them there.
 
 A GPU has two staging arenas (`StagedStreamer`).  In every layer the groups come in their order.  Group g (of
 G groups) in layer l is step n = l · G + g, and its arena is n % 2:
@@ -25,9 +25,9 @@ Why no page is read or written wrongly:
 * Load n + 2 overwrites arena n % 2.  Load n + 2 comes after store n, which comes after attend n.  So nothing
   reads or writes the arena any more, and its new slots are on the host.  This also holds for a group that
   stores nothing: its store is empty, not missing.
-* A slot of an arena that was neither loaded nor written may hold anything.  No slice attends to it: the
-  loaded slots and the group's own writes cover the contexts of all its slices (guaranteed by the core), and
-  slots after a slice's position reach no result.
+* A slot of an arena that was neither loaded nor written may hold anything.  No slice attends to such a slot.
+  The core guarantees that the loaded slots and the group's own writes cover the contexts of all slices of the
+  group.  Slots after a slice's position affect no result.
 * Store n copies leading slots, including loaded slots.  It overwrites them with their own values: a page that
   a group stores is in no other group, so nothing else writes it in this iteration.
 * A group loads what earlier iterations have left on the host in that layer.  Stores of earlier passes come
