@@ -1,12 +1,12 @@
 """Break random lines of a change, one at a time, and say which breaks the tests notice.
 
 scripts/break_lines                  # lines that the last commit and uncommitted changes added
-scripts/break_lines main --lines 60  # those that differ from another commit
+scripts/break_lines main --lines 60  # lines that differ from another commit
 
 The lines are drawn by a seed from the changed lines of pensieve/**.py that do something. Each break is one
-small mistake: a negated condition, `<` for `<=`, a number that is one too high, a call left out. The nearest
-tests by imports run on it in a copy of the tree, until the first one fails. A test that hangs fails after
-90 seconds. The test that noticed must pass without the break; otherwise nothing is decided.
+small mistake: a negated condition, `<` for `<=`, a number that is one too high, a call left out. The tests
+that are nearest by imports run in a copy of the tree with the break, until a test fails. A test that hangs
+fails after 90 seconds. A test that fails with the break must pass without it; otherwise nothing is decided.
 
 Exits with 1 if a break survived or nothing was decided about it.
 """
@@ -339,9 +339,8 @@ class Trial:
 
 
 class TestRun(NamedTuple):
-    failed: list[
-        str
-    ]  # as `conversations/test_a.py::test_one`, or a file that could not be imported
+    # As `conversations/test_a.py::test_one`, or a file that could not be imported.
+    failed: list[str]
     in_time: bool = True  # False: stopped before the last test
 
 
@@ -366,9 +365,8 @@ class Copy:
             failed = [_test(each) for each in cases if {"failure", "error"} & {e.tag for e in each}]
             there = [each for each in failed if self._has(each)]
             return TestRun(there or ([] if cases and not failed else list(tests[:1])))
-        timed_out = "Timeout" in "".join(
-            output.splitlines()[-40:]
-        )  # pytest-timeout ends the process
+        # pytest-timeout ends the process.
+        timed_out = "Timeout" in "".join(output.splitlines()[-40:])
         return TestRun(list(tests[:1]), in_time or timed_out)
 
     def imports_from(self) -> Path:
@@ -394,7 +392,8 @@ class Copy:
     def _ran(self, command: list[str], report: Path, limit_seconds: float) -> tuple[str, bool]:
         """Run a command; return its output, and whether it ended in time.
 
-        Its child processes are ended with it. Once there is a report, it need not end by itself.
+        The command is killed together with its child processes, EXIT_SECONDS after its report appears at the
+        latest.
         """
         written = self.root / "output"
         with written.open("w") as output:

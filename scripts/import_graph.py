@@ -12,8 +12,8 @@ as imports, too:
 Nearly every test reaches nearly every module through the daemon and the command line, so callers should set a
 limit. At equal distance, the test files with paths most similar to the changed file come first.
 
-The source is read with regular expressions, which takes a second; parsing it takes ten. They rely on the
-layout that ruff gives it.
+The source is read with regular expressions, which takes one second, where parsing takes ten. The expressions
+rely on ruff's formatting.
 """
 
 from __future__ import annotations

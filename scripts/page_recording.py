@@ -1,6 +1,6 @@
 """Make the pictures in docs/images from a real daemon, a real model and a real browser.
 
-`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations push each other out. The
+`pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations evict each other. The
 script first holds some conversations. Then it records a scene of twenty seconds in Debian's chromium. The GIF
 shows each frame for as long as the browser did, and the replies are the model's own.
 """
@@ -27,6 +27,7 @@ IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 CACHE = ("--device-cache", "480t", "--host-cache", "480t")
 WIDE, PHONE = {"width": 1240, "height": 700}, {"width": 390, "height": 780}
 GIF_WIDTH, GIF_COLOURS, FRAME_SECONDS = 1000, 96, 0.15
+# Colours of the page that are rare in a frame.
 PALETTE = (
     "#2f7de1",
     "#0b8f80",
@@ -35,7 +36,7 @@ PALETTE = (
     "#c4452f",
     "#1257a8",
     "#a06600",
-)  # colours of the page that are rare in a frame
+)
 SCENE_SECONDS = 20.0
 NOTES = (
     "Ada lives in Oslo with her sister Ines and a grey cat called Pixel. On Friday they take the night "

@@ -109,7 +109,7 @@ def train(
 
 
 def reply_loss(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Return the weighted cross-entropy of the reply tokens, each predicted from the token before it."""
+    """Return the weighted cross-entropy of the reply tokens, each predicted from the previous token."""
     wanted = batch.weights[:, 1:] > 0
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(

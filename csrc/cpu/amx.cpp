@@ -7,8 +7,9 @@
 // second-level cache, from which a panel and the rows are read once for each 32 rows (4 KiB for 64 clock cycles of
 // arithmetic). Rows that do not fit into that cache are multiplied in blocks.
 //
-// Attention, the blocks and bytes were developed without such a machine (tests/kernels/tiles), and real machines may
-// differ. So AMX is used only if its products and its attention agree with the AVX-512 kernels (amx_works).
+// Attention, the blocks and the products of bytes were developed without a machine with AMX (tests/kernels/tiles),
+// and real machines may differ. So AMX is used only if its products and its attention agree with the AVX-512 kernels
+// (amx_works).
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>
@@ -30,8 +31,8 @@ static_assert(kPanel == kTilePanel);
 template <typename Input>
 constexpr int kTileInputs = kTileBytes / sizeof(Input);
 
-// Takes up to 32 rows at a time through tiles, which have the right shapes as long as it lives. Input is the type of
-// the rows' values: Element, or uint8_t for quantised rows.
+// Multiplies up to 32 rows at a time in tiles. The tiles keep the right shapes during this object's lifetime. Input
+// is the type of the rows' values: Element, or uint8_t for quantised rows.
 template <typename Element, typename Input>
 class RowsInTiles {
  public:
@@ -85,10 +86,11 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
                   from == first ? ahead : nullptr, sums);
 }
 
-// A block: a stretch of inputs is multiplied with all panels before the next stretch, so that the rows' part of it
-// (256 KiB), a panel's (32 KiB, and the next one's) and the sums (256 KiB) stay in a second-level cache of 2 MiB, even
-// if two threads share it. Of what lies behind it rows are read once for 8 panels, and weights once for 256 rows.
-// Sums are stored and loaded for each stretch: 0.5 KiB beside the 4 KiB of a step.
+// A block: a stretch of inputs is multiplied with all panels before the next stretch. Three things then stay in a
+// second-level cache of 2 MiB, even if two threads share it: the stretch of the rows (256 KiB), that of a panel and
+// of the next panel (32 KiB each), and the sums (256 KiB). Memory behind this cache is read once per 8 panels for
+// rows, and once per 256 rows for weights. Sums are stored and loaded for each stretch: 0.5 KiB, compared with
+// the 4 KiB of a step.
 template <typename Element, typename Input>
 void multiply_block(const Product& product, int32_t panel, int32_t end_panel, int32_t first,
                     int32_t end, const char* ahead) {
@@ -104,7 +106,7 @@ void multiply_block(const Product& product, int32_t panel, int32_t end_panel, in
   for (int64_t step = 0; step < num_steps; step += kStretchSteps) {
     const bool last = step + kStretchSteps >= num_steps;
     for (int32_t at = panel; at < end_panel; ++at) {
-      const char* next = ahead;  // the next panel; behind the last one the first one's next stretch
+      const char* next = ahead;  // the next panel; after the last panel, the next stretch of the first panel
       if (at + 1 < end_panel)
         next = panels + (at + 1) * linear.panel_bytes + step * kStepBytes;
       else if (!last)
@@ -116,7 +118,7 @@ void multiply_block(const Product& product, int32_t panel, int32_t end_panel, in
   }
 }
 
-// Everything as without tiles but the products.
+// Only the products use tiles.
 constexpr pensieve::Dense tiled_float = [] {
   pensieve::Dense dense = dense_for<float>;
   dense.multiply_bytes = multiply_tiles<float, uint8_t>;
@@ -138,7 +140,7 @@ constexpr pensieve::Dense tiled_bfloat16 = [] {
   return dense;
 }();
 
-// -- whether all this is right here --
+// -- check the products and the attention on this machine --
 
 struct Drawn {  // bfloat16 in -1 .. 1
   uint32_t state = 1;
@@ -148,8 +150,9 @@ struct Drawn {  // bfloat16 in -1 .. 1
   }
 };
 
-// Whether products are those without tiles, for each way to cut rows: up to rounding, and of bytes exactly. A block
-// (two panels, three stretches of inputs, the last one shorter) must give what panels give, to the last bit.
+// Whether products with tiles equal those without tiles, for each number of rows: exactly for bytes, up to rounding
+// otherwise. A block (two panels, three stretches of inputs, the last one shorter) must give exactly the same sums as
+// single panels.
 template <typename Input>
 bool products_agree() {
   constexpr int kInputs = (2 * kStretchSteps + 3) * kTileInputs<Input>, kMost = 49, kOutputs = 2 * kPanel;
@@ -178,8 +181,9 @@ bool products_agree() {
   return true;
 }
 
-// Whether attention is that without tiles, up to the rounding of weights, for each number of tiles: over six pages
-// in any order (a block of one, one of four, and one that is partly written), with NaN where nothing was written.
+// Whether attention with tiles equals attention without tiles, up to the rounding of weights, for each number of
+// tiles. There are six scattered pages (a block of one, a block of four, and a partly written page). Slots that were
+// not written hold NaN.
 bool attention_agrees() {
   constexpr int kPages = 6, kMost = 64, kHead = 96, kWritten = 5 * kSlots + 7, kTile = kSlots * kHead;
   static uint16_t arena[kPages][2][kTile], query[kMost * kHead];

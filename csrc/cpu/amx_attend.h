@@ -1,6 +1,6 @@
 // multi_token_attention over pages of bfloat16, in tiles.
 //
-// Pages stay as they are. The kernel transposes only small data, or data that is made once for all rows of an item.
+// Pages are not transposed. The kernel transposes only small data, or data that is made once for all rows of an item.
 //
 //   scores' = keys x queries'     rows of tiles are slots, straight from the page; the panel is made of the
 //                                 item's queries, once (pairs of dimensions side by side, a column per row)
@@ -14,9 +14,10 @@
 // be one run of bytes for the copier and the other instruction sets.
 //
 // Pages are processed in blocks of four. So sums are loaded and stored once for 128 slots, and all rows of the item
-// use a block's values from the cache. The first block is one page, which was prefetched before the part began. The
-// softmax of each block prefetches the data of the next block.
-// What a page of one KV head costs, in tiles loaded or stored (TL, 1 KiB each), products (TP, 16 clock cycles each)
+// use a block's values from the cache. The first block is a single page, which was prefetched before the part began.
+// The softmax of each block prefetches the data of the next block.
+//
+// The cost of a page of one KV head, in tiles loaded or stored (TL, 1 KiB each), products (TP, 16 clock cycles each)
 // and vectors of 64 bytes (V); h is head size / 32, q is rows / 16, rounded up:
 //
 //   scores     TL 2h keys for every two q, hq queries, 2q stored       TP 2hq
@@ -36,10 +37,10 @@
 // processor overlaps the end of one block's vectors with the next block's tiles as far as its window reaches.
 // No machine with AMX has run this yet: the cycles are counted, not measured.
 //
-// A row's result does not depend on other rows. Its columns and rows of tiles hold no other row's data. Slots behind
-// its position have a score of minus infinity and a weight of zero, so blocks that extend beyond it add zeros. Blocks
-// begin at fixed pages of the part. Rows that pad a tile are zero queries, and are never copied out. Values of slots
-// that were never written may be NaN and are replaced by zero.
+// A row's result does not depend on other rows. Its columns and rows of tiles hold no other row's data. Slots after
+// the row's position have a score of minus infinity and a weight of zero, so blocks that extend beyond the position
+// add zeros. Blocks begin at fixed pages of the part. Rows that pad a tile are zero queries, and are never copied
+// out. Values of slots that were never written may be NaN and are replaced by zero.
 #pragma once
 
 #include <immintrin.h>
@@ -101,10 +102,10 @@ inline void pack_queries(const Part& part, int num_rows, TileScratch& scratch) {
     }
 }
 
-// Two slots' values side by side; the slots from `num_slots` on were not written, and are zero.
+// Puts two slots' values side by side. Slots from `num_slots` on were not written and become zero.
 inline void pack_values(const uint16_t* values, int num_slots, int head_size, int page_of_block,
                         TileScratch& scratch) {
-  // The halves of two lines that make a line of pairs; numbers from 32 on are the second line's.
+  // Which halves of two lines make a line of pairs; numbers from 32 on select from the second line.
   alignas(64) static constexpr uint16_t kLow[32] = {
       0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
@@ -144,7 +145,7 @@ inline void soften_columns(TileScratch& scratch, int row, int column, int first,
     store(scores, Ints{} + slot <= last ? load<Floats>(scores) : splat(-INFINITY));
   }
   const Floats none = splat(-INFINITY), before = load<Floats>(scratch.largest + row);
-  Floats most[4] = {none, none, none, none};  // four, so that none waits for the one before it
+  Floats most[4] = {none, none, none, none};  // four, so that no step waits for the previous step
   for (int slot = 0; slot < num_slots; slot += 4)
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) most[i] = larger(load<Floats>(&scratch.scores[slot + i][column]), most[i]);
@@ -215,7 +216,8 @@ inline void attend_block(const Part& part, int row, int num_rows, int page, int 
 }
 
 void attend_in_tiles(const Part& part, Partial& partial, void* memory) {
-  if (!(part.kind.scaling > 0.0f)) return attend<uint16_t>(part, partial, memory);  // the largest product is then not the largest score
+  // Without a positive scaling, the largest product is not the largest score.
+  if (!(part.kind.scaling > 0.0f)) return attend<uint16_t>(part, partial, memory);
   TileScratch& scratch = *static_cast<TileScratch*>(memory);
   const int head_size = part.head_size, num_rows = part.num_tokens * part.group;
   const int padded = (num_rows + LANES - 1) / LANES * LANES;

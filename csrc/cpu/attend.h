@@ -32,7 +32,7 @@ using pensieve::Part;
 using pensieve::Partial;
 
 constexpr int kVectors = kSlots / LANES;  // of one row of scores
-constexpr bool kWide = LANES == 16;       // registers are many and long: rows of any number at once
+constexpr bool kWide = LANES == 16;       // many long registers: any number of rows at once
 constexpr float kLog2E = 1.44269504088896f;
 
 // Prefetches the next page's tile, a few lines at each step of the current page's arithmetic. Prefetching the whole
@@ -124,7 +124,7 @@ void turn_codes(const int8_t* codes, int head_size, uint32_t* turned, Ahead& ahe
     }
 }
 
-// Values in the layout of the second product; only the first `num_slots` rows were written.
+// Returns the values in the layout of the second product; only the first `num_slots` rows were written.
 inline const float* ready_values(const float* values, int, int, float*, Ahead&) {
   return values;
 }
@@ -257,7 +257,7 @@ inline void soften(float* scores, const float* value_scales, int num_visible, fl
   sum = sum * rescale + sum_of(total);
 }
 
-// Of kAcross vectors of the values, from `at` on.
+// Adds kAcross vectors of the weighted values, from `at` on.
 template <typename Element, int Rows, int kAcross>
 inline void add_some_values(Scratch& scratch, const float* values, int num_slots, int row, int head_size, int at,
                             float* weighted) {

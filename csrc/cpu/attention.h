@@ -12,7 +12,7 @@ constexpr int kSlots = 32;     // of a page
 constexpr int kRowsMax = 64;   // of an item
 constexpr int kPagesMax = 64;  // of a part
 constexpr int kHeadMax = 256;  // head size
-constexpr int kBlockPages = 4;  // that are taken at once, at most, behind a part's first
+constexpr int kBlockPages = 4;  // processed at once, at most; a part's first page is a block by itself
 
 enum class Type : int32_t { kFloat = 0,
                             kBfloat16 = 1,
@@ -39,7 +39,7 @@ struct Part {
   int64_t page_stride;      // between pages, in elements, or in bytes where rows are codes
   const int32_t* pages;     // of the turn
   int32_t first_page, end_page;
-  bool continues;           // the partial holds what the pages before it gave; kBlockPages divides how many, but for one
+  bool continues;           // the partial has the result of earlier pages: one page and a multiple of kBlockPages
   const void *keys_after, *values_after;  // tiles that this thread reads next, to prefetch; null: none
   int32_t position;         // of the item's first token
   int32_t num_tokens;       // of the item
@@ -77,7 +77,7 @@ struct Dense;  // in layer.h
 
 struct Kernel {
   const char* name;
-  int head_multiple;  // head sizes have to be a multiple of it
+  int head_multiple;  // head sizes must be a multiple of this
   Attend attend_float, attend_bfloat16;
   WriteOut write_float, write_bfloat16;
   const Dense &dense_float, &dense_bfloat16;

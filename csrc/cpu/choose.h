@@ -20,7 +20,7 @@ void choose(const pensieve::Choosing& choosing, int32_t row) {
     most = x > most ? x : most;
     spread += x - x;  // becomes NaN if a logit is not finite
   }
-  if (spread != 0.0f) {  // NaN is unequal, too: whatever is chosen, the row must not be finite
+  if (spread != 0.0f) {  // NaN is unequal, too; the row's result must not be finite, whichever experts are chosen
     for (int i = 0; i < chosen; ++i) {
       experts[i] = i;
       shares[i] = __builtin_nanf("");

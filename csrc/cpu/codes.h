@@ -40,13 +40,13 @@ inline void read_scales(const int8_t* codes, int num_slots, int head_size, float
   }
 }
 
-// A quotient is the same everywhere, because it is not contracted with the sum that rounds it (to the nearest, ties to
-// even). So codes equal those of pensieve/kernels/kv_format.py, to the last bit.
+// The compiler must not contract the quotient with the sum that rounds it (to the nearest, ties to even). So codes
+// are the same on every machine, and equal those of pensieve/kernels/kv_format.py.
 template <typename Element>
 void write_codes(const void* memory, int32_t head_size, void* to) {
   const Element* row = static_cast<const Element*>(memory);
   int8_t* codes = static_cast<int8_t*>(to);
-  Ints most{};  // as bits without a sign, of which those of NaN are the largest
+  Ints most{};  // as bits without a sign; NaN has the largest bits
   for (int at = 0; at < head_size; at += LANES) {
     const Ints bits = (Ints)read(row + at) & 0x7fffffff;
     most = bits > most ? bits : most;

@@ -10,11 +10,11 @@
 
 namespace pensieve {
 
-// Bytes between copied rows of `row_bytes` each. Rows that are a multiple of 4 KiB apart would share few sets of the
-// cache, and evict each other.
+// Bytes between copied rows of `row_bytes` each. Rows at distances of a multiple of 4 KiB would share few cache sets
+// and evict each other.
 inline int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
 
-// The computing thread keeps this from call to call.
+// The computing thread keeps this object between calls.
 class Copies {
  public:
   // Converts the rows of a product to bytes, for weights like `linear`; `row_of` returns a row's address.

@@ -34,7 +34,8 @@ constexpr bool kPairs = !BFLOAT16_DOT && std::is_same_v<Input, uint16_t>;
 template <typename Input>
 constexpr bool kWidened = kPairs<Input> || is_half<Input>;
 
-// A step's weights for a vector of outputs: floats where rows are, of pairs the first and the second of each.
+// A step's weights for a vector of outputs, in the panel's type. If rows of bfloat16 are passed as floats, a
+// specialisation holds the first and the second weight of each pair as floats instead.
 template <typename Input>
 struct Weights {
   Words words;
@@ -176,7 +177,7 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
   }
 }
 
-// Input is the type of the weights: Element, or uint8_t for those of quantised rows.
+// Input is the type of the rows: Element, or uint8_t for quantised rows.
 template <typename Element, typename Input = Element>
 void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
               const char* ahead) {
@@ -221,8 +222,8 @@ inline float mean_square(const Element* row, int width) {
   return sum / width;
 }
 
-// LayerNorm of one part of a row. The variance is computed from the values without their mean. Their sum corrects the
-// mean. So both are exact even if the mean is much larger than the differences.
+// LayerNorm of one part of a row. The variance is computed from the values minus their mean. The sum of these
+// differences corrects the mean. So mean and variance are exact even if the mean is much larger than the differences.
 template <typename From, typename To>
 inline void normalise_centred(const From* from, const Norm& norm, To* to) {
   const int width = norm.width;
@@ -364,7 +365,7 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
     largest = size > largest ? size : largest;
     spoilt += x - x;
   }
-  if (spoilt != 0.0f) {  // NaN is unequal, too; a row that is not finite must give products that are not
+  if (spoilt != 0.0f) {  // NaN is unequal, too; the products of a row that is not finite must not be finite
     memset(out, kMiddle, padded);
     return __builtin_nanf("");
   }

@@ -1,24 +1,24 @@
-// Send rows to their experts, and combine the experts' answers.
+// Send rows to their experts, and combine the experts' outputs.
 //
 //   router  logits (as Elements) of all rows; of each row the num_chosen largest, and their shares
-//   sort    a *pair* is a row and one of its experts; pairs are counted by expert, so that an expert's
-//           rows lie one behind the other in the buffers
+//   sort    a *pair* is a row and one of its experts; pairs are sorted by expert, so that an expert's
+//           rows are contiguous in the buffers
 //   in      for every expert that has rows: gate and up, of its rows
 //   out     likewise, to the hidden width, as floats
-//   sum     for each row: the answers of its experts times their shares, the largest share first
+//   sum     for each row: the outputs of its experts times their shares, the largest share first
 //
 // In a decode batch of 16 rows most of 128 experts get one or two rows. Neither the rows of one expert nor a split by
-// experts would keep all threads busy. So threads claim panels over all experts from one counter, as in any product.
-// While they work on a panel they prefetch the first bytes of the next. Each expert's weights are read once for all
-// of its rows.
+// experts would keep all threads busy. So threads claim panels of all experts from one counter, as in any product.
+// While a thread works on a panel, it prefetches the first bytes of the next panel. Each expert's weights are read
+// once for all of its rows.
 //
 // A row's result depends on that row alone: its logits choose its experts, products do not depend on other rows, and
-// the order of the sum is that of the row's own shares.
+// outputs are added in the order of the row's own shares.
 //
 // Logits of few bits are often equal, and then the sorting algorithm decides which experts are chosen. Routers of
-// transformers choose with torch.topk, which on a CPU uses the algorithms of the C++ library. `take_largest` makes the
-// same comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax, which begins with the
-// differences that are sorted here.) tests/kernels/layer/test_ties.py compares both.
+// transformers choose with torch.topk, which on a CPU uses the algorithms of the C++ library. `take_largest` makes
+// the same comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax, and this code
+// sorts the differences that the softmax is computed from.) tests/kernels/layer/test_ties.py compares both.
 #include "experts.h"
 
 #include <algorithm>
@@ -32,14 +32,14 @@
 namespace pensieve {
 namespace {
 
-// The rows first..end of the buffers, and what they are multiplied with.
+// The rows first..end of the buffers, and the weights that they are multiplied with.
 struct Group {
   int expert, first, end;
   const Linear* linear = nullptr;
   int stretches = 0, first_piece = 0;
 };
 
-// `product` has everything but the weights. All groups' weights have the same sizes.
+// `product` has everything except the weights. All groups' weights have the same sizes.
 void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const Product& product,
                      const Linear* then, int num_threads) {
   if (groups.empty()) return;
@@ -75,19 +75,19 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   });
 }
 
-// What one part of the rows needs; kept by the thread that computes.
+// Buffers for one part of the rows; the computing thread keeps them.
 struct Pairs {
   std::vector<int32_t> experts;  // (rows * chosen), by row
   std::vector<float> shares;     // (rows * chosen)
   std::vector<Scored> scored;    // (rows * experts)
-  std::vector<int32_t> places;   // (rows * chosen): where in the buffers that pair lies
-  std::vector<int32_t> sources;  // by place: the row that it is a copy of
+  std::vector<int32_t> places;   // (rows * chosen): the pair's row in the buffers
+  std::vector<int32_t> sources;  // by row of the buffers: the row that it copies
   std::vector<int32_t> counts;   // by expert
   std::vector<Group> groups;
   Copies routed, given, gated;
 };
 
-// See above; torch takes the first way where few of many are wanted.
+// Chooses like torch.topk (see above), which uses a partial sort if few of many are chosen.
 void take_largest(Scored* scored, int32_t num_experts, int32_t num_chosen) {
   const auto larger = [](const Scored& one, const Scored& other) { return one.score > other.score; };
   Scored* const end = scored + num_experts;

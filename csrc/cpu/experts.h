@@ -13,7 +13,7 @@ struct Experts {
   int32_t rounded;     // and rounded to Elements
 };
 
-// For so many rows at once; more are computed one part after the other.
+// Buffers for a limited number of rows; more rows are computed in several parts.
 struct ExpertBuffers {
   int32_t rows_max;
   void* logits;    // (rows, experts) Element

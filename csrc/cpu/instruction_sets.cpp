@@ -17,7 +17,7 @@ namespace pensieve {
 namespace {
 
 #if HAS_AVX2
-bool has_f16c() {  // older compilers cannot be asked for it
+bool has_f16c() {  // older compilers have no query for it
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
@@ -28,10 +28,10 @@ enum class Feature { kDotProduct,
                      kBfloat16,
                      kInt8Matrix };
 
-// What the operating system declares of the processor.
+// Whether the operating system reports this feature of the processor.
 bool has(Feature feature) {
 #if defined(__linux__)
-  constexpr unsigned long kAsimdDp = 1ul << 20;  // of AT_HWCAP; the others of AT_HWCAP2
+  constexpr unsigned long kAsimdDp = 1ul << 20;  // a bit of AT_HWCAP; the other bits are of AT_HWCAP2
   constexpr unsigned long kI8mm = 1ul << 13, kBf16 = 1ul << 14;
   if (feature == Feature::kDotProduct) return getauxval(AT_HWCAP) & kAsimdDp;
   return getauxval(AT_HWCAP2) & (feature == Feature::kBfloat16 ? kBf16 : kI8mm);
@@ -78,7 +78,8 @@ bool runs(const Kernel& kernel) {
   return &kernel == &kPlain;
 }
 
-// Intel's cores multiply pairs of bfloat16 half as fast as floats, but for tiles; AMD's twice as fast.
+// Whether BF16 products are fast.  Without tiles, Intel's cores multiply pairs of bfloat16 at half the speed of
+// floats.  AMD's cores multiply them at twice the speed of floats.
 bool prefers(const Kernel& kernel) {
 #if HAS_AVX512_VNNI && HAS_AVX512_BF16
   if (&kernel == &kAvx512Bf16) return !__builtin_cpu_is("intel");

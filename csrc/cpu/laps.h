@@ -1,7 +1,7 @@
 // Measure the time of each stage of layers: the calling thread adds up nanoseconds.
 //
-// No clock is read unless a place for the sums is set (`pensieve bench step --parts`). It may be set or removed only
-// while no thread computes.
+// The clock is read only if an array for the sums is set (`pensieve bench step --parts`). The array may be set or
+// removed only while no thread computes.
 #pragma once
 
 #include <chrono>
@@ -32,7 +32,7 @@ class Laps {
     if (to_) last_ = Clock::now();
   }
 
-  // What passed since the lap before was this stage.
+  // Adds the time since the previous lap to this stage.
   void lap(Stage stage) {
     if (!to_) return;
     const Clock::time_point now = Clock::now();

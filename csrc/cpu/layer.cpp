@@ -1,6 +1,6 @@
 // The C interface of a decoder layer on CPUs.
 //
-// It has the whole layer, and its dense parts (products, norms, rotation) for callers that attend themselves.
+// It has the whole layer, and the dense parts (products, norms, rotation) for callers that compute the attention.
 #include "layer.h"
 
 #include <algorithm>
@@ -17,9 +17,9 @@
 namespace pensieve {
 namespace {
 
-constexpr int kRowsOfDecodes = 64;    // up to this number the weights' bandwidth is the limit: no blocks
-constexpr int kRowBytes = 512 << 10;  // of all rows: up to this size they stay in the cache from panel to panel
-constexpr int kPiecesOfThread = 4;    // blocks, at least, so that a late one costs little
+constexpr int kRowsOfDecodes = 64;    // up to this number, the bandwidth of weights is the limit, so there are no blocks
+constexpr int kRowBytes = 512 << 10;  // of all rows; up to this size, rows stay in the cache from panel to panel
+constexpr int kPiecesOfThread = 4;    // minimum number of blocks, so that a late block costs little
 
 struct Worker {
   const Dense& dense;
@@ -118,8 +118,8 @@ struct Layer {
   float factor;  // of what is added to the residual
   AttentionKind kind;
   const Linear* then;  // the product that is computed after this layer; null: not known
-  const Experts* experts;  // in the place of mlp_in and mlp_out; null: there are none
-  int32_t parallel;  // the MLP is beside the attention: mlp_before is the norm of the layer's own residual
+  const Experts* experts;  // replace mlp_in and mlp_out; null: no experts
+  int32_t parallel;  // the MLP runs in parallel with the attention: mlp_before is a norm of the layer's own residual
 };
 
 struct Buffers {
@@ -146,7 +146,7 @@ struct Pages {
   Stored stored;  // what a row is
 };
 
-// Does work that may fail to allocate its copies of rows. Returns 0, or 3 (as attention does) if memory was short; the
+// Runs work that may fail to allocate copies of rows. Returns 0, or 3 (as attention does) if memory was short; the
 // output is then undefined.
 template <typename Work>
 int32_t answered(Work work) {

@@ -10,12 +10,12 @@
 
 namespace pensieve {
 
-// Weights in panels of two vectors of outputs. For each step (one input, or a pair of bfloat16 inputs) a
-// panel holds the weights of its outputs side by side. So a product reads it in one run from front to back.
+// Weights in panels of two vectors of outputs. A panel is ordered by steps (one input, or a pair of bfloat16 inputs).
+// In each step, the weights of all its outputs are side by side. So a product reads a panel from front to back.
 struct Linear {
   const void* panels;
-  const float* bias;   // in the order of the panels' outputs, as are the next two; null: none
-  const float* scales;  // of int8 weights: the step of an output's weights; null: weights are Elements
+  const float* bias;   // in the order of the panels' outputs, like scales and offsets; null: none
+  const float* scales;  // of int8 weights: the value of 1 in an output's weights; null: weights are Elements
   const int32_t* offsets;  // of int8 weights: kZero times the sum of an output's weights
   int64_t panel_bytes;
   int32_t inputs;      // of bfloat16: even; of int8: a multiple of 4
@@ -25,7 +25,7 @@ struct Linear {
   int32_t pointwise = 0;  // 0: none; else an activation of every output
 };
 
-// The first byte of a panel; null behind the last one, or if there is no product.
+// Returns the first byte of a panel; null after the last panel, or if there is no product.
 inline const char* panel_of(const Linear* linear, int lanes, int64_t panel) {
   if (!linear || panel * (linear->activation ? lanes : 2 * lanes) >= linear->outputs) return nullptr;
   return static_cast<const char*>(linear->panels) + panel * linear->panel_bytes;
@@ -102,13 +102,13 @@ using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8
 // Returns the first column of the largest value, or -1 if any value is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
-// An expert and how far its logit lies below the row's largest.
+// An expert, and how far its logit is below the row's largest logit.
 struct Scored {
   float score;
   int32_t expert;
 };
 
-// Finds each row's `num_chosen` largest logits, largest first, and their shares of the softmax over all.
+// Finds each row's `num_chosen` largest logits, largest first, and their softmax over all experts (shares).
 struct Choosing {
   const void* logits;  // (rows, num_experts) Element
   int32_t num_experts, num_chosen;
@@ -116,8 +116,7 @@ struct Choosing {
   int32_t* experts;             // (rows, num_chosen)
   float* shares;                // (rows, num_chosen)
   Scored* scored;               // (rows, num_experts), to work in
-  // Brings the largest to the front, in order. It belongs to no instruction set: the code that it uses from the C++
-  // library is compiled once, for any processor.
+  // Sorts the largest to the front. It is compiled once, for any processor, because it uses code of the C++ library.
   void (*take_largest)(Scored* scored, int32_t num_experts, int32_t num_chosen);
 };
 using Choose = void (*)(const Choosing&, int32_t row);
@@ -133,11 +132,11 @@ struct Dense {
   Turn turn;
   Largest largest;
   Choose choose;
-  Widen widen = nullptr;  // null: products take rows as they are
+  Widen widen = nullptr;  // null: products take rows unconverted
   MultiplyBlock multiply_block = nullptr, multiply_block_bytes = nullptr;  // null: panel by panel
 };
 
-// Of the best instruction set here, or of the one named `only`.
+// Returns the kernels of the best instruction set here, or of the instruction set named `only`.
 const Dense& dense_of(const char* only, Type type);
 
 }  // namespace pensieve

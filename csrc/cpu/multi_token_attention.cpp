@@ -6,15 +6,15 @@
 // take parts from one counter, so few long contexts and many short contexts both keep all threads busy.
 //
 // The same pages of all items of a slice and KV head come one after another. 64 pages are 512 KiB (bfloat16, head size
-// 64), which stay in the second-level cache. So a long prompt reads the history before it from memory once, and not
-// for each 64 rows. The cuts depend only on positions in the context: a row's result is the same in any batch, in a
-// long slice or alone, and with any number of threads.
+// 64), which stay in the second-level cache. So a long prompt reads its history from memory once, and not once per 64
+// rows. The cuts depend only on positions in the context. So a row's result does not depend on the batch, on the
+// length of its slice, or on the number of threads.
 //
-// Slices of a group begin with the same pages and lie wholly behind them. The rows of several such slices, a *pack*,
-// process the shared pages together, so these pages are read once. If the shared pages end within a part, each slice's
-// own item continues there from the pack's partial results. So the steps of each row, and its result, are the same as
-// without sharing. The work of packs is claimed before any work that waits for it, and waits for nothing itself. So no
-// thread waits forever.
+// The contexts of a group's slices begin with the same pages, and the slices come after these pages. A *pack* is the
+// rows of several such slices, which process the shared pages together, so these pages are read once. If the shared
+// pages end within a part, each slice's own item continues there from the pack's partial results. So a row's steps,
+// and its result, are the same as without sharing. Threads claim the work of packs before any work that waits for it.
+// The work of packs waits for nothing, so no thread waits forever.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -34,11 +34,11 @@ struct Item {
   int slice, kv_head, first_token, num_tokens;
   int num_pages;
   int num_parts;
-  int pack = -1;  // which it is a member of
+  int pack = -1;  // the pack that the item is a member of; -1: none
   int64_t kept = -1;  // offset, in floats, of this item's partials, if it has several or is in a pack
 };
 
-// Rows of several slices that share pages, and pass over `num_pages` of them together.
+// Rows of several slices that process `num_pages` shared pages together.
 struct Pack {
   int first_member, end_member;
   int first_row, num_tokens;
@@ -50,7 +50,7 @@ struct Member {
   int first_token, num_tokens;  // of the pack
 };
 
-constexpr int kSeesAll = 1 << 30;  // position of rows that lie behind all pages
+constexpr int kSeesAll = 1 << 30;  // position of rows after all pages
 
 struct Memory {  // of one thread
   alignas(64) float weighted[kRowsMax * kHeadMax];
@@ -61,7 +61,7 @@ struct Memory {  // of one thread
 struct Cut {
   int item;  // -1: of a pack
   int part, first_page, end_page;
-  int pack = -1, kv_head = 0;  // whose it is; or whom the item goes on from
+  int pack = -1, kv_head = 0;  // the pack of this part, or the pack that the item continues from
 };
 
 struct Plan {
@@ -83,7 +83,7 @@ struct Call {
   const int32_t* page_table;
   int64_t pages_max;
   const int32_t *slice_offsets, *slice_turns, *slice_starts;
-  const int32_t *slice_groups, *group_pages;  // which group a slice is in, or -1; pages that a group shares
+  const int32_t *slice_groups, *group_pages;  // the slice's group or -1; how many pages a group shares
   int32_t num_groups;
   int32_t num_slices, num_heads, num_kv_heads, head_size;
   AttentionKind kind;
@@ -98,7 +98,7 @@ const void* at(const void* base, int64_t elements, Type type) {
   return static_cast<const char*>(base) + elements * element_bytes(type);
 }
 
-// Strides of pages are in what they store.
+// Strides of pages are in stored elements, or in bytes if rows are codes.
 const void* in_pages(const Call& call, const void* base, int64_t distance) {
   if (call.stored == Stored::kCodes) return static_cast<const char*>(base) + distance;
   return at(base, distance, call.type);
@@ -206,8 +206,8 @@ bool within(const Call& call, int64_t num_pages) {
   return true;
 }
 
-// Returns how many of a group's pages a pack takes: whole parts, and the beginning of the next part. That beginning
-// ends where an instruction set that processes blocks of pages (amx_attend.h) begins a block.
+// Returns how many of a group's pages a pack processes: whole parts, and the first pages of the next part. These
+// first pages end where an instruction set that processes blocks of pages (amx_attend.h) begins a new block.
 int pages_of_pack(int num_pages) {
   const int whole = num_pages / kPagesMax * kPagesMax, rest = num_pages - whole;
   return whole + (rest <= kBlockPages ? 0 : 1 + (rest - 1) / kBlockPages * kBlockPages);
@@ -285,7 +285,7 @@ Plan planned(const Call& call) {
         }
         plan.items.push_back(item);
       }
-      const int end_item = int(plan.items.size());  // of these the last one has the most parts
+      const int end_item = int(plan.items.size());  // the last of these items has the most parts
       for (int p = 0; p < plan.items.back().num_parts; ++p)
         for (int i = first_item; i < end_item; ++i) {
           const int end = std::min(plan.items[i].num_pages, (p + 1) * kPagesMax);

@@ -5,8 +5,8 @@
 
 namespace pensieve {
 
-constexpr int kRowsAtOnce = 192;      // of one piece of a product: they fit into the cache beside a panel
-constexpr int kRowsWorthThreads = 8;  // with fewer, the work on rows is shorter than waking a thread
+constexpr int kRowsAtOnce = 192;      // of one piece of a product; they fit into the cache together with a panel
+constexpr int kRowsWorthThreads = 8;  // with fewer rows, waking a thread takes longer than the work
 
 template <typename Act>
 void each_row(int num_threads, int num_rows, Act act) {

@@ -1,9 +1,9 @@
 // How the team of threads.h shares an operation, and how its threads wait.
 //
-// An operation (a *round*) ends when its pieces are done, not when every thread has arrived. It does not wait for a
-// helper that the operating system has not scheduled. The caller opens the gate, works, and closes the gate. Then it
-// waits only for the helpers that are inside. A helper that comes later finds the gate closed. With OpenMP, each thread
-// must arrive at each barrier, and one busy other process makes every barrier cost a time slice.
+// An operation (a *round*) ends when its pieces are done, not when every thread has arrived. So a round does not wait
+// for a helper that the operating system has not scheduled. The caller opens the gate, works, and closes the gate.
+// Then the caller waits only for the helpers that are inside. A helper that comes later finds the gate closed. With
+// OpenMP, each thread must arrive at each barrier, and one busy other process makes every barrier cost a time slice.
 //
 //   gate     wanted (helpers that may enter; none while it is closed), inside (that have not left)
 //   round    counts rounds; a helper waits until it has changed
@@ -15,11 +15,11 @@
 //
 // `act` and `work` are written only while the gate is closed and no helper is inside, and read only inside, so
 // they need no lock. A helper that was woken for one round may enter the next, and may enter a round twice. Both are
-// harmless, because it claims whatever pieces are left.
+// harmless, because a helper claims only pieces that are left.
 //
 // Waiting threads spin for kSpin and then sleep. Spinning is the fastest way to wait while every thread has a core. On
 // a shared core it takes time from the thread that is waited for. kSpin is about the cost of a sleep and a wake-up,
-// so no wait costs more than twice the best choice.
+// so a wait costs at most twice as much as the better of spinning and sleeping.
 //
 // One caller at a time has the team. A second caller, or a caller inside a round, works alone. After a fork the
 // child has no helpers and starts a new team.
@@ -48,7 +48,7 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(20);
 constexpr int kHelpersMax = 1023;
-constexpr uint32_t kWanted = 1u << 16;  // above it how many are wanted, below it how many are inside
+constexpr uint32_t kWanted = 1u << 16;  // higher bits: helpers wanted; lower bits: helpers inside
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -90,7 +90,7 @@ class Sleep {
 #endif
 };
 
-// A word, and a place to wait until it is what somebody waits for.
+// A word that threads can wait for until it has a certain value.
 class Word {
  public:
   std::atomic<uint32_t> value{0};
@@ -109,7 +109,7 @@ class Word {
     sleeping_.fetch_sub(1);
   }
 
-  // After the word has changed. Either this sees the sleeper, or the sleeper the change.
+  // Call this after the word has changed. Either this call sees the sleeper, or the sleeper sees the change.
   void wake() {
     if (sleeping_.load()) sleep_.end(value);
   }
@@ -121,7 +121,7 @@ class Word {
 
 class Team {
  public:
-  // False if somebody else has it.
+  // Returns false if another caller has the team.
   bool run(int num_helpers, Act act, void* work) {
     if (taken_.exchange(true, std::memory_order_acquire)) return false;
     if (num_helpers > num_helpers_) hire(num_helpers);
@@ -139,13 +139,13 @@ class Team {
 
  private:
   void hire(int num_helpers) {
-    sigset_t all, before;  // signals are for the threads that know of them
+    sigset_t all, before;  // signals go to the program's own threads
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
       for (; num_helpers_ < num_helpers && num_helpers_ < kHelpersMax; ++num_helpers_)
         std::thread([this, number = num_helpers_, seen = round_.value.load()] { help(number, seen); }).detach();
-    } catch (const std::exception&) {  // no thread or no memory is left for another; the others do the work
+    } catch (const std::exception&) {  // no thread or memory for another helper; the other threads do the work
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
@@ -176,7 +176,7 @@ class Team {
 
 std::atomic<Team*> g_team{nullptr};  // never destroyed: its helpers run until the process ends
 
-// Null if there is no memory for one.
+// Returns null if there is no memory for a team.
 Team* team() {
   static const bool prepared = [] {
     g_team = new (std::nothrow) Team;

@@ -1,7 +1,7 @@
 // Share the pieces of one operation among a team of threads.
 //
 // `work` is called in the calling thread and in up to `num_threads` - 1 helpers at once. Each call claims pieces from
-// a counter until none is left. So `work` must not depend on the number or the time of the calls. threads.cpp
+// a counter until none is left. So `work` must not depend on how many calls there are, or when they run. threads.cpp
 // explains how the threads wait.
 #pragma once
 
@@ -24,9 +24,10 @@ void on_threads(int num_threads, Work& work) {
 }
 
 // Calls `act(piece, following)` for each of `num_pieces`, on threads that claim them one by one. `following` is the
-// thread's probable next piece, so that `act` can prefetch its first bytes; from `num_pieces` on it is a piece of the
-// next operation. A thread claims the next piece before it begins a piece. If there are few pieces for each thread, it
-// claims the next piece only afterwards, because a claimed piece waits while other threads are idle.
+// thread's probable next piece, so that `act` can prefetch the first bytes of that piece. From `num_pieces` on, it is
+// a piece of the next operation. A thread claims its next piece before it begins a piece. If there are few pieces for
+// each thread, the thread claims the next piece only after the current piece, because a claimed piece waits while
+// other threads are idle.
 template <typename Act>
 void each_piece(int num_threads, int num_pieces, Act act) {
   const bool early = num_pieces >= kPiecesToClaimEarly * num_threads;

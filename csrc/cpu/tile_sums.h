@@ -1,8 +1,8 @@
 // Sums of up to 32 rows by 32 columns in four tiles, for the products of layers and for attention.
 //
 // A step multiplies two tiles of rows with two tiles of a panel: four tiles are loaded (4 KiB) for four products
-// of 16 clock cycles, the best ratio that eight tiles allow. `more` continues sums that were stored: a tile holds
-// the same floats as memory, so a sum that is cut anywhere is the same to the last bit.
+// of 16 clock cycles, the best ratio that eight tiles allow. `more` continues sums that were stored. A tile holds the
+// same floats as memory, so interrupting a sum does not change it.
 //
 //   tile      0 1    sums, rows 0 to 15        4   rows 0 to 15        6 7   columns 0 to 15, 16 to 31
 //             2 3    sums, rows 16 to 31       5   rows 16 to 31
@@ -25,13 +25,13 @@ struct TileProduct {
   int64_t row_bytes;
   const char* panel;
   int64_t steps;  // of kTileBytes of a row
-  float* sums;    // or whole numbers
+  float* sums;    // or integers
   int64_t sums_bytes;  // of a row
   bool more;
   const char* ahead = nullptr;  // prefetches as many bytes as it reads of the panel
 };
 
-// Without Down there are 16 rows at most, without Across 16 columns.
+// Without Down there are at most 16 rows. Without Across there are at most 16 columns.
 template <typename Input, bool Down, bool Across>
 void tile_sums(const TileProduct& p) {
   const char *sums = reinterpret_cast<const char*>(p.sums), *below = sums + kTileRows * p.sums_bytes;

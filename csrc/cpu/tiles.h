@@ -1,8 +1,8 @@
 // The instructions of AMX, the matrix unit of some Intel processors.
 //
 // It has eight tiles of up to 16 rows of 64 bytes. An instruction multiplies a tile of rows (16 x 32 bfloat16, or
-// 16 x 64 bytes) by a tile of weights and adds the product to a tile of 16 x 16 sums. Each of the 16 rows of a tile of
-// weights has the weights of a pair of bfloat16 inputs, or of four bytes, side by side for 16 columns.
+// 16 x 64 bytes) by a tile of weights and adds the product to a tile of 16 x 16 sums. A tile of weights has 16 rows
+// of 16 columns. Each element is the weights of a pair of bfloat16 inputs, or of four bytes.
 //
 // With EMULATED_TILES the same operations are plain C++, so that tests can run without AMX; only the rounding
 // differs. If the processor refuses an operation (a tile without a shape, shapes that do not fit), the process ends.
@@ -133,8 +133,8 @@ inline bool may_use_tiles() { return true; }
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Not the compiler's intrinsics: GCC 12's do not say which memory a tile is loaded from, so a store to it may be
-// moved behind the load.
+// These macros replace the compiler's intrinsics. GCC 12's intrinsics do not say which memory a tile is loaded from,
+// so the compiler may move a store to that memory behind the load.
 #define TILE_SHAPES(shapes) __asm__ volatile("ldtilecfg %0" ::"m"(shapes) : "memory")
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
 #define TILE_LOAD(tile, from, stride)                       \

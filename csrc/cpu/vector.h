@@ -5,8 +5,8 @@
 //   BFLOAT16_DOT  products of pairs of bfloat16
 //   BYTE_DOT      products of four unsigned bytes and four signed bytes (default: BFLOAT16_DOT)
 //   SIGNED_DOT    without BYTE_DOT, products of four signed bytes and four signed bytes (default: 0)
-// Everything is in an anonymous namespace: each instruction set has its own functions of these names, and
-// the linker must not merge them.
+// Everything is in an anonymous namespace, because each instruction set has its own functions of these names and the
+// linker must not merge them.
 #pragma once
 
 #ifndef BYTE_DOT
@@ -50,7 +50,7 @@ inline void store(Element* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
-// As a whole number, since 0.0f + -0.0f is 0.0f, so that a sum of floats would be computed before it is spread.
+// Adds the bits as integers. Because 0.0f + -0.0f is 0.0f, the compiler would have to compute a sum of floats.
 inline Floats splat(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -94,7 +94,7 @@ inline Floats even_half(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats odd_half(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
 
 #if BFLOAT16_DOT
-// In each lane sum + a0 * b0 + a1 * b1, of pairs of bfloat16.
+// Returns sum + a0 * b0 + a1 * b1 in each lane, of pairs of bfloat16.
 inline Floats dot_add(Floats sum, Words a, Words b) {
 #ifdef __aarch64__
   return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
@@ -104,7 +104,7 @@ inline Floats dot_add(Floats sum, Words a, Words b) {
 }
 #endif
 
-// In each lane sum + the four products of a byte of a row (with SIGNED_DOT signed) and one of weights.
+// Returns, in each lane, sum + four products of a row's byte (signed with SIGNED_DOT) and a weight's byte.
 inline Ints dot_add_bytes(Ints sum, Words row, Words weights) {
 #if BYTE_DOT && defined(__aarch64__)
   return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)row, (int8x16_t)weights);
@@ -149,7 +149,7 @@ inline Floats widen_ieee(Halves halves) {
 #if defined(__aarch64__)
   return (Floats)vcvt_f32_f16((float16x4_t)halves);
 #elif LANES == 16
-  return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)halves);  // GCC warns of the one without a mask
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)halves);  // GCC warns about the intrinsic without a mask
 #elif LANES == 8
   return (Floats)_mm256_cvtph_ps((__m128i)halves);
 #else
@@ -196,7 +196,7 @@ inline Floats read(const Element* from) {
     return widen(load<Halves>(from));
 }
 
-// GCC takes bytes apart one by one where it converts vectors of them, so there are instructions for it.
+// Uses intrinsics, because GCC would convert a vector of bytes one by one.
 inline Floats read(const int8_t* from) {
 #if defined(__aarch64__)
   const Ints whole = (Ints)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(load<uint32_t>(from)))));

@@ -5,11 +5,11 @@
 //   target[target_pages[i], :, :, :num_slots[i]] <- source[source_pages[i], :, :, :num_slots[i]]
 //
 // A page is 2 · kv_heads contiguous tiles of 32 · head_size elements.  The first num_slots rows of a tile are
-// copied, 16 bytes at a time, bit for bit.  A block copies whole pages, one after another.  So few blocks saturate
-// the bus and leave the multiprocessors to the computation.  Each thread issues four loads before the first store,
-// which hides the latency of the bus.
+// copied, 16 bytes at a time, bit for bit.  A block copies whole pages, one after another.  So a few blocks saturate
+// the bus, and other multiprocessors are free for the computation.  Each thread issues four loads before the first
+// store, which hides the latency of the bus.
 //
-// If the driver can copy pages as a batch, it does so instead of this kernel (pensieve/model/kv/memory.py).
+// If the driver can copy pages as a batch, the driver is used instead of this kernel (pensieve/model/kv/memory.py).
 #include <element.h>
 
 namespace {

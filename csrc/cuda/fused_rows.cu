@@ -3,8 +3,8 @@
 //   add_and_norm        sum <- residual + added,  normed <- sum / rms(sum) · weight      (RMSNorm)
 //   gate_and_multiply   out <- silu(gate) · up,   for rows of a product that hold gate and up side by side
 //
-// Sums are in float.  Values that torch would write between its two launches are rounded here, too.  So the results
-// equal those of the two launches, except for the order of a norm's sum.  A row's result depends on no other row.
+// Sums are in float.  Values that torch would write to memory between two launches are rounded here, too.  So the
+// results equal those of torch, except for the order of a norm's sum.  A row's result depends on no other row.
 //
 // Bound by memory: a thread moves eight neighbouring elements at a time.
 #include <element.h>
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   squares = 0.0f;
   for (int warp = 0; warp < WARPS; ++warp) squares += each_warps[warp];
   const float share = ptx::reciprocal_root(squares / width + eps);
-  for (int piece = threadIdx.x; piece < pieces; piece += THREADS) {  // those that this thread wrote
+  for (int piece = threadIdx.x; piece < pieces; piece += THREADS) {  // the pieces that this thread wrote
     const Eight whole = sum[begin + piece], scale = weight[piece];
     float values[EACH];
 #pragma unroll

@@ -1,11 +1,12 @@
-// Merge the parts of contexts that were cut for multi_token_attention, or whose beginning belongs to a pack.
+// Merge the parts of contexts that multi_token_attention has cut, or whose first pages belong to a pack.
 //
 //   out[row] = Σ over parts of 2^(sum[part] - most) · values[part] / Σ of 2^(sum[part] - most)
 //
 // Values are normalised rows.  Sums are log2 of their softmax sums (-infinity if a part saw no key).
-// One warp does one row of one KV head, and a block does four rows: block b does run b % row_runs of four rows of
-// merge b / row_runs / kv_heads.  If a merge has no such rows the block ends at once.  A lane reads four neighbouring
-// values at a time and loads UNROLLED parts together, because the kernel is short and bound by latency.
+// One warp does one row of one KV head, and a block does four rows.  Block b does the four rows with number b %
+// row_runs of merge b / row_runs / kv_heads.  If the merge has no such rows, the block ends at once.  A lane reads
+// four neighbouring values at a time and loads UNROLLED parts together, because the kernel is short and bound by
+// latency.
 #include <element.h>
 #include <ptx.h>
 #include <work.h>

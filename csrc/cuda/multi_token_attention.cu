@@ -4,17 +4,16 @@
 //
 // One block of four warps does one item of work (include/work.h) for one KV head.  The rows of an item
 // are query tokens times the heads of a group.  Their number decides how the warps share the item:
-//
-//   narrow, at most 32 rows   decodes and short pieces.  All four warps take the same rows and every
-//                             fourth run of 16 keys each, through rings of their own: no warp waits for
+//   narrow, at most 32 rows   decodes and short pieces.  All four warps do the same rows.  Each warp does
+//                             every fourth run of 16 keys, in its own ring buffer, so no warp waits for
 //                             another until their four results are merged.  Bound by the memory.
-//   wide, up to 128 rows      prefill.  Each warp takes 32 of the rows (16 where a head is 256 long),
-//                             all share a ring of pages.  Bound by the matrix rate: a page in shared
-//                             memory is used for 32 rows a warp.
+//   wide, up to 128 rows      prefill.  Each warp does 32 of the rows (16 if the head size is 256), and
+//                             all warps share a ring buffer of pages.  Bound by the matrix rate, because
+//                             each page in shared memory is used for 32 rows per warp.
 //
-// Keys and values are loaded by cp.async, STAGES runs ahead, as groups K V K V …  There is one wait before the scores
-// and one before the values, each leaving the other 2 STAGES - 2 groups pending.  Data that was just read is
-// overwritten only after the next such wait, when every reading thread has passed it.
+// Keys and values are loaded by cp.async, STAGES runs ahead, as groups K V K V … There is one wait before the scores
+// and one wait before the values.  Each wait leaves 2 STAGES - 2 groups pending.  Data that was just read is
+// overwritten only after the next wait, when every reading thread has passed this wait.
 //
 // Scores and values are products on the matrix units (m16n8k16).  The query stays in registers if it fits; otherwise
 // it is read again from shared memory.  Positions that a row does not see are masked in the runs that reach beyond
@@ -24,13 +23,14 @@
 // Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run then has 32 keys, so that as many bytes
 // are pending, and a warp unpacks in registers the data that it has loaded.  In wide items the block unpacks a page
 // once for all warps, into a tile of elements behind the query, and continues as for elements.  A NaN among the bytes
-// makes all rows of the warp, or of the block, NaN: all of them see it.
+// makes all rows of the warp (narrow) or of the block (wide) NaN.
 //
-// A part of a longer context leaves normalised rows and log2 of their sums; merge_parts.cu joins them.  So does a
-// pack, rows of several slices over their common first pages.  It differs only in where its queries come from.
+// A part of a longer context writes normalised rows and log2 of their sums; merge_parts.cu merges them.  A pack (rows
+// of several slices over their common first pages) writes the same.  It differs from a part only in where its queries
+// come from.
 //
-// Versions and what they reached (share of a large copy's bandwidth; of a large product's rate):
-//   1  this one.  H200, decodes of 32/8 heads of 128: 99 % at 64 x 4,096, 78 % at 1 x 65,536.
+// Measured on an H200, decodes of 32/8 heads of 128: 99 % of a large copy's bandwidth for 64 contexts of 4,096
+// tokens, 78 % for one context of 65,536 tokens.
 #include <e4m3.h>
 #include <element.h>
 #include <ptx.h>
@@ -71,7 +71,7 @@ struct Plan {
   static constexpr int TEAM = WIDE ? THREADS : 32; // threads that share a ring
   static constexpr int STAGES = WIDE ? (HEAD == 256 ? 2 : 3) : (HEAD == 256 ? 1 : (HEAD == 64 ? 3 : 2));
   static constexpr bool UNPACKS = BYTES && WIDE;   // once for all warps
-  static constexpr bool MIXES = BYTES && !WIDE;    // each warp for itself, in an order of its own
+  static constexpr bool MIXES = BYTES && !WIDE;    // each warp by itself, in its own order
   static constexpr int UNPACKED_BYTES = UNPACKS ? KEYS * Elements::ROW_BYTES : 0;  // of keys, and of values
   static constexpr int RING_BYTES = 2 * STAGES * KEYS * StoredTile::ROW_BYTES;
   static constexpr int RINGS = WIDE ? 1 : WARPS;
@@ -124,7 +124,7 @@ struct Pages {
   __device__ __forceinline__ int page(int first) const { return first < key_end ? table[first / PAGE] : 0; }
 };
 
-// A page of keys or values in bytes, at `source`, becomes one of elements at `target`.
+// Unpacks a page of keys or values from bytes at `source` to elements at `target`.
 __device__ __forceinline__ void unpack_page(uint32 target, uint32 source, e4m3::Numbers& numbers) {
   for (int i = threadIdx.x; i < PAGE * StoredTile::PIECES; i += THREADS) {
     const int row = i / StoredTile::PIECES, piece = i % StoredTile::PIECES;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
   for (int run = 0; run < num_runs; ++run) {
     const int first = first_of(run);
     ptx::wait_for_all_but<2 * STAGES - 2>();
-    P::sync();  // the keys of this run are there; the values of the one before have been read
+    P::sync();  // this run's keys have arrived; the previous run's values have been read
     if constexpr (UNPACKS) {  // its values are there, too
       unpack_page(unpacked, keys_of(run), numbers);
       unpack_page(unpacked + P::UNPACKED_BYTES, values_of(run), numbers);
@@ -289,7 +289,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
 
     if constexpr (!UNPACKS) {
       ptx::wait_for_all_but<2 * STAGES - 2>();
-      P::sync();  // the values of this run are there; its keys have been read
+      P::sync();  // this run's values have arrived; its keys have been read
       pages.fetch<KEYS, P::TEAM>(keys_of(run + STAGES), pages.keys, key_page, first_of(run + STAGES), member);
       ptx::close_copies();
       value_page = key_page;
@@ -346,7 +346,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
         ptx::load_matrices_transposed(
             right, Operands::piece(value_row + step * 16 * Operands::ROW_BYTES, columns * 2 / COLUMNS_EACH));
 #pragma unroll
-        for (int i = 0; i < 4; i += 2) {  // eight keys, and the eight behind them
+        for (int i = 0; i < 4; i += 2) {  // eight keys, and the next eight
           uint32 low[2], high[2];         // of those, for one product and for another
           if constexpr (MIXES) {
 #pragma unroll
@@ -389,7 +389,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
           rows.write_sum(row, sum == 0.0f ? ptx::nothing() : softmax.largest[tile][half] * scale + ptx::log2(sum));
       }
   } else {
-    ptx::sync_block();  // the rings are no longer read; they hold the four results now
+    ptx::sync_block();  // the rings are no longer read; from here on they hold the four results
     constexpr int STRIDE = P::MERGED_STRIDE;
     float* const merged = reinterpret_cast<float*>(shared_memory);
     float* const maxima = merged + WARPS * P::ROWS * STRIDE;  // of each warp and row; then the sums

@@ -1,9 +1,9 @@
 // multi_token_attention of wide items on Hopper (sm_90a), with warpgroup products.
 //
-// A block of three warpgroups stays on its multiprocessor and does one item of each run of gridDim items, the
-// longest first.  Runs are taken forwards and backwards in turn (`item_of`): the block with the longest item of a run
-// gets the shortest of the next run, so the blocks end at about the same time.  One warpgroup fetches, two compute,
-// 64 of the item's 128 rows each:
+// A block of three warpgroups stays on its multiprocessor.  Items are in runs of gridDim items, the longest first,
+// and a block does one item of each run.  Runs are taken forwards and backwards in turn (`item_of`): the block with
+// the longest item of a run gets the shortest of the next run, so the blocks end at about the same time.  One
+// warpgroup fetches.  Two warpgroups compute, each for 64 of the item's 128 rows:
 //
 //   producer    one thread; page by page, boxes of 64 elements x 32 keys by the tensor memory accelerator, which
 //               permutes eight rows of 128 bytes as the products read them.  It runs ahead by as many stages
@@ -15,17 +15,17 @@
 //
 //               Q and P are left operands in registers, keys and values right operands in shared memory.
 //
-// A stage is 128 keys, stored as halves of 64 elements: [half][key][64].  Keys and values have barriers of their
-// own: `full` counts the bytes of a stage, `empty` the warps that are done with it.  Both sides count
-// stages from the beginning of the kernel; stage n lies in slot n % STAGES, in the phase n / STAGES.
+// A stage is 128 keys, stored as halves of 64 elements: [half][key][64].  Keys and values have separate barriers:
+// `full` counts the bytes of a stage, `empty` the warps that are done with the stage.  Producer and consumers count
+// stages from the start of the kernel.  Stage n is in slot n % STAGES, in phase n / STAGES.
 //
-// The last stage of an item may hold less than 128 keys.  Behind them, scores are masked.  The consumers set the
-// values' rows to zero, because a slot that was never written may hold NaN.
+// The last stage of an item may hold fewer than 128 keys.  Scores after the last key are masked.  The consumers set
+// the rows of values after the last key to zero, because a slot that was never written may hold NaN.
 //
 // This kernel never gets items of packs (work.h): their rows may be few, and CUDA graphs have no list of wide items.
 //
-// Versions and what they reached (share of a large product's rate):
-//   1  this one.  H200, 32/8 heads of 128: 59 % for 4,096 queries at 0, 76 % for 512 over 16,384.
+// Measured on an H200, 32/8 heads of 128: 59 % of a large product's rate for 4,096 queries from position 0 on, 76 %
+// for 512 queries over a context of 16,384 tokens.
 #include <element.h>
 #include <hopper.h>
 #include <ptx.h>
@@ -66,7 +66,7 @@ constexpr int CONSUMERS_MEET = 1;        // a named barrier
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
 constexpr int UNUSED = 1000;             // an offset behind the barriers
 
-// Where everything lies in shared memory.
+// The addresses of all data in shared memory.
 struct Stages {
   uint32 base;
 
@@ -90,7 +90,8 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
   return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
 }
 
-// The item, times KV head, that this block does in its n-th turn; from the first one that is not there, none is.
+// Returns the number (item and KV head) that this block does in its n-th turn.  After the last item there are no
+// more.
 __device__ __forceinline__ int item_of(int turn) {
   const bool back = turn % 2 != 0;
   return turn * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -164,7 +165,7 @@ struct Consumer {
     hopper::close_products();
   }
 
-  // Waits for a stage of values; sets those behind the item's last key to zero.
+  // Waits for a stage of values; sets values after the item's last key to zero.
   __device__ __forceinline__ void await_values(int slot, uint32 phase, int left) const {
     hopper::wait(stages.full_values(slot), phase);
     if (left >= KEYS) return;

@@ -11,7 +11,7 @@
 // If keys and values are stored as bytes (STORED=E4m3; e4m3.h), each is divided by the scale of its head and
 // rounded once.
 //
-// One block does one token; a thread moves four neighbouring elements at a time, or two where half a rotation is no
+// One block does one token.  A thread moves four neighbouring elements at a time, or two if half a rotation is not a
 // multiple of four.
 //
 // Bound by the launch: 16 tokens of 8 KV heads of 128 are 128 KB, a tenth of a microsecond's bandwidth.
@@ -49,7 +49,7 @@ __device__ __forceinline__ void read(float (&values)[COUNT], const Element* sour
   for (int i = 0; i < COUNT; ++i) values[i] = ptx::widen(some.each[i]);
 }
 
-// Rounds; what becomes bytes is multiplied by `factor` before.
+// Rounds; if the target is bytes, multiplies by `factor` first.
 template <int COUNT>
 __device__ __forceinline__ void write(Element* target, const float (&values)[COUNT], float) {
   Some<uint32, COUNT / 2> some;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void write(E4m3* target, const float (&values)[COUNT]
   *reinterpret_cast<Some<uint8, COUNT>*>(target) = some;
 }
 
-// As they are, or rounded to bytes.
+// Stores the values unchanged, or rounded to bytes.
 template <int COUNT>
 __device__ __forceinline__ void move(Element* target, const Element* source, float) {
   using Moved = Some<Element, COUNT>;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void move(E4m3* target, const Element* source, float 
   write(target, values, factor);
 }
 
-// `first` and `second` lie half a rotation apart in `row`.
+// `first` and `second` are half a rotation apart in `row`.
 template <int COUNT, class Type>
 __device__ __forceinline__ void rotate(Type* target, const Element* row, const Element* cosine,
                                        const Element* sine, int first, int second, float factor) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void rotate(Type* target, const Element* row, const E
   write(target + second, high, factor);
 }
 
-// Rotates `num_rows` rows of a token, and copies what of them is not rotated.
+// Rotates `num_rows` rows of a token, and copies the part of each row that is not rotated.
 template <int COUNT, class Source, class Target, class Factor>
 __device__ __forceinline__ void rotate_rows(int num_rows, int rotated, const Element* cosine, const Element* sine,
                                             Source source_of, Target target_of, Factor factor_of) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void rotate_rows(int num_rows, int rotated, const Ele
   }
 }
 
-// What numbers of a head are multiplied by on their way to a byte; scales are powers of two.
+// Returns the factor for a head's values before they become bytes; scales are powers of two.
 __device__ __forceinline__ float factor_of(const float* kv_scales, int index) {
   return BYTES ? 1.0f / kv_scales[index] : 1.0f;
 }

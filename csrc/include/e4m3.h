@@ -10,8 +10,8 @@
 //
 //   keys     products sum over the row, so the order does not matter if the query has the same order: `mixed`
 //            puts sixteen elements of a query row into the order in which lanes find a key's elements.
-//   values   two neighbouring keys of a pair of columns make a word once they are transposed by pairs of bytes.  So
-//            of two products, eight columns each, one has the even columns of sixteen and the other the odd columns.
+//   values   two neighbouring keys of a pair of columns make a word after they are transposed by pairs of bytes.  So
+//            of two products with eight columns each, one has the even and the other the odd columns of sixteen.
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -42,9 +42,9 @@ __device__ __forceinline__ void unpack_in_order(uint32 word, uint32& first, uint
   second = even >> 16 | (odd & 0xffff0000u);
 }
 
-// Whether everything that a thread took apart was a number.
+// Records whether a thread has unpacked a NaN.
 struct Numbers {
-  uint32 seen = 0;  // the highest bit of a byte: a NaN was there
+  uint32 seen = 0;  // the highest bit of each byte is set if there was a NaN
 
   __device__ __forceinline__ void take(uint32 word) { seen |= (word & 0x7f7f7f7fu) + 0x01010101u; }
   __device__ __forceinline__ bool all() const { return (seen & 0x80808080u) == 0; }
@@ -65,14 +65,14 @@ __device__ __forceinline__ int column_of(int index, int pair, int side) {
   return index / 2 * 16 + 2 * (pair + side) + index % 2;
 }
 
-// The byte nearest to `value` times `factor`, which is positive (of two as near, the even one).  What is too large
-// becomes the largest, also where the product exceeds a float; a value that is not finite becomes NaN.
+// Returns the byte nearest to `value` times `factor`, which is positive (ties to even).  A product that is too large,
+// even for a float, becomes the largest number.  A value that is not finite becomes NaN.
 __device__ __forceinline__ uint32 narrow(float value, float factor) {
   const uint32 sign = ptx::bits_of(value) >> 24 & 0x80u, magnitude = ptx::bits_of(value) & 0x7fffffffu;
   if (magnitude >= 0x7f800000u) return sign | 0x7fu;
   const float size = ptx::float_of(magnitude) * factor;
   if (size >= LARGEST) return sign | 0x7eu;
-  // Where a unit of a float is 2^-9, adding rounds to multiples of it.
+  // The last bit of 16384.0f is 2^-9, so the sum is rounded to a multiple of 2^-9.
   if (size < SMALLEST_NORMAL) return sign | (ptx::bits_of(size + 16384.0f) & 0xfu);
   const uint32 bits = ptx::bits_of(size);
   return sign | (((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (127 - 7) * 8);

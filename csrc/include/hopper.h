@@ -5,7 +5,7 @@
 
 namespace hopper {
 
-// -- barriers: a phase ends when `count` arrivals and all the bytes they announced have come --
+// -- barriers: a phase ends after `count` arrivals and all the bytes that they announced --
 
 __device__ __forceinline__ void init_barrier(uint32 barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -31,8 +31,8 @@ __device__ __forceinline__ uint32 long_ticks() {  // of 4.3 seconds
   return ticks;
 }
 
-// Returns when the phase of this parity has ended, or ends the kernel with an error after 4 to 9 seconds: a wait
-// that never ends would take the whole run with it.
+// Returns when the phase of this parity has ended.  After 4 to 9 seconds, ends the kernel with an error, because a
+// wait without end would block the whole run.
 __device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
   const uint32 began = long_ticks();
   while (true) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
 
 // -- the tensor memory accelerator --
 
-// A box of the tensor that `map` describes, from element (x, y, z), to `target`; its bytes count for `barrier`.
+// Copies a box of the tensor that `map` describes, from element (x, y, z), to `target`; `barrier` counts the bytes.
 __device__ __forceinline__ void copy_box(uint32 target, const void* map, int x, int y, int z, uint32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, "
@@ -78,12 +78,12 @@ __device__ __forceinline__ void copy_box(uint32 target, const void* map, int x, 
       : "memory");
 }
 
-// A map that the host wrote to global memory is read through a path of its own: this makes it see it.
+// Makes a map that the host wrote to global memory visible to the accelerator, which reads maps by another path.
 __device__ __forceinline__ void acquire_map(const void* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 
-// What this thread wrote to shared memory becomes visible to the accelerator and to warpgroup products.
+// Makes this thread's writes to shared memory visible to the accelerator and to warpgroup products.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // -- the threads of a block --
@@ -98,15 +98,15 @@ __device__ __forceinline__ void registers_down_to() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// `threads` of the block meet at barrier `index` (not 0, which is the whole block's).
+// Waits until `threads` threads of the block have reached barrier `index` (not 0, which is for the whole block).
 __device__ __forceinline__ void meet(int index, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");
 }
 
 // -- products of a warpgroup --
 //
-// The right operand lies in shared memory in rows of 128 bytes, eight rows permuted as one (the 128-byte
-// swizzle).  A descriptor names its first byte and two strides.
+// The right operand is in shared memory, in rows of 128 bytes, eight rows permuted as one (the 128-byte swizzle).  A
+// descriptor names its first byte and two strides.
 
 __device__ __forceinline__ uint64 descriptor(uint32 address, uint32 leading_bytes, uint32 stride_bytes) {
   constexpr uint64 SWIZZLE_128 = 1ull << 62;
@@ -114,7 +114,7 @@ __device__ __forceinline__ uint64 descriptor(uint32 address, uint32 leading_byte
          uint64((address & 0x3ffff) >> 4);
 }
 
-// Before the first product, and after registers that products read or add to were changed.
+// Call this before the first product, and after changing registers that products read or add to.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void close_products() {
@@ -127,8 +127,8 @@ __device__ __forceinline__ void wait_for_products_but() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// Keeps what made `never_negative` in front of the wait that follows: ptxas moves waits for products ahead of
-// whatever it can, but not ahead of a store, even of one that never happens (to `address`).
+// Keeps the computation of `never_negative` before the next wait. ptxas moves waits for products ahead of other
+// instructions, but not ahead of a store, even a store (to `address`) that never happens.
 __device__ __forceinline__ void finish_before_waiting(float never_negative, uint32 address) {
   asm volatile(
       "{\n"
@@ -158,8 +158,8 @@ __device__ __forceinline__ void pin(uint32 (&left)[STEPS][4]) {
 }
 
 // sums (64 x 8 COLUMNS) += left (64 x 16) times right (16 x 8 COLUMNS).  Each warp has 16 of the rows, lanes
-// and registers as in ptx::multiply, one column of eight after another.  With KEYS_DOWN the right operand's
-// rows in memory are its rows (values); without, its columns (keys).  `add` false: sums are overwritten.
+// and registers as in ptx::multiply, one column of eight after another.  With KEYS_DOWN, the rows in memory are the
+// right operand's rows (values); without it, they are its columns (keys).  If `add` is false, sums are overwritten.
 template <class Element, bool KEYS_DOWN>
 __device__ __forceinline__ void multiply(float (&sums)[8][4], const uint32 (&left)[4], uint64 right, bool add);
 

@@ -1,7 +1,7 @@
-// PTX instructions of sm_80 and newer, one function each.  What only Hopper has is in hopper.h.
+// PTX instructions of sm_80 and newer, one function each.  Instructions that only Hopper has are in hopper.h.
 //
-// Shared memory is addressed by its own 32-bit addresses.  The tests put another folder first on the
-// include path, whose ptx.h does the same on a CPU.
+// Shared memory is addressed by its own 32-bit addresses.  The tests put another folder first on the include path;
+// its ptx.h has the same functions for a CPU.
 #pragma once
 #include <element.h>
 
@@ -21,17 +21,17 @@ __device__ __forceinline__ uint64 shuffle_xor(uint64 value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-// The value of the lane `delta` below; a lane that has none below keeps its own.
+// Returns the value of the lane with a number lower by `delta`; without such a lane, the own value.
 __device__ __forceinline__ uint64 shuffle_up(uint64 value, int delta) {
   return __shfl_up_sync(0xffffffffu, value, delta);
 }
 
-// Bit l says it of lane l.
+// Bit l is the value of lane l.
 __device__ __forceinline__ uint32 ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
 
 __device__ __forceinline__ bool any(bool value) { return __any_sync(0xffffffffu, value) != 0; }
 
-// The same, of all threads of the block, which wait for each other.
+// Whether `value` is true in any thread of the block; the threads wait for each other.
 __device__ __forceinline__ bool any_of_block(bool value) { return __syncthreads_or(value) != 0; }
 
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
@@ -104,14 +104,14 @@ __device__ __forceinline__ uint32 multiply_pairs(uint32 first, uint32 second) {
 // Adds, and returns what was there before; threads take turns.
 __device__ __forceinline__ uint32 add(uint32* place, uint32 value) { return atomicAdd(place, value); }
 
-// 16 bytes from global to shared memory, beside everything else; zeros where `there` is false.
+// Copies 16 bytes from global to shared memory, asynchronously; writes zeros if `there` is false.
 __device__ __forceinline__ void copy_16_async(uint32 target, const void* source, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(there ? 16 : 0)
                : "memory");
 }
 
-// Closes a group of copies; `wait_for_all_but<N>` returns when all but the last N groups are there.
+// Closes a group of copies; `wait_for_all_but<N>` returns when all but the last N groups have arrived.
 __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int N>

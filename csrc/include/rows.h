@@ -24,15 +24,15 @@ struct Arguments {
   Element* out;
 };
 
-// The rows of an item: where they come from and where they go.  What is seldom needed is read from memory
-// each time, which leaves the registers to the products.  Items of packs are for kernels that say PACKS.
+// The rows of an item: where they come from and where they go.  Values that are seldom needed are read from memory
+// each time, which saves registers for the products.  Items of packs are for kernels that say PACKS.
 template <class Element, int HEAD, class Stored = Element, bool PACKS = false>
 struct Rows {
   const Arguments<Element, Stored>& arguments;
   const WorkItem& item;
   int head;
 
-  // Positions that the row sees, within the item's: of a pack all, because its slices lie behind them.
+  // Returns how many positions the row sees; a pack's rows see all of the item's, because they come after them.
   __device__ __forceinline__ int limit(int row) const {
     if (row >= item.num_rows) return item.key_end;
     const int position = arguments.slice_starts[item.slice] + (item.row_begin + row) / arguments.group;
@@ -45,7 +45,7 @@ struct Rows {
     return (arguments.slice_offsets[item.slice] + token) * stride + int64(head * arguments.group + member) * HEAD;
   }
 
-  // Where the row's query begins; `offset` where it is no pack's.
+  // Returns where the row's query begins: `offset`, unless the item is a pack.
   __device__ __forceinline__ int64 query_offset(int row) const {
     if (!PACKS || item.pack_row < 0) return offset(row, arguments.query_stride);
     const int index = arguments.pack_rows[item.pack_row + row];

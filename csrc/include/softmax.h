@@ -21,7 +21,7 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) largest[tile][half] = ptx::nothing(), sum[tile][half] = 0.0f;
   }
 
-  // Turns `scores` into powers and returns what the values so far have to be multiplied by.
+  // Turns `scores` into powers; returns the factor for the sums of values so far.
   template <int COLUMNS>
   __device__ __forceinline__ float take(float (&scores)[COLUMNS][4], int tile, int half, float scale) {
     float most = largest[tile][half];
@@ -31,7 +31,8 @@ struct Softmax {
     most = fmaxf(most, ptx::shuffle_xor(most, 1));
     most = fmaxf(most, ptx::shuffle_xor(most, 2));
     const float base = most == ptx::nothing() ? 0.0f : most * scale;
-    // From the difference, so that it is exactly 1 where the maximum stays: products are fused with sums.
+    // Computed from the difference, so that it is exactly 1 if the maximum stays, although products are fused with
+    // sums.
     const float correction = ptx::exp2((largest[tile][half] - (most == ptx::nothing() ? 0.0f : most)) * scale);
     largest[tile][half] = most;
     float added = 0.0f;

@@ -1,7 +1,7 @@
 // The layout of a tile of keys, values or query rows in shared memory.
 //
-// A tile is stored row by row, the 16-byte pieces of a row permuted so that eight rows read at one column, or
-// one row read whole, use every bank once.  Rows of HEAD bytes (e4m3.h) are those of a Tile<HEAD / 2>.
+// A tile is stored row by row, and the 16-byte pieces of a row are permuted.  So reading one column of eight rows, or
+// one whole row, uses every bank once.  Rows of HEAD bytes (e4m3.h) are those of a Tile<HEAD / 2>.
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -19,8 +19,8 @@ struct Tile {
     return (tile + row * ROW_BYTES) ^ (uint32(row) / EVERY % GROUP << 4);
   }
 
-  // Of its piece `piece`.  A lane's share of the number may be put in first: the permutation is an
-  // exclusive or of address bits that are zero in the row's beginning.
+  // The address of the row's piece `piece`.  A lane's part of the number may be added first, because the permutation
+  // is an exclusive or of address bits that are zero at the start of a row.
   static __device__ __forceinline__ uint32 piece(uint32 row, int piece) {
     return (row ^ (piece % GROUP << 4)) + piece / GROUP * (GROUP * 16);
   }

@@ -7,10 +7,10 @@
 // is a run of rows of one slice; a tile whose context is long is cut into parts at page boundaries.
 // Every item is done once for each KV head.
 //
-// Slices may begin with the same pages.  Then some items belong to a pack: rows of several slices, all of which
-// lie behind the shared pages and see all of them.  A table gives each row's place in the batch, as token ·
-// group + head.  Behind the shared pages each slice has its own items.  A slice's merge also takes its rows of the
-// pack's parts.
+// Slices may begin with the same pages.  Then some items belong to a pack: rows of several slices that all come after
+// the shared pages and see all of them.  A table gives each row's place in the batch, as token · group + head.  Each
+// slice has its own items for the pages after the shared pages.  A slice's merge also reads its rows of the pack's
+// parts.
 //
 // Items are sorted longest first.  Items without rows pad the list to a fixed length (CUDA graphs).
 #pragma once
@@ -21,12 +21,12 @@ struct WorkItem {
   int num_rows;   // 0: nothing to do
   int key_begin;  // a multiple of the page size
   int key_end;    // positions [key_begin, key_end), as far as the last row sees
-  int part_row;   // where its rows lie among the partial results; -1: straight to `out`, which is never a pack's
-  int pack_row;   // of a pack: where its rows begin in the table; -1: they are the slice's
+  int part_row;   // its first row among the partial results; -1: rows go to `out` (never for a pack)
+  int pack_row;   // of a pack: its first row in the table; -1: not a pack
 };
 
-// The parts of one tile: `num_parts` runs of `num_rows` rows, one behind another; and of what its pack left,
-// `num_pack_parts` runs that lie `pack_stride` rows apart.
+// The parts of one tile: `num_parts` runs of `num_rows` rows, one after another, and `num_pack_parts` runs of the
+// pack's results, `pack_stride` rows apart.
 struct MergeItem {
   int slice;
   int row_begin;
@@ -35,5 +35,5 @@ struct MergeItem {
   int num_parts;
   int first_pack_row;
   int pack_stride;
-  int num_pack_parts;  // 0: it is in no pack
+  int num_pack_parts;  // 0: the tile is in no pack
 };

@@ -5,8 +5,8 @@ same attention:
 
     here                multi_token_attention over pages in random order
     contiguous          torch's fused attention on contiguous keys and values: the fastest of one padded batch
-                        and a loop over slices, each with grouped heads (`enable_gqa`) and with the queries of
-                        a group folded into rows
+                        and a loop over slices, with grouped heads (`enable_gqa`) or with the queries of a
+                        group folded into rows
     copy_out            gather the pages into contiguous memory first, then attend
     token_by_token      multi_token_attention with one query at a time
     int8_kv             multi_token_attention over pages stored as int8 (`--kv-dtype int8`)

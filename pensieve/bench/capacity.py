@@ -1,19 +1,19 @@
 """`pensieve bench capacity`: find the highest load that meets latency objectives, for three schedulers.
 
-Each scheduler runs in a daemon of its own and gets the same chats and long documents (capacity_load.py):
+Each scheduler runs in its own daemon and gets the same chats and long documents (capacity_load.py):
 
     ours             limit the prompt tokens of an iteration so that its predicted time meets the objective
     whole prompts    run uncut prompts together with the generating turns (like Orca)
-    prefill first    run uncut prompts in a pass of their own before the generating turns (like early vLLM)
+    prefill first    run uncut prompts in a separate pass before the generating turns (like early vLLM)
 
 A load is *carried* if three figures meet their objectives: the P99 time between tokens, the median time to
 the first token, and the median time in the queue. capacity_search.py finds the highest rate of conversations
-by doubling and halving. Each trial lasts a fixed number of seconds and then ends. Requests that still wait
-count with the time that they have waited. With a given rate there is no search: that load is played to its
+by doubling and halving. Each trial lasts a fixed number of seconds and then ends. A request that still waits
+then counts with the time that it has waited. With a given rate there is no search: the load is played to its
 end, in several rounds with different conversations.
 
-Iterations that are filled up to an objective have a P99 close to it. So in a search, ours gets only AIM times
-the objective.
+Our scheduler fills iterations up to the objective, so its P99 is close to the objective. In a search, its
+daemon therefore gets only AIM times the objective.
 
 By default there are the two objectives of the Sarathi-Serve paper: 5 and 25 times the time of an iteration
 with 32 generating turns and contexts of 4,096 tokens. That time is measured on the executor before a daemon

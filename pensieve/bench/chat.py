@@ -8,9 +8,9 @@ whole reply, thinks, and continues. The client measures
     normalized        time of a turn over its number of tokens
     tokens by source  context of later turns: on the device, in the host tier, or recomputed
 
-Before anything is timed, each turn of a conversation runs twice, the second time with its KV evicted (if the
-daemon was started here). Both runs must get the same tokens. On a GPU the order of a sum depends on how many
-rows are computed together, so there the replies may differ where two tokens are about equally likely.
+Before anything is timed, each turn of a conversation runs twice. If this benchmark started the daemon, the KV
+is evicted before the second run. Both runs must get the same tokens. On a GPU the order of a sum depends on
+how many rows are computed together. So replies on a GPU may differ where two tokens are about equally likely.
 Replies are greedy and have a fixed length, so two runs with one seed do the same work.
 """
 
@@ -48,9 +48,8 @@ class ChatOptions:
     seed: int
     model: str  # "" for random weights
     address: str  # of a running daemon; "" starts one
-    device_cache: str | None = (
-        None  # this option and the others are for a daemon that is started here
-    )
+    # The following options are for a daemon that the benchmark starts.
+    device_cache: str | None = None
     host_cache: str | None = None
     weights: str | None = None
     kv_dtype: str | None = None
@@ -186,12 +185,12 @@ async def check_turns(
     *,
     near_ties: bool,
 ) -> None:
-    """Run a conversation, then each turn again in its first context; PensieveError if a reply changes.
+    """Run a conversation, then each turn again with its first context; PensieveError if a reply changes.
 
-    The last turn runs again first: a rewind before it leaves the replies of the first run in the context. So
-    every turn is compared, even after an earlier reply has changed. With `near_ties` a reply may change at a
-    token that was about as likely as its alternative. Its later tokens have another context, and are not
-    compared.
+    Turns run again in reverse order. A rewind to a turn keeps the first run's replies before this turn. So
+    every turn is compared, even if an earlier reply changes when it runs again. With `near_ties` a reply may
+    change at a token that was about as likely as its alternative. Its later tokens have another context, and
+    are not compared.
     """
     revisions, replies = [0], list[CheckedReply]()
     for text in texts:

@@ -6,7 +6,7 @@ looks, so that all figures look alike:
 
 lines     each has its own colour, marker, dashes and width. The first is the widest, so lines that coincide
           are both visible. The colours (Okabe and Ito) can be told apart by colour-blind readers
-names     up to `DIRECT_MAX` stand beside the ends of their lines, moved apart if they would overlap; more
+names up to `DIRECT_MAX` names are next to the ends of their lines, moved if they would overlap; more
           become a legend. Both are right of the axes and never cover data
 repeats   a band or whiskers from the least to the most
 """

@@ -5,8 +5,8 @@ iterations (profile_points.py, profile_driver.py). The results are
 
     the cost of iterations    fitted to the designed iterations (sim/fit_points.py); its error is measured on
                               random mixes that were held out of the fit
-    the cost of chunks        to recompute one chunk, behind contexts that are powers of two (core/cost.py)
-    the link                  pages per second between the tiers, in each direction and both at once
+    the cost of chunks to recompute one chunk, after contexts of 2^n tokens (core/cost.py) the link pages per
+    second between the tiers, in each direction and in both together
 
 They are written to one file when everything is measured (sim/cost_file.py). The file goes to the folder of
 profiles that daemons use when they start (launch/profiles.py), or to --output.
@@ -44,10 +44,8 @@ from pensieve.sim.fit_points import chunk_profile, errors_of, fit_points
 
 SECONDS, QUICK_SECONDS = 150.0, 20.0  # time for the iterations
 TURNS_MAX = 64  # generating at once
-BASE_TURNS, BASE_CONTEXT = (
-    32,
-    4096,
-)  # the iteration whose time is multiplied for the objectives (Sarathi-Serve)
+# The iteration whose time is multiplied for the objectives (Sarathi-Serve).
+BASE_TURNS, BASE_CONTEXT = 32, 4096
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
 SPREAD_MAX = 0.5  # of the times of one iteration; a larger spread means other work on the machine

@@ -1,9 +1,9 @@
 """Run synthetic iterations on an executor, only to time them.
 
-The executor and its memory are those of an engine, and see only what an engine would give them: started
-turns, slices on scattered pages, and copies between the tiers. The contents of KV do not matter for the
-time, but their bits do: products with denormal numbers are slow. So a few pages are computed from random
-tokens and copied to all others. Slices of one iteration never share a page.
+The executor and its memory are like those of an engine. They get only what an engine would send: started
+turns, slices on scattered pages, and copies between the tiers. The contents of KV do not matter for the time,
+but their bits do: products with denormal numbers are slow. So a few pages are computed from random tokens and
+copied to all others. Slices of one iteration never share a page.
 
 Turns start once, with logs as long as the longest context. So a slice can be at any position, repeatedly.
 """
@@ -70,7 +70,7 @@ class Driver:
         return self._run(self._slices(point))
 
     def copies(self, point: ProfilePoint, host_pages: int, repeats: int) -> list[CopyTimes]:
-        """Time pages in each direction, both at once, and inward during the iteration of that point."""
+        """Time copies in each direction, in both at once, and swap-ins during the iteration of `point`."""
         slices = self._slices(point)
         busy = {page for each in slices for page in each.page_table}
         free = [page for page in self._pages if page not in busy]
@@ -172,7 +172,7 @@ class Measured(NamedTuple):
     point: ProfilePoint
     seconds: float  # lower quartile
     times: int
-    spread: float  # range of the times without a tenth at both ends, over `seconds`
+    spread: float  # range of the times without the lowest and highest tenth, over `seconds`
 
 
 def measured(

@@ -5,8 +5,8 @@ generating turns (`decode`), and for the same turns together with a piece of a p
 real: the same model computed their keys and values.
 
     floor   the bytes of weights that an iteration reads (all but the input embeddings) over the bandwidth
-            at which torch's threads sum up memory. All experts count, though a few turns read only those
-            that they choose; then the ratio can be below 1
+            at which torch's threads sum up memory. All experts count. A few turns read only the experts that
+            they choose, so the ratio can be below 1
     ratio   time of the step over the floor. Both are medians, and their measurements alternate
 
 With --weights int8 or --kv-dtype, the logits of a few prompts are first compared with those of the
@@ -14,8 +14,8 @@ checkpoint's own weights and KV. Before anything is timed, several turns of the 
 same tokens as when they run alone.
 
 --parts shows the time of each part of a CPU's layers, summed over the layers. The rest is embeddings, the
-last norm, sampling and Python. While rows are few, reading the weights limits a product, so the bandwidth of
-that read is shown.
+last norm, sampling and Python. With few rows, reading the weights limits a product, so the bandwidth of this
+read is shown.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Launch(NamedTuple):
     num_blocks: int
     num_threads: int
     arguments: tuple[Argument, ...]
-    shared: str = ""  # constant in the source with the bytes of dynamic shared memory; empty: none
+    shared: str = ""  # name of the constant with the bytes of dynamic shared memory, if any
 
 
 def pointers(*tensors: torch.Tensor) -> tuple[Argument, ...]:
@@ -43,7 +43,7 @@ def launch(wanted: Launch, device: torch.device) -> None:
     index = device.index or 0
     function, shared_bytes = _loaded(wanted.kernel, wanted.shared, index)
     arguments = converted(wanted.arguments)
-    # Torch's own compiler gets the stream in this way: the class `Stream` costs more than a launch.
+    # Torch's own compiler also gets the stream like this: making a `Stream` takes longer than a launch.
     stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
     sizes = ((wanted.num_blocks,), (wanted.num_threads,))
     if torch.cuda.current_device() == index:
@@ -57,8 +57,8 @@ def converted(arguments: tuple[Argument, ...]) -> list[Any]:
     """Convert arguments to CuPy's types, with a cache.
 
     Most arguments repeat in every layer and iteration, and looking a value up is much faster than making it.
-    Several threads launch, and a thread may clear the cache while another adds to it.  So each call returns
-    the values that it made itself.
+    Several threads launch, and a thread may clear the cache while another adds to it.  So a call never reads
+    back the values that it has added to the cache.
     """
     try:
         return [_converted[each] for each in arguments]
@@ -110,7 +110,7 @@ def _loaded(kernel: Kernel, shared: str, device_index: int) -> tuple[Any, int]:
                 function.max_dynamic_shared_size_bytes = shared_bytes
                 function.preferred_shared_memory_carveout = 100
             return function, shared_bytes
-    except Exception as error:  # CuPy's own classes: the driver is too old, or memory is short
+    except Exception as error:  # CuPy's own classes, if the driver is too old or memory is short
         raise DeviceError(f"{kernel.name} cannot be loaded from {path}: {error}") from error
 
 

@@ -9,12 +9,12 @@ of an arena (layers, pages, 2, kv_heads, slots, row).
            is its number times the scale of its layer, its head and its side (keys or values)
 
 Scales of fp8 are chosen once, when a model is loaded, from the keys and values that the load probe sees
-(`exponents_for`).  Readers and writers get them beside the pages: float32 (2, kv_heads), keys' first.  They
-are powers of two, so scaling does not round.  Values that exceed the probe's largest value by more than
-`HEADROOM` become the largest number of the format.  Values that are not finite become NaN.
+(`exponents_for`).  Readers and writers get the scales together with the pages: float32 (2, kv_heads), keys
+first.  Scales are powers of two, so scaling does not round.  Values that are more than `HEADROOM` times the
+probe's largest value become the largest number of the format.  Values that are not finite become NaN.
 
-A token's row depends only on that token's values.  So it is the same in every batch and for every split of
-a prompt, and a row can be copied, moved between the tiers and checksummed as bytes.  Attention reads all rows
+A token's row depends only on that token's values.  So the row is the same in every batch and for every split
+of a prompt.  It can be copied, moved between the tiers and checksummed as bytes.  Attention reads all rows
 from pages, including rows written in the same iteration.
 
 `format_of` finds the format of pages from `pages.dtype`: no two formats share an element type.
@@ -26,13 +26,14 @@ from typing import NamedTuple
 
 import torch
 
-# The smallest scale of int8 rows, the smallest normal float32.  A row whose values all lie below 127 times it
-# becomes zero: a denormal scale would be coarse, and some processors flush denormals to zero.
+# The smallest scale of int8 rows, the smallest normal float32.  A row whose values are all below 127 ·
+# SCALE_MIN becomes zero.  Its scale would be a denormal number, which is coarse and which some processors
+# flush to zero.
 SCALE_MIN = 2.0**-126
 _CODE_MAX = 127.0
 FP8_MAX = 448.0
 HEADROOM = 16  # how many times larger than the probe's largest value a key or value may be
-EXPONENTS_MAX = 60  # in both directions: keeps a scale and its inverse far from float32's limits
+EXPONENTS_MAX = 60  # positive or negative; keeps a scale and its inverse far from float32's limits
 
 
 class KVFormat(NamedTuple):
@@ -76,7 +77,8 @@ def quantised(rows: torch.Tensor) -> torch.Tensor:
     """Quantize rows (…, head_size) to int8; a row that is not finite gets a scale of NaN."""
     values = rows.float()
     largest = values.abs().amax(-1, keepdim=True)
-    # Divide by a tensor: for a number, torch multiplies by its reciprocal on some devices and rounds twice.
+    # Divide by a tensor.  On some devices, torch divides by a number by multiplying with its reciprocal,
+    # which rounds twice.
     scale = largest / torch.full_like(largest, _CODE_MAX)
     scale = torch.where(scale < SCALE_MIN, 0.0, scale)
     scale = torch.where(largest.isfinite(), scale, float("nan"))
@@ -94,7 +96,7 @@ def dequantised(rows: torch.Tensor) -> torch.Tensor:
 
 
 def exponents_for(largest: torch.Tensor) -> torch.Tensor:
-    """Return the exponents of two (int) of the heads' scales, for their largest keys or values."""
+    """Return the exponents of the heads' scales (int, base 2) from each head's largest key or value."""
     known = largest.isfinite() & (largest > 0)
     _, exponents = torch.frexp(torch.where(known, largest, 1.0).double() * (HEADROOM / FP8_MAX))
     return torch.where(known, exponents, 0).clamp(-EXPONENTS_MAX, EXPONENTS_MAX)

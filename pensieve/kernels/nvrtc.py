@@ -76,7 +76,7 @@ def key_of(kernel: Kernel, architecture: str, version: str) -> str:
 
 @cache
 def sources() -> Path:
-    """Return csrc: beside this file in a wheel, at the top of a checkout."""
+    """Return the folder csrc: next to this file in a wheel, at the top of a checkout."""
     for folder in (Path(__file__).parent / "csrc", Path(__file__).parents[2] / "csrc"):
         if (folder / "cuda").is_dir():
             return folder

@@ -2,12 +2,12 @@
 
 `AttentionInterface.register` makes "pensieve" a name that `set_attn_implementation` accepts.  State shared by
 all layers of an iteration travels as a keyword argument of the forward (`pensieve_pass`).  Modeling code that
-follows the interface passes it to every attention call.  There is no global state.
+follows the interface passes this argument to every attention call.  There is no global state.
 
 No mask is registered under "pensieve", so transformers builds none: causality follows from the slices.  The
 load probe uses "pensieve-probe", which registers a mask function.  This function builds no mask either: it
-returns None for a plain causal mask, and a marker for any other mask.  The marker reaches the attention call.
-So the probe sees which mask each layer would use, whatever the config calls it.
+returns None for a plain causal mask, and a marker for any other mask.  The attention call receives the
+marker.  So the probe sees which mask each layer would use, whatever the config says.
 
 One layer of a pass, in this order (the executor's contract in core.iteration):
 
@@ -55,7 +55,7 @@ class ForwardPass(Protocol):
 
     @property
     def paged_rows(self) -> PagedRows | None:
-        """Pages for fused layers, which then attend themselves; None makes them call `attend`."""
+        """The pages, if fused layers compute the attention themselves; None if they must call `attend`."""
 
     @property
     def pages_ready(self) -> bool:

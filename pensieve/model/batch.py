@@ -1,7 +1,7 @@
-"""Turn an iteration into tensors: its tokens in one row, and where each token's keys and values lie.
+"""Turn an iteration into tensors: its tokens in one row, and where each token's keys and values are stored.
 
-A piece of a prefill, a recomputed hole and a decode are treated alike: each slice is some consecutive rows
-with absolute positions, a start, and the page table of its turn.
+A piece of a prefill, a recomputed gap and a decode are treated alike.  Each is a slice: consecutive rows with
+absolute positions, a start position, and the page table of the slice's turn.
 
     input_ids, positions, slot_mapping   one entry per token, slices one after another
     page_index                           the pages that each slice attends to (`kernels.attention.input`);
@@ -10,10 +10,10 @@ with absolute positions, a start, and the page table of its turn.
     logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
     lengths, starts                      of the slices, as numbers on the host
 
-On the host these are arrays of numbers.  One copy takes them all to the device.
+On the host these are arrays of numbers.  One copy moves all of them to the device.
 
 The last token of a slice may still be unknown to the host: the previous iteration samples it on the device
-(`SampledIds`).  It is copied into the batch on the device.  If sampling that token failed, token 0 is used
+(`SampledIds`).  The device copies this token into the batch.  If sampling that token failed, token 0 is used
 instead and the slice's result is discarded.
 """
 
@@ -72,7 +72,7 @@ class Batch:
         logit_positions: list[int] = []
         for piece in slices:
             turn_id, start, stop, pages = piece.turn_id, piece.start, piece.stop, piece.page_table
-            # One by one: an array extends only by arrays of its own kind.
+            # Through an iterator, because an array can be extended only by an array of the same type.
             token_ids.extend(iter(piece.token_ids))
             positions.extend(range(start, stop))
             if piece.awaits_token:

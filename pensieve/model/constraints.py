@@ -1,4 +1,4 @@
-"""Keep replies within their constraints: compute which tokens may come next, beside the forward.
+"""Keep replies within their constraints: compute which tokens may come next, while the forward runs.
 
     prepare     a thread compiles, before the scheduler knows the turn (engine/held_turns.py)
     launch      start_masks ── a job for each constrained row ──> threads: consume new tokens, make the mask
@@ -6,28 +6,29 @@
                 masks  <──────────────────────────────────────────────┘ waits for unfinished jobs
                 sample: each row among the tokens that its mask allows
 
-A *mask* has a bit for each token.  It depends only on the constraint and on the reply's tokens so far.  So a
-reply is the same if its turn is suspended, recomputed or started again.
+A *mask* has a bit for each token.  It depends only on the constraint and on the reply's tokens so far.  So
+suspending, recomputing or restarting a turn does not change its reply.
 
 **End of a reply.**  An end token (end of turn, or one of the client's stop tokens) is allowed where the
-grammar accepts.  It is the only allowed token where the grammar takes nothing more, even before `min_tokens`.
-So the turn ends with STOP.  `max_tokens`, the end of the context and the client's stop strings can still cut
-a reply short.
+grammar accepts the reply as complete.  Where the grammar allows no further token, only end tokens are
+allowed, even before `min_tokens`.  The turn then ends with STOP.  `max_tokens`, the end of the context and
+the client's stop strings can still cut a reply short.
 
-**Thinking is free.**  The prompt or the reply's first token may open the thinking.  The constraint then
-applies after the closing mark; until then only end tokens are masked.  If the prompt has closed the thinking,
-the reply cannot open it.  As in text/parts.py, the ids of control tokens decide.
+**Thinking is unconstrained.**  The prompt or the reply's first token may open the thinking.  The constraint
+then applies only after the closing mark.  Before the mark, only end tokens are masked.  If the prompt has
+already closed the thinking, the reply cannot open it again.  Both marks are recognised by the ids of control
+tokens, as in text/parts.py.
 
-**One token ahead.**  A row may be launched while only the device knows the token before it (`Row.is_ahead`).
-Its job starts after the forward was launched, once the iteration before has arrived on the host.  The device
-still computes this forward while the mask is made.  If the token has ended its turn, it is not consumed
-and the row has no mask: the row's result is discarded.
+**One token ahead.**  A row may be launched while only the device knows its previous token (`Row.is_ahead`).
+The row's forward is launched first.  The row's job starts when the previous token has arrived on the host,
+and makes the mask while the device computes the forward.  If the previous token ends the turn, the row gets
+no mask, because its result is discarded.
 
-**A constraint that fails** (a step exceeds its fuel, the vocabulary lacks a token) fails only its own turn:
-the row is sampled without a mask, and `collect` reports CONSTRAINT_FAILED instead of its token.
+**A constraint that fails** (a step exceeds its fuel, the vocabulary lacks a token) fails only its own turn.
+The row is sampled without a mask, and `collect` reports CONSTRAINT_FAILED instead of the sampled token.
 
-A thread touches only one turn's `ConstrainedReply`, in one job at a time: the launching thread waits for all
-masks of an iteration before it starts more jobs.
+Only one job at a time uses a turn's `ConstrainedReply`: the launching thread waits for all masks of an
+iteration before it starts more jobs.
 """
 
 from __future__ import annotations
@@ -85,14 +86,14 @@ class TurnConstraints:
         self._num_bytes = -(-vocab_size // 8)
         self._vocab_size = vocab_size
         self._threads: ThreadPoolExecutor | None = None  # for masks
-        self._compilers: ThreadPoolExecutor | None = None  # apart: masks do not wait for them
+        self._compilers: ThreadPoolExecutor | None = None  # masks do not wait for these
         self._compiling: dict[int, Future[Matcher]] = {}  # by turn_id, until the turn begins
         self._constrained: dict[int, ConstrainedReply] = {}  # by turn_id, until the turn ends
 
     # -- before a turn begins: implements the engine's `Preparer` --
 
     def prepare(self, turn_id: int, constraint: Constraint, on_ready: Callable[[], None]) -> bool:
-        """Return whether it is compiled; if not, a thread calls `on_ready` when that ends or fails."""
+        """Return whether the constraint is compiled; if not, a thread compiles it, then calls `on_ready`."""
         compiling = self._compile(constraint)
         self._compiling[turn_id] = compiling
         if compiling.done():
@@ -104,7 +105,7 @@ class TurnConstraints:
         return self._compiling[turn_id].done()
 
     def forget(self, turn_id: int) -> None:
-        """Drop the compilation of a turn that has ended, perhaps before it began."""
+        """Drop the compilation for a turn that has ended; the turn may never have begun."""
         if (compiling := self._compiling.pop(turn_id, None)) is not None:
             compiling.cancel()
 
@@ -142,7 +143,7 @@ class TurnConstraints:
         return jobs
 
     def start_ahead(self, jobs: MaskJobs, rows: Sequence[Row], newest: Mapping[int, int]) -> None:
-        """Start the masks of the rows ahead; `newest` has their last tokens, by turn_id."""
+        """Start the masks of rows that are ahead; `newest` has each row's previous token, by turn_id."""
         for number in jobs.ahead:
             log = rows[number].log
             reply, token_id = self._constrained[log.turn_id], newest[log.turn_id]
@@ -198,7 +199,7 @@ class ThinkingTracker:
         self.opening, self._closing = opening, closing
         self.is_open = was_closed = False
         for token_id in prompt_end:
-            if token_id in vocabulary.eos_token_ids:  # tokens before it belong to another message
+            if token_id in vocabulary.eos_token_ids:  # earlier tokens belong to another message
                 self.is_open = was_closed = False
             was_closed |= token_id in closing
             self._go_on(token_id)

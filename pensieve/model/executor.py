@@ -4,24 +4,25 @@
 the sampled ids, turns them into text and reports finished copies.  One thread calls both.  The contract of
 core.iteration is kept as follows:
 
-* Page copies are done layer by layer inside the forward, after the layer has waited for its swap-ins and
-  before it is written.  An iteration without slices does them at once.
-* An iteration without slices is collected when one outstanding copy has finished.
-* Tokens of turns with a constraint are sampled under masks.  Threads make them while the forward runs
+* The forward does page copies layer by layer: after the layer's swap-ins have arrived, and before the layer's
+  pages are written.  An iteration without slices does all page copies at once.
+* For an iteration without slices, `collect` waits until one outstanding copy has finished.
+* Tokens of turns with a constraint are sampled under masks.  Threads make the masks while the forward runs
   (constraints.py).
-* A row of logits with NaN or infinity fails only its own turn.  Rows of a flat batch meet only in attention,
-  which reads one turn's pages, and slots that were never written reach no result.
+* A row of logits with NaN or infinity fails only its own turn.  Rows of a batch affect each other only in
+  attention, and attention reads only the pages of the row's own turn.  Slots that were never written affect
+  no result.
 
-At depth 2 an iteration may be launched before the iteration before it is collected.  It then uses sampled
-tokens that only the device knows:
+At depth 2 an iteration may be launched before the previous iteration is collected.  The new iteration then
+uses sampled tokens that only the device knows:
 
     launch n      forward n ─ sample n ─> ids of n (on the device) ─── one copy ───> collect n
     launch n + 1  ids of n into the batch ─> forward n + 1 ─ sample n + 1 ─> …
 
-Replies equal those of depth 1, to the last bit of a logprob, because each step has all that it depends on:
+Replies and logprobs are bit for bit the same as at depth 1, because each step has all of its inputs:
 
-* A slice holds copies of what it needs (core/iteration.py), and the sampler can work with a log that is
-  one token short.
+* A slice holds copies of what it needs (core/iteration.py), and the sampler can work with a log that lacks
+  its last token.
 * `collect n` runs after `collect n - 1`, so text and stop strings see the same log as at depth 1.  If the
   turn has ended meanwhile, only the token's id is reported.
 
@@ -62,7 +63,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class _Reply(NamedTuple):
-    """The state of a turn that has started and not ended."""
+    """The state of a running turn."""
 
     log: TurnLog
     text: ReplyText
@@ -91,7 +92,7 @@ class TorchExecutor:
         graphs: DecodeGraphs | None = None,
         checksums: PageChecksums | None = None,
     ) -> None:
-        """The sampler's `eos_token_ids` end a turn: those of the checkpoint and of the chat template.
+        """The sampler's `eos_token_ids`, from the checkpoint and the chat template, end a turn.
 
         `depth` None means 1 on a CPU and 2 on a GPU.  On a CPU `launch` itself computes, so depth 2 would
         gain nothing.
@@ -185,7 +186,7 @@ class TorchExecutor:
     def _newest_ids(self) -> dict[int, int]:
         """Wait for the last launched iteration's sampled ids; return them by turn_id.
 
-        This does not wait for the forward launched since.
+        This does not wait for the forward of the iteration that is now being launched.
         """
         launched = self._launched[-1]
         assert launched.drawn is not None

@@ -6,15 +6,15 @@ iterations capture the work between attentions (piecewise_graphs.py).  An iterat
 another pass (streamed_pass.py) and no graph.
 
 A batch that runs out of memory is computed in two halves, one after the other, and each half is halved again
-if necessary.  So no turn fails for lack of memory.  The results are the same: a slice needs only what earlier
-slices compute (core.iteration), page copies come first, and repeating them, or some of a layer's writes,
-writes the same values again.
+if necessary.  So no turn fails for lack of memory.  The split does not change results, for three reasons.  A
+slice needs only results of earlier slices (core.iteration).  Page copies come first.  A page copy or a write
+of KV that is repeated writes the same values.
 
-Streamed turns are first computed group by group, each as a run of its own, then a group in halves: the second
-half loads what the first half has stored.
+If a batch with streamed turns runs out of memory, each group is first computed separately.  A group that
+still does not fit is computed in two halves.  The second half loads what the first half has stored.
 
-The engine ends if a single token does not fit.  It also ends on any batch that does not fit if several ranks
-compute together, because the other ranks would not halve theirs.
+The engine ends if a single token does not fit.  With several ranks, the engine ends on any batch that does
+not fit, because the other ranks would not halve their batch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Forward:
             num_tokens = sum(piece.stop - piece.start for piece in slices)
             if num_tokens == 1 or not self._halves:
                 raise DeviceError(f"out of memory in a batch of {num_tokens} tokens") from error
-        # Outside of the handler: its traceback would keep the failed batch's tensors alive.
+        # Retry outside of the exception handler: the traceback keeps the failed batch's tensors alive.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         computed: list[Computed] = []
@@ -187,13 +187,13 @@ class Forward:
 
 
 def nothing_shared(slices: Sequence[Slice], chunk_tokens: int) -> None:
-    """Search that finds no shared pages."""
+    """Act as a `Search` that finds no shared pages."""
 
 
 def smaller_runs(
     slices: Sequence[Slice], groups: Sequence[PageGroup]
 ) -> Iterator[tuple[Sequence[Slice], Sequence[PageGroup]]]:
-    """Split into runs that need less memory: resident slices and each group by itself, or halves."""
+    """Split a run into runs that need less memory: resident slices and each group alone, or halves."""
     num_resident = groups[0].first_slice if groups else len(slices)
     if len(groups) > 1 or (groups and num_resident):
         if num_resident:

@@ -1,9 +1,10 @@
 """Measure how much of a GPU's memory is left for KV after the weights are loaded.
 
-Two trials run once each, with the costliest sampling options: the largest possible batch (the token budget,
-and a row of logits for every turn) and the batch of a decode iteration.  The need is the peak of torch's
-allocator, less the KV of the trials.  Captured graphs keep at most the memory of both trials once more.
-A margin covers what torch does not allocate: the graphs' nodes, libraries that load later, fragmentation.
+Two trial batches run with the sampling options that need the most memory.  One is the batch of a decode
+iteration.  The other is the largest possible batch: it fills the token budget and computes a row of logits
+for every turn.  A trial's need is its peak in torch's allocator, without the trial's own KV.  Captured graphs
+are assumed to need, in addition, the sum of both needs and a table of logits.  A margin covers what torch
+does not allocate: the graphs' nodes, libraries that load later, fragmentation.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def free_for_kv(
         torch.cuda.synchronize(device)
         most.append(torch.cuda.max_memory_reserved(device) - held - trial_bytes)
         torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)  # includes libraries that the trials have loaded
+    free, total = torch.cuda.mem_get_info(device)  # libraries loaded by trials are not free
     kept = torch.cuda.memory_reserved(device) - held
     logits = 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
     graphs = sum(most) + logits if with_graphs else 0

@@ -1,19 +1,19 @@
 """Capture decode iterations as CUDA graphs: one launch for all layers.
 
-At batch 1 to 64 a layer of an 8 B model takes about 100 microseconds.  A transformers layer makes about 20
-kernel launches, which would limit the speed if Python launched them one by one.  So a graph is captured for
-each of a few batch sizes (`buckets`), and replayed for every iteration that only decodes.
+At batch sizes 1 to 64, a layer of an 8 B model takes about 100 microseconds.  A transformers layer makes
+about 20 kernel launches, which would limit the speed if Python launched them one by one.  So a graph is
+captured for each of a few batch sizes (`buckets`), and replayed for every iteration that only decodes.
 
 A graph reads tensors at fixed addresses: token ids, positions, slots, page tables, and the work list of the
-attention.  Before a replay the iteration's values are copied into their first rows, on the same stream, so
-only after the previous replay has read the old values.  The other rows are padding.  Padding rows are at
-position 0 of a page that no turn has (`KVMemory.spare_page`), no work item covers them, and nothing reads
-their logits.
+attention.  Before a replay, the iteration's values are copied into the first rows of these tensors.  The copy
+is on the same stream, so the previous replay has already read the old values.  The other rows are padding.
+Padding rows are at position 0 of a page that no turn has (`KVMemory.spare_page`), no work item covers them,
+and nothing reads their logits.
 
 The work list has a fixed length.  So the attention is planned with the fewest waves
 (`kernels.attention.plan`), and empty items fill the rest of the list.  One tensor holds all lists one after
-another, each as long as the graph reads it: a merge for each row, items, and the rows of packs.  Every row is
-one tile, so it is merged at most once and is in at most one pack.
+another, each with the length that the graph reads: a merge for each row, items, and the rows of packs.  Every
+row is one tile, so it is merged at most once and is in at most one pack.
 
 All graphs share one tensor of logits, which are valid until the next replay.
 
@@ -305,14 +305,13 @@ class CudaCapture:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
             torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # of this stream: captured graphs use their own pool
+        torch.cuda.empty_cache()  # frees this stream's memory; captured graphs use their own pool
 
     def record(self, compute: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         with self._on_its_stream():
-            graph.capture_begin(
-                pool=self._pool
-            )  # `torch.cuda.graph` empties torch's cache each time
+            # Not `torch.cuda.graph`, which empties torch's cache each time.
+            graph.capture_begin(pool=self._pool)
             try:
                 compute()
             finally:

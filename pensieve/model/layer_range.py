@@ -4,15 +4,17 @@ The transformers module keeps its list of layers.  Before any weight is read, ea
 replaced by a layer that does nothing:
 
     first stage     embeddings   0 … k-1              (nothing …)   norm
-    another         (blank)      (nothing …) k … l-1  (nothing …)   norm
+    middle stage    (blank)      (nothing …) k … l-1  (nothing …)   norm
     last stage      (blank)      (nothing …) l … n-1                norm   output product
 
-The empty layer before the first own layer is the entry: it returns the hidden states that the stage before
-has sent.  The empty layer after the last own layer is the exit (parallel/stages.py).  So the model's code
-around its layers (masks, rotations, factors) runs in each stage, but acts only on the stage's own layers.
+The empty layer just before the stage's own layers is the entry: it returns the hidden states that the
+previous stage has sent.  The empty layer just after the own layers is the exit: it sends hidden states to the
+next stage (parallel/stages.py).  So the model's code around its layers (masks, rotations, factors) runs in
+each stage, but acts only on the stage's own layers.
 
-A table of embeddings and the output product are large, so a stage has them only if it needs them.  A blank
-table returns a random row for each token, always the same one.  The load probe computes with these rows.
+The embedding table and the output product are large, so a stage has each of them only if it needs it.  A
+stage without the embedding table has a blank table, which returns a random but fixed row for each token.  The
+load probe computes with these rows.
 
 A stage numbers its layers from 0, like its pages.  A model whose layers compute something that depends on
 their number cannot be divided; `number_from_zero` checks this.
@@ -87,9 +89,9 @@ class StagePart(NamedTuple):
 
 
 def divide_layers(num_layers: int, num_stages: int, head_layers: Fraction) -> list[LayerRange]:
-    """Return the layers of each stage, so that the largest stage reads as little as possible.
+    """Divide the layers so that the stage with the most weights has as few weights as possible.
 
-    The last stage also reads the output product, which is as large as `head_layers` layers.
+    The last stage also has the output product, which is as large as `head_layers` layers.
     """
     assert 1 <= num_stages <= num_layers
     num_others = num_stages - 1

@@ -42,7 +42,7 @@ def defer_compiler() -> None:
 
 
 def disable_distributed() -> None:
-    """Have transformers treat torch as built without `torch.distributed`, as for a model of one rank."""
+    """Make transformers treat torch as built without `torch.distributed`, for a model on one rank."""
     torch.distributed.is_available = lambda: False
 
 

@@ -1,4 +1,4 @@
-"""Load a model from a folder or a hub id, and have it probed.
+"""Load a model from a folder or a hub id, and probe it.
 
 `load` runs no code from a repository and reads safetensors only.  It refuses a checkpoint that:
 
@@ -137,7 +137,10 @@ def _probed(
     int8: bool,
     kv_dtype: str,
 ) -> ModelShape | str:
-    """Return the model's shape, or why replacing layers failed; the model must then be loaded again."""
+    """Return the model's shape.
+
+    If replacing layers failed, return the reason.  The model must then be loaded again.
+    """
     try:
         return probe(
             flat, context_max=context_max, fuse_layers=fuse_layers, int8=int8, kv_dtype=kv_dtype
@@ -193,7 +196,7 @@ def _quantization(folder: Path, config: Any) -> str | None:
             # bitsandbytes has two method names, which end in the same word.
             is_bits = method is None or str(method).endswith("bitsandbytes")
             return None if is_bits else str(getattr(method, "value", method))
-    # Older ModelOpt checkpoints store the method in a file of its own.
+    # Older ModelOpt checkpoints store the method in a separate file.
     return "modelopt" if (folder / "hf_quant_config.json").is_file() else None
 
 
@@ -238,7 +241,7 @@ def _read_model(
 
     parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
     module = _read_weights(name, config, dtype, parts)
-    rank.wait_until_all_loaded()  # no collective: ranks may finish minutes apart
+    rank.wait_until_all_loaded()  # not by a collective, which could time out
     return ParallelModel(module, rank)
 
 
@@ -247,7 +250,7 @@ def _read_stage(
 ) -> StageModel:
     config = copy.deepcopy(config)
     is_last = rank.stage == rank.num_stages - 1
-    if not is_last:  # its table of embeddings is not the output product
+    if not is_last:  # the output matrix is in the last stage only
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     whole: Any = AutoModelForCausalLM._model_mapping[type(config)]
     parts: list[StagePart] = []
@@ -289,7 +292,7 @@ def _on(device: torch.device, module: Any, name: str) -> Any:
         return module
     try:
         return module.to(device)
-    except (RuntimeError, AssertionError) as error:  # out of memory; a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # out of memory, or torch without CUDA
         raise DeviceError(f"cannot put {name} on {device}: {one_line(error)}") from error
 
 
@@ -308,7 +311,7 @@ def _read_weights(
                 dtype="auto" if dtype is None else dtype,
                 use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are in loading_info and reported below
+                ignore_mismatched_sizes=True,  # loading_info lists them; reported below
                 output_loading_info=True,
                 attn_implementation="eager",  # overrides the config; the probe sets ours later
                 **(parts or {}),

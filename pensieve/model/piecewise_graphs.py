@@ -1,9 +1,9 @@
 """Capture the work between a model's attentions as CUDA graphs, for iterations that contain prompts.
 
-An iteration that only decodes is one graph (graphs.py).  With prompts, the attention's work has as many forms
-as there are mixtures of slices, so it is launched by itself.  The work between two layers' attentions is a
-graph, called a piece.  Without pieces a layer takes about ten kernel launches.  These cost the host more time
-than the device needs for hundreds of tokens.
+An iteration that only decodes is one graph (graphs.py).  With prompts, the attention's work depends on the
+mixture of slices, so the attention is launched without a graph.  The work between two layers' attentions is a
+graph, called a piece.  Without pieces a layer takes about ten kernel launches.  These launches take the host
+longer than the device takes to compute hundreds of tokens.
 
     piece 0                 norm, queries, keys, values, rotation and pages of layer 0
     attention of layer 0
@@ -13,10 +13,10 @@ than the device needs for hundreds of tokens.
 
 Pieces are captured for some numbers of tokens (`token_sizes`), and an iteration uses the next larger size.
 The remaining rows are padding: their keys and values go to a page that no turn has (`KVMemory.spare_page`).
-All pieces share their memory.  The first piece reads `residual`.  Each later piece reads the result of the
-piece before it, and `attended`.  A piece writes `rotated`, which the attention reads.
+All pieces share their memory.  The first piece reads `residual`.  Each later piece reads `attended` and the
+result of the previous piece.  A piece writes `rotated`, which the attention reads.
 
-A piece writes to its layer's pages, so these must have arrived before it is launched.
+A piece writes to its layer's pages, so these pages must have arrived before the piece is launched.
 """
 
 from __future__ import annotations

@@ -8,20 +8,20 @@ Nothing here depends on the name of a model.  A model is served if
 2. these calls ask for plain causal attention: no mask except the causal one, no window (the mask function is
    examined, so a window longer than the prompts is found, too), and no argument that we would ignore
    (soft caps, sinks, biases, ...);
-3. all layers have one number of heads, and keys and values one size;
-4. two prompts in scattered pages, computed in uneven pieces in shared flat batches, give the logits
-   of the model's own attention on each prompt alone;
+3. all layers have the same number of heads, and keys and values have the same size;
+4. two prompts, computed together in scattered pages and uneven pieces, give the same logits as each prompt
+   alone with the model's own attention;
 5. its logits are finite;
 6. a slice's result does not change when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch);
-7. at far positions, up to the last of the context, the attention gets the same inputs as when the model runs
-   by itself with a cache of that length (some models scale queries beyond a length, and count from the
-   cache).
+7. at far positions, up to the last position of the context, the attention gets the same inputs as in the
+   model's own forward with a cache of that length (some models scale queries beyond a length, and take the
+   length from the cache).
 
 `_observe` checks 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks tell how far a
-query sees.  A layer is replaced by a fused one only if the two also agree at far positions (`model.fuse`).
-If KV is stored in less precision than the model's dtype, check 4 is repeated with that format: the difference
-must be rounding. The scales of fp8 KV are chosen before that, from the prompts' keys and values.
+query sees.  A fused layer replaces a layer only if both also agree at far positions (`model.fuse`).  If KV is
+stored in less precision than the model's dtype, check 4 is repeated with that format: the difference must be
+rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys and values.
 
 The probe fails with UnsupportedModel, whose message is the reason.
 """
@@ -56,7 +56,7 @@ LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2
 NOT_FUSED = Fused(0, 0, "")
 _CHUNK_TOKENS = 8
 _PROMPT_TOKENS = (45, 12)  # the first is longer than a page
-_NEAR, _FAR = 33, 12  # numbers of rows to compare layers with their replacement
+_NEAR, _FAR = 33, 12  # numbers of rows that compare a layer with its replacement
 _FAR_BLOCK = 4  # rows checked at each far position
 # Arguments of an attention call that do not change its result.  Dropout is 0 outside of training, positions
 # and caches are ours, and the others request outputs that nothing uses.
@@ -150,7 +150,7 @@ def probe(
 def with_scales_of_all(flat: FlatModel, shape: ModelShape) -> ModelShape:
     """Return a stage's shape with fp8 scales that are chosen from the real activations of earlier stages.
 
-    All stages must call this at the same time, once they are connected: the probe of a single stage sees
+    All stages must call this at the same time, after they are connected.  The probe of a single stage sees
     only made-up activations.
     """
     prompts = _prompts(flat.module, shape.context_max)
@@ -161,7 +161,8 @@ def with_scales_of_all(flat: FlatModel, shape: ModelShape) -> ModelShape:
 class _ObservingPass:
     """Record sizes and dtypes, check masks and arguments, and compute no attention.
 
-    A limited view is only recorded.  If nothing else is refused, the error suggests a lower context.
+    A layer that sees only some positions is recorded, not refused at once.  If nothing else is refused, the
+    error suggests a lower context.
     """
 
     paged_rows: PagedRows | None = None
@@ -489,10 +490,10 @@ def _near(got: torch.Tensor, right: torch.Tensor) -> bool:
 def _check_far_neighbor(
     flat: FlatModel, shape: ModelShape, prompt: list[int], own_max: int
 ) -> None:
-    """Compare a prompt batched with a token at position 0 and the prompt batched with a token at a far one.
+    """Compare a prompt's rows in two batches, one with a token at position 0, the other with a far token.
 
-    The far position lies beyond the model's trained length.  If the operator has lowered the context, no
-    token can be that far, so the last position of the context is used.
+    The far token's position lies beyond the model's trained length.  If the operator has lowered the context,
+    no token can be that far, so the last position of the context is used.
     """
     kinds = torch.nn.Embedding | BlankTable
     embeddings = [each for each in flat.module.modules() if isinstance(each, kinds)]
@@ -564,8 +565,8 @@ def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tens
 def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float:
     """Return the difference of the logits, as a share of the expected range.
 
-    Rounding alone may send a token to another expert, which changes its row.  A wrong attention changes
-    nearly all rows.  So in low precision the median over rows counts, not the maximum.
+    Rounding alone may send a token to another expert, which changes the token's row.  A wrong attention
+    changes nearly all rows.  So in low precision the median over rows counts, not the maximum.
     """
     span = (expected.max() - expected.min()).clamp_min(1e-12)
     by_row = (got - expected).abs().amax(dim=1) / span
@@ -575,8 +576,8 @@ def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float
 def _tolerance(module: Any, prompts: list[list[int]], plain: list[torch.Tensor]) -> float:
     """Return the largest difference of logits that rounding can cause.
 
-    In low precision it is measured as the difference of two of the model's own attentions, which are both
-    right.  A scaling that is wrong by 10 % differs by well over twice as much.
+    In low precision, measure the difference between two of the model's own attention implementations, which
+    are both correct.  A scaling error of 10 % causes well over twice this difference.
     """
     dtype = next(module.parameters()).dtype
     if dtype == torch.float32:

@@ -1,9 +1,9 @@
 """Describe a model's shape as plain numbers (layers, heads, sizes), and compute the bytes of its KV.
 
 Configs name their fields differently, so the load probe measures the shape on the tensors that the layers
-pass to the attention.  Only `context_max` comes from the config, or from the operator, who may lower it; the
-probe runs a token at its last position.  `kv_dtype` is the operator's choice (`--kv-dtype`).  The scales of
-fp8 KV come from the keys and values of the probe's prompts.
+pass to the attention.  Only `context_max` comes from the config, and the operator may lower it.  The probe
+runs a token at the last position of this context.  `kv_dtype` is the operator's choice (`--kv-dtype`).  The
+scales of fp8 KV come from the keys and values of the probe's prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ModelShape:
     num_kv_heads: int
     head_size: int
     vocab_size: int
-    context_max: int  # in tokens: the positions that the model was made for, or fewer
+    context_max: int  # in tokens; at most what the model was trained for
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int

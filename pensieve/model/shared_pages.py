@@ -1,9 +1,9 @@
 """Find the slices of an iteration that begin with the same pages, so that attention reads those pages once.
 
 Turns that generate usually share the same pages in the next iteration, so `SharedSearch` keeps its result.
-The result stays valid while the slices belong to the same turns and begin with their group's pages.  This
-check costs a tenth of a search.  Every SEARCH_EVERY iterations a new search looks for more shared pages.
-Sharing changes results by rounding at most.
+The result stays valid while the slices belong to the same turns and each slice's context begins with the
+pages of its group.  Checking that takes a tenth of a search's time.  Every SEARCH_EVERY iterations a new
+search looks for more shared pages.  Sharing changes results only by rounding.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Run the attention of an iteration with streamed turns: their slices attend to staging arenas, by groups.
 
-The dense parts see one flat batch.  The attention of a layer has parts, in this order: the slices of resident
-turns over the device's pages, then each group (core/iteration.py, `PageGroup`) over the arena that its pages
-of this layer were loaded to (kv/streamer.py).
+The dense parts see one flat batch.  The attention of a layer has parts.  The first part is the slices of
+resident turns, over the device's pages.  Each group (core/iteration.py, `PageGroup`) is a further part, over
+the arena with the group's pages of this layer (kv/streamer.py).
 
     rows      │ resident       │ group 0     │ group 1  │ …
     write_kv  device pages      arena 0       arena 1    …      a row's slot counts in its own part's pages
     attend    over those        over those    over those
 
 A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are
-counted from its own first row.  `paged_rows` is None, so fused layers run only their dense halves around this
-attention.  On a CPU these are the functions that the whole layer calls, so results equal those of resident
-turns to the last bit.  On a GPU a layer without streamed turns rotates with rounded cosines, in one kernel
-with the writing, so the results differ by rounding.
+counted from its own first row.  `paged_rows` is None, so fused layers run only their dense parts and call
+this attention.  On a CPU, resident turns use the same functions, so streaming does not change results.  On a
+GPU, a layer without streamed turns rotates and writes in one kernel, with rounded cosines.  So streaming
+changes results by rounding.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class StreamedPass:
     def __init__(
         self,
         batch: Batch,
-        parts: Sequence[
-            AttentionPart
-        ],  # of the resident slices first, if there are any, then of each group
+        parts: Sequence[AttentionPart],  # of the resident slices, if any, then of each group
         num_groups: int,
         memory: KVMemory,
         wait_layer: Callable[[int], None],

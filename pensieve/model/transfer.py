@@ -46,7 +46,7 @@ class ReadBack:
                 self._arrived.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> Tensor:
-        """Return the values once the device has computed them."""
+        """Wait until the device has computed the values; return them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values

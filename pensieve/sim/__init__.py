@@ -8,7 +8,7 @@ series              figures over time, and quantiles, in a fixed amount of memor
 report              the figures of a run, as a row and as a table
 clairvoyant         a retention policy that knows the trace
 sweep               one load with all combinations of policies, rates and tier sizes; records journals
-observed            what a replayed journal shows of each iteration
+observed            a sample of a replayed journal's iterations
 fit                 costs fitted to a journal
 fit_points          costs as points, fitted to the iterations of a profile
 """

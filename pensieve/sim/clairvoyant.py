@@ -1,8 +1,8 @@
 """A retention policy that knows the trace: evict the conversation whose next message is furthest away.
 
-This is Belady's rule. Policies that must guess can hardly do better, so its row in a report shows how much
-they could still gain. The bound is practical, not proven: the policy ignores costs, and distinguishes only
-times that are `APART_SECONDS` apart (or more, in traces of many hours).
+This is Belady's rule. Policies that do not know the trace can hardly do better. So the row of this policy in
+a report shows how much other policies could still gain. The bound is practical, not proven: the policy
+ignores costs, and distinguishes only times that are `APART_SECONDS` apart (or more, in traces of many hours).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pensieve.sim.trace import Arrival
 
 NUM_CLASSES = 1024
 APART_SECONDS = 15.0
-REFUSED_SECONDS = 600.0  # a turn that has not begun this long after its time was refused
+REFUSED_SECONDS = 600.0  # a turn that has not begun so long after its time counts as refused
 
 
 class ClairvoyantPolicy(StaticPolicy):
@@ -55,7 +55,7 @@ class ClairvoyantPolicy(StaticPolicy):
             own.popleft()
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        self._next[target_id] = now  # its first message arrives at once
+        self._next[target_id] = now  # its first message arrives immediately
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
         return 0.0

@@ -7,8 +7,8 @@ The rates of an iteration (core/cost.py) are
 
 plus a fixed overhead. `pensieve profile` measures points instead, and also the cost of recomputing a chunk
 (`chunk_costs`). `EFFICIENCY` is the share of a data sheet's rates that real kernels reach. A copy between the
-tiers takes its bytes over the link's rate; both directions are independent. Several devices (tensor parallel)
-count as one larger and faster device: their communication takes no time here.
+tiers takes its bytes divided by the link's rate, and the two directions are independent. Several devices
+(tensor parallel) count as one larger and faster device: their communication takes no time here.
 
 Costs from data sheets are assumptions, and every report says so.
 """
@@ -113,9 +113,8 @@ class CostModel(IterationCost):
     kv_bytes_per_token: int
     link_bytes_per_second: float
     source: str
-    chunk_costs: tuple[int, CostProfile] | None = field(
-        default=None, kw_only=True
-    )  # measured: tokens per chunk, and the cost of recomputing a chunk
+    # Measured: tokens per chunk, and the cost of recomputing a chunk.
+    chunk_costs: tuple[int, CostProfile] | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, model: ModelPreset, hardware: HardwarePreset) -> CostModel:
@@ -144,7 +143,7 @@ class CostModel(IterationCost):
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
 
     def recompute(self, chunk_tokens: int) -> CostProfile:
-        """Return the cost of recomputing a chunk behind a context: as measured, or as in a full batch."""
+        """Return the cost of recomputing a chunk after a context: as measured, or as in a full batch."""
         if self.chunk_costs is not None:
             measured_tokens, profile = self.chunk_costs
             scale = chunk_tokens / measured_tokens

@@ -8,13 +8,13 @@ layers, the iteration ends at
     max(begin + C,  s + S/L + C,  s + S + C/L)
 
 An iteration is one pass through the model. With `phases="separate"` an iteration with prompts and decodes is
-two passes, first the prompts and then the decodes, like in engines that batch the phases apart. The weights
-are read twice, and generating turns wait for the prompts. (In such engines the first tokens of the prompts
-are out before the second pass. Here all tokens of the iteration come together, so they are late by a pass of
-decodes.)
+two passes, first the prompts and then the decodes, like in engines that batch the phases separately. The
+weights are read twice, and generating turns wait for the prompts. Such engines return the first tokens of the
+prompts before the second pass. Here all tokens of an iteration come together, so first tokens are late by the
+time of the decode pass.
 
-An iteration with `groups` takes the time of its lanes (`staged`). It comes behind the swap-ins on the one
-link and before the swap-outs on the other.
+An iteration with `groups` takes the time of its lanes (`staged`). Its loads follow the swap-ins on the inward
+link. Its stores precede the swap-outs on the outward link.
 
 Swap-outs begin when the link is free and delay no iteration. A copy is reported by the first outcome at or
 after its end. An iteration without slices ends when one outstanding copy has ended.
@@ -137,7 +137,7 @@ class ModelledExecutor:
         return ends
 
     def _staged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
-        """Return the end of an iteration with groups. Its stores delay the swap-outs behind them."""
+        """Return the end of an iteration with groups. Its stores delay the swap-outs that follow them."""
         assert not self._separate, "groups are of one pass"
         cost, slices, groups = self._cost, iteration.slices, iteration.groups
         first = groups[0].first_slice
@@ -233,8 +233,8 @@ def staged(
     """Return the end of an iteration with groups, and when the links become free.
 
     A group of streamed turns (`Iteration.groups`) takes a staging arena in every layer: its pages are copied
-    in, its slices attend, and the written pages are copied out. Three lanes work at once, each on one thing
-    at a time:
+    in, its slices attend, and the written pages are copied out. Three lanes work in parallel, each on one
+    thing at a time:
 
         inward    loads, in the order of the steps
         compute   a layer's dense part and its resident slices, then its groups one after another
@@ -246,13 +246,13 @@ def staged(
         attend n  begins after load n, and after all earlier work of the compute lane
         store n   begins after attend n, and after store n - 1
 
-    Load n runs while step n - 1 attends: the copier is one group ahead, also from a layer's last group to the
-    first group of the next layer. All layers are alike. So with C of computing, I of loads and O of stores in
-    one layer, each layer takes about the largest of C, I and O if there are two or more groups. With one
-    group, whose steps alternate between the arenas, the load overlaps the attention of the layer before.
+    Load n runs while step n - 1 attends. So the copier is one group ahead, also at the step from one layer to
+    the next. All layers take the same time. Let C, I and O be the times of computing, loads and stores in one
+    layer. With two or more groups, a layer takes about the largest of C, I and O. With one group, a load
+    overlaps the attention of the previous layer, because the steps alternate between the arenas.
 
-    A layer also waits for its swap-ins: those of layer l (from 0) arrive at `first + l * each`. They began
-    earlier, so the loads come behind all of them on the link.
+    A layer also waits for its swap-ins: those of layer l (from 0) arrive at `first + l * each`. The swap-ins
+    began earlier, so the loads follow all of them on the link.
     """
     compute, inward = begun, max(begun, links.inward)
     arenas = list(links.arenas)

@@ -13,7 +13,7 @@ least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
-weight: in a journal of many decodes and few prompts, the prompts would otherwise look like outliers.
+weight. Otherwise the prompts would look like outliers in a journal of many decodes and few prompts.
 
 **The fit does not invent what was not observed.** A number counts as found if the formula without it explains
 the iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data
@@ -89,7 +89,7 @@ def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> Cos
 def assumed_costs(
     computed_by: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
 ) -> CostModel:
-    """Return the costs of the journal's model. What the journal does not tell is taken from `model`."""
+    """Return the costs of the journal's model. Values that the journal lacks are taken from `model`."""
     if (assumed := assumed_for(computed_by, hardware)) is not None:
         return assumed
     cost = CostModel.of(model, hardware)

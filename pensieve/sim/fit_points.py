@@ -1,11 +1,11 @@
 """Fit the costs of computing, as points (core/cost.py), to the measured iterations of a profile.
 
 The unknowns are the seconds at each point, and the seconds of attention per key and per pair. The time of an
-iteration is linear in them: a count between two points takes a share of both. The fit minimises the squares
-of relative errors with nonnegative unknowns; outliers count less (Huber).
+iteration is linear in them: the seconds of a count between two points are interpolated. The fit minimises the
+squares of relative errors with nonnegative unknowns; outliers count less (Huber).
 
-The points are at powers of two. The dense part begins at two tokens, since a slice of one token is a decode:
-its dense cost cannot be told apart from what a decode adds, and does not need to be.
+The points are at powers of two. The dense points begin at two tokens. A slice of one token is a decode. Its
+dense cost cannot be separated from the other costs of a decode, and need not be.
 """
 
 from __future__ import annotations
@@ -114,12 +114,13 @@ def errors_of(cost: CostModel, held_out: Sequence[tuple[str, Observation]]) -> t
 def chunk_profile(
     measured: Mapping[int, float], cost: CostModel, chunk_tokens: int
 ) -> CostProfile | None:
-    """Return the cost of recomputing a chunk, from chunks that ran alone behind several contexts.
+    """Return the cost of recomputing a chunk, from chunks that ran alone after several contexts.
 
-    The attention is the time above that of the shortest context, whose own attention is taken from `cost`.
-    Attention never takes less behind a longer context, so neighbours measured in the wrong order share their
-    mean. The rest is the cost in a full batch, since holes are recomputed in one. None if there are too few
-    measurements.
+    The time of the attention is the measured time minus a base. The base is the time after the shortest
+    context, without the attention that `cost` predicts there. Attention never takes less time after a longer
+    context, so neighbours that were measured in the wrong order both get their mean. The dense part is taken
+    from `cost`, for a full batch, because gaps are recomputed in full batches. Return None if there are too
+    few measurements.
     """
     if len(measured) < 2:
         return None

@@ -1,7 +1,7 @@
 """Solve nonnegative least squares from the normal equations (Lawson and Hanson).
 
-The unknown that improves the fit most joins first, as long as any improves it. Unknowns that would become
-negative leave again.
+Unknowns are added one by one, each time the unknown that improves the fit most, until none improves it.
+Unknowns that would become negative are removed again.
 """
 
 from __future__ import annotations

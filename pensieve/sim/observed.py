@@ -1,7 +1,8 @@
 """Collect what a replayed journal shows of each iteration: a sample of bounded size.
 
-There are three kinds of iterations. Of each kind, evenly spread iterations are kept: all at first. Whenever
-there are too many, every second one is dropped, and from then on only half as many are taken.
+There are three kinds of iterations. The sample keeps evenly spaced iterations of each kind. At first, it
+keeps all iterations. Whenever it has too many of a kind, it drops every second one, and from then on takes
+only half as many of this kind.
 """
 
 from __future__ import annotations

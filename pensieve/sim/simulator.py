@@ -1,8 +1,8 @@
 """Run a trace through the daemon's own engine, on a virtual clock.
 
-A message arrives at its time, but not before the previous turn of its conversation has ended, since its
-author reads the reply first. Then it is an ordinary message in the engine's mailbox: after a fork if it
-begins with the history of another conversation, and after a rewind if it keeps only a part of its own.
+A message arrives at its time, but not before the previous turn of its conversation has ended, because its
+author reads the reply first. The message then goes to the engine's mailbox. If it begins with the history of
+another conversation, a fork precedes it. If it keeps only a part of its own history, a rewind precedes it.
 
 With `stateless` a conversation is forgotten when its turn has ended, and a fork brings no KV. So each turn
 computes its whole history again, in the same batches and with the same scheduler. This is the stateless
@@ -39,15 +39,16 @@ from pensieve.sim.executor import ModelledExecutor, VirtualClock
 from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Arrival
 
-COST_CONTEXT = 32_000  # in reports, a chunk behind l tokens costs 1 + l / COST_CONTEXT
-SERIES = (  # names of the values over time; see `_levels`
+COST_CONTEXT = 32_000  # in reports, a chunk after l tokens costs 1 + l / COST_CONTEXT
+# The names of the values over time; see `_levels`.  The last three are fractions of a tier.
+SERIES = (
     "running",
     "queued",
     "tokens",
     "device",
     "clean",
     "host",
-)  # the last three are shares of a tier
+)
 STEPS_PER_REPORT = 2000  # engine steps between two calls of `progress`
 
 
@@ -123,9 +124,8 @@ class Simulator:
         self._ahead: Arrival | None = None  # the next arrival of the source
         self._due: list[tuple[float, int, Arrival]] = []
         self._num_due = 0
-        self._turns: dict[
-            int, tuple[str, Arrival, float]
-        ] = {}  # conversation, arrival, time of submission
+        # Conversation, arrival, time of submission.
+        self._turns: dict[int, tuple[str, Arrival, float]] = {}
         self._last_token: dict[int, float] = {}
         self._num_turns = 0
 
@@ -234,9 +234,8 @@ class Simulator:
         now = self.clock.now()
         counted = now >= self._count_from
         since = self._last_token
-        gaps: dict[
-            float, int
-        ] = {}  # few keys: most turns had their last token in the same iteration
+        # Few keys, because most turns had their last token in the same iteration.
+        gaps: dict[float, int] = {}
         num_delivered = 0
         for event in events:
             if isinstance(event, SampledToken):

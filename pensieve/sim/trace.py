@@ -4,11 +4,11 @@ A trace is a stream of `Arrival`s in the order of their times. Each is one messa
 may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
-  tokens. Equal ids mean equal prefixes, and the last id is of a partial block. A request continues the latest
-  earlier request whose ids without the last are a prefix of its own ids, if these are two or more. A second
-  request that continues the same request is a fork. The first block is the same in every line, so it relates
-  no requests.
-* **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the turn before,
+  tokens. Equal ids mean equal prefixes, and the last id is of a partial block. A request continues an earlier
+  request if the earlier request's ids, without the last one, are a prefix of its own ids and at least two. Of
+  several such requests, it continues the latest. If two requests continue the same request, the second is a
+  fork. The first block is the same in every line, so this block alone does not relate two requests.
+* **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the previous turn,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
 
 Lines that cannot be read are counted and listed in `Problems`. The other lines are used.
@@ -30,7 +30,7 @@ class Arrival:
     """One turn: the time of its message, and the lengths of message and reply."""
 
     conversation: str
-    at: float | None  # seconds; None: `after` seconds after the end of the turn before
+    at: float | None  # seconds; None: `after` seconds after the end of the previous turn
     input_tokens: int  # new tokens
     output_tokens: int
     after: float = 0.0
@@ -127,9 +127,8 @@ class Mooncake:
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}  # hash of the ids without the last -> the latest request
-        self._requests: list[
-            tuple[str, int, bool]
-        ] = []  # conversation, tokens at its end, whether it was continued
+        # Conversation, tokens at the end of the request, whether it was continued.
+        self._requests: list[tuple[str, int, bool]] = []
         self._num_forks = 0
 
     def arrival(self, given: dict[str, object]) -> Arrival:

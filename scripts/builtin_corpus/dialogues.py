@@ -2,8 +2,8 @@
 
 A conversation is a list of `Exchange`s: a message of the user and the one right reply. The generator
 remembers the facts told so far. So the reply to a question is the newest value, or an honest "You have not
-told me …". The `distance`, in turns, between a question and its answer is filled with small talk, other facts
-and other questions.
+told me …". The `distance` is the number of turns from a fact to its question. The turns between them are
+small talk, other facts and other questions.
 
 Two sources of conversations never share a value of a topic (`facts.is_held_out`):
 

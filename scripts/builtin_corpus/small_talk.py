@@ -1,7 +1,7 @@
 """The model's replies to messages that neither tell nor ask a fact.
 
-`small_talk` draws from `intents.py`. `chatter` draws remarks and questions from outside the model's world,
-with replies that say honestly that it knows only what it has been told.
+`small_talk` draws from `intents.py`. `chatter` draws remarks and questions about other things, with replies
+that say honestly that the model knows only what it has been told.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def small_talk(random: Random) -> tuple[str, str]:
 
 
 def chatter(random: Random) -> tuple[str, str]:
-    """Draw a remark or a question from outside the model's world, and its honest reply."""
+    """Draw a remark or a question about something that the model cannot know, and its honest reply."""
     return random.choice((_remark, _remark, _question, _question, _order, _sum, _noise))(random)
 
 

@@ -15,8 +15,8 @@
 Each section runs in its own process with a time limit, so a section that hangs or breaks the device affects
 only itself. Wrong results are not timed. One folder holds everything: `figures.jsonl` with the figures so
 far, `log.txt` with the output, and `decisions.txt`. A stage is skipped if less than half of its minutes are
-left of `--minutes`. `--prepare` compiles everything the run needs, without a GPU, so that a machine with a
-GPU compiles nothing.
+left of `--minutes`. `--prepare` compiles everything the run needs, without a GPU, so that a
+machine with a GPU compiles nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pensieve.kernels import choices
 from scripts.gpu_bench.harness import FIGURES, PRELOADED, figures_of, run_section
 from scripts.gpu_bench.stages import STAGES, Consequences, Stage, Step, after, decisions, small
 
-LEAST_SECONDS = 5  # with less time left, no section starts; an ended section is gone by then
+LEAST_SECONDS = 5  # no section starts with less time left; a killed section ends within it
 
 
 def main(given: list[str] | None = None) -> int:

@@ -49,7 +49,7 @@ def section_device(bench: Bench) -> None:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     words = [each.view(torch.float32) for each in (source, target)]
-    # By the driver, and by a kernel that writes its input: the faster is the device's rate.
+    # The driver copies, then a kernel that writes its input. The faster copy is the device's rate.
     bench.copy_bandwidth = (
         2
         * size
@@ -88,9 +88,8 @@ def scattered(bench: Bench) -> tuple[KVMemory, PageMoves]:
     shape = ModelShape(4 if bench.small else 32, 32, 8, 128, 1, 1, bench.dtype, 0, 0)
     memory = KVMemory(shape, 4 * pages, 4 * pages, PAGE, bench.device)
     memory.device_arena.normal_()  # no two pages have the same contents
-    for layer in range(
-        shape.num_layers
-    ):  # no copy crosses from one layer's page-locked memory into another's
+    # No copy crosses from one layer's page-locked memory into another's.
+    for layer in range(shape.num_layers):
         memory.host_arena[layer].copy_(memory.device_arena[layer, : memory.host_pages])
     memory.device_arena.neg_()
     draw = torch.Generator().manual_seed(0)
@@ -108,7 +107,7 @@ def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> 
         for layer in range(memory.shape.num_layers):
             move(layer, moves)
 
-    target.zero_()  # remove what another way has moved there
+    target.zero_()  # remove pages that an earlier measurement moved here
     seconds = bench.seconds([layers], graph=False)
     moved = target[:, moves.target_pages.to(target.device)].cpu()
     if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
@@ -197,7 +196,7 @@ def section_sanitizer(bench: Bench) -> None:
 def outcome(command: list[str], seconds: float) -> tuple[int, str]:
     """Return a program's status and output; kill it and its children if it takes longer.
 
-    It gets its own process group, in the session of this process, which `end_process` ends.
+    The program gets its own process group but stays in this process's session, so `end_process` ends it, too.
     """
     with subprocess.Popen(
         command,

@@ -232,10 +232,10 @@ ROOMS = {"room": (400, 0), "pressure": (60, 40)}  # pages of the device and of t
 
 
 def section_exactness(bench: Bench) -> None:
-    """Compare conversations that have room with the same conversations in a quarter of it.
+    """Compare conversations with enough KV memory with the same conversations in a quarter of that memory.
 
-    Sums of floats depend on the other rows of a batch, so two replies may differ from a near tie on. All
-    tokens are compared with the logits of the plain model, not with the other reply.
+    Sums of floats depend on the other rows of a batch, so two replies may differ after a near tie. All tokens
+    are compared with the logits of the plain model, not with the other reply.
     """
     model = random_model(bench.device, bench.small)
     replies: dict[str, list[Talk]] = {}
@@ -391,7 +391,7 @@ def section_load(bench: Bench) -> None:
 
 
 def throughput_at(points: Sequence[tuple[float, float]], limit: float) -> float:
-    """Return where the line through (P90, tokens/s) meets the limit, or its end if it does not."""
+    """Return the tokens/s at which the P90 reaches the limit, interpolated between the points."""
     ordered = sorted(points)
     for (low, before), (high, after) in itertools.pairwise(ordered):
         if low <= limit <= high and high > low:

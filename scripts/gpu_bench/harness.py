@@ -77,9 +77,9 @@ class Bench:
 
     @contextmanager
     def noting(self, section: str, what: str, **figures: Any) -> Iterator[None]:
-        """Report a failure inside the block and continue behind it.
+        """Report a failure inside the block and continue after the block.
 
-        If the device is in an error state that lasts, end the section instead: all else would fail, too.
+        If the device stays in an error state, end the section instead, because all else would fail, too.
         """
         try:
             yield

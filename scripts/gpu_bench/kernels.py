@@ -4,7 +4,7 @@
 only itself. KV in fp8 comes last.
 
 As a program (`python -m scripts.gpu_bench.kernels DEVICE`), the module runs the kernels that read and write
-KV on the smallest shapes that reach all their parts, for tools that make a kernel take seconds.
+KV on the smallest shapes that reach all their parts, for tools under which a kernel takes seconds.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def check_rotation(device: torch.device, dtype: torch.dtype, *, fp8: bool = Fals
     if scales is None:
         check_close("rotate_and_write_kv of keys", written[:, 0].to(dtype), keys, tolerance)
         right = value.float()
-    else:  # by half a step at most: a sum that was rounded differently may give the neighbouring byte
+    else:  # a sum that was rounded differently may give the neighbouring byte
         factor = scales[0, :, None]
         near = keys.clamp(-448 * factor, 448 * factor)
         limits = (near.abs() * 2**-4).maximum(factor * 2**-10) * 1.01

@@ -213,9 +213,8 @@ class Conversations:
         self._stateless = stateless
         self._began = began
         self._due: list[tuple[float, int, Talk]] = []
-        self._running: dict[
-            int, tuple[Talk, float, int]
-        ] = {}  # talk, submission time, output tokens
+        # Talk, submission time, output tokens.
+        self._running: dict[int, tuple[Talk, float, int]] = {}
         self._num_turns = 0
         self.latencies: list[float] = []  # normalized, of completed turns
         self.output_tokens = 0

@@ -1,12 +1,12 @@
 """Measurements and simulations that `scripts/measure NAME` runs, one per module.
 
-planning    what a decision of the scheduler costs
-service     tokens that the service delivers, and what a turn costs it, without a model
-isolation   what one tenant notices of another one that does its worst (noisy_tenant)
-swap        the first token of a turn whose history is not on the device
-shared_pages  attention over pages that several slices begin with
-loops       replies that loop, of 200 talks, by sampling values and API
-batch       what a batch takes, by how it shares prefixes
+planning    time of a scheduling decision
+service     tokens that the service delivers, and its CPU time per turn, without a model
+isolation   effect of a noisy tenant on another tenant (noisy_tenant)
+swap        time to the first token of a turn whose history is not on the device
+shared_pages  time of attention over pages that several slices share
+loops       number of replies that loop in 200 conversations, by sampling values and API
+batch       time of a batch, by how it shares prefixes
 
 Simulations of a machine from machine_options:
 

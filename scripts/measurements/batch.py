@@ -3,13 +3,13 @@
 The requests are those of batch_simulation.py, but fewer. They run through a daemon's engine in this process,
 as background turns, once with each way of sharing:
 
-    groups    like a job of the daemon: requests with a common prefix together, which is computed once
+    groups    like a batch job of the daemon: run requests with a common prefix together, and compute it once
     lru       in the order of the file, each as a fork of the latest request with a common prefix; a
               conversation stays until the cache evicts it, least recently used first
     off       each request by itself
 
-All ways have a cache of the same size and no host tier. Replies have a fixed length. If the replies of the
-ways differ in any token, the measurement fails.
+Each time, the cache has the same size and there is no host tier. Replies have a fixed length. If replies
+differ in any token between two ways of sharing, the measurement fails.
 """
 
 from __future__ import annotations

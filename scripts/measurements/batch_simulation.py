@@ -19,9 +19,9 @@ The rest is assumed:
   request cannot save.
 * Lengths are uniform between 0.5 and 1.5 times their mean. Replies have 100 tokens, which reproduces the
   reported rate of `snippets` without sharing; a request allows 256.
-* The file has no order, but requests of one prefix lie near each other: their distances from a place of the
-  group have a normal distribution of `apart` requests. The value reproduces that an LRU cache of the reported
-  machine's size saves 44 % of `snippets`.
+* The file has no order, but requests with the same prefix are near each other: their distances from the
+  group's centre are normally distributed, with a deviation of `apart` requests. With this value, an LRU cache
+  of the reported machine's size saves 44 % of `snippets`, as reported.
 
 Attention over a shared page is charged to each request that reads it, although kernels may read the page once
 for a group. So the gain of groups in attention is not in these figures.

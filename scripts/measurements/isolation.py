@@ -1,10 +1,11 @@
-"""Measure the effect of a tenant that does its worst on another tenant.
+"""Measure how a tenant that sends as much load as it can affects another tenant.
 
 A real `pensieve serve` runs on one core, with arithmetic instead of a model, and serves two tenants. The
-quiet tenant talks in a few conversations. The noisy tenant (noisy_tenant.py) may run one turn at once and use
-ten tokens per second. A round is some seconds without a noisy tenant and as many seconds with one, each time
-a new tenant with an unused quota. The measurement compares the quiet tenant's first-token times and gaps. The
-noisy tenant's process computes only while the core is idle, since in reality it would run on another machine.
+quiet tenant talks in a few conversations. The noisy tenant (noisy_tenant.py) may run one turn at a time and
+use ten tokens per second. A round has some seconds without noise, and as many seconds with a new noisy
+tenant, whose quota is unused. The measurement compares the quiet tenant's first-token times and gaps. The
+noisy tenant's process computes only while the core is idle, because in reality it would run on another
+machine.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Measure how many turns daemons commit to one database, by the number of their writing threads (lanes).
 
 A daemon is a process with the real store, without an engine or clients. Each talker has its own conversations
-and sends one turn after another: look_up and begin_turn in one job of its lane, finish_turn in another. With
-one talker there is no lane: it calls the store itself. `--store` is a PostgreSQL database (docs/postgresql.md
-says how to get one without installing PostgreSQL) or a SQLite file. Compare only figures of one run, because
-they share the disk. `--sync-ms` slows down each sync of this host's daemons, to simulate a slow disk (SQLite
-only; it needs a C compiler).
+and sends one turn after another. A turn is two jobs of the talker's lane: look_up and begin_turn, then
+finish_turn. With one talker there is no lane: the talker calls the store itself. `--store` is a PostgreSQL
+database (docs/postgresql.md says how to get one without installing PostgreSQL) or a SQLite file. Compare only
+figures of one run, because they share the disk. `--sync-ms` slows down each sync of this host's daemons, to
+simulate a slow disk (SQLite only; it needs a C compiler).
 
-Each figure comes with the disk's sync time directly before, and with the time that a transaction waited for
-its turn to write (only one daemon at a time can write to a SQLite file). Before a figure is printed, every
-conversation is read back: it must have the revision of its last turn.
+Each figure comes with the disk's sync time, measured directly before, and with the time that transactions
+waited for the write lock (only one daemon at a time can write to a SQLite file). Before a figure is printed,
+every conversation is read back: it must have the revision of its last turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Count the replies that loop, of 200 short talks (talks.txt) with one `pensieve serve`.
+"""Count how many replies loop in 200 short conversations (talks.txt) with one `pensieve serve`.
 
-Each talk goes through each door: the SDK over gRPC, OpenAI chat over HTTP, and the calls of the page.
-Many talks run at once. A reply counts as a loop if its finish reason says so, if it ends with a piece of text
-that is repeated at least four times, or if it has a sentence of four words at least four times.
+Each conversation (a talk) is held through each API: the SDK over gRPC, OpenAI chat, and the page's calls.
+Many talks run concurrently. A reply counts as a loop if its finish reason says so, if it ends with a piece of
+text that is repeated at least four times, or if it has a sentence of four words at least four times.
 
 --sampling names what is compared: `default` sends no sampling values, `greedy` sends temperature 0, and
 NAME=VALUE pairs with commas between send these values.
@@ -28,10 +28,10 @@ from pensieve.bench.bench_daemon import BenchDaemon, serving
 from pensieve.client import AsyncClient
 
 TALKS = Path(__file__).with_name("talks.txt")
-CLIENTS = 48  # talks at once
+CLIENTS = 48  # concurrent talks
 REPEATS = 4  # of a piece of text, until it is a loop
 UNIT_CHARACTERS_MAX = 400  # of such a piece
-TAIL_CHARACTERS = 120  # that such pieces fill at least
+TAIL_CHARACTERS = 120  # at the end of a reply, that the pieces must fill
 SENTENCE_WORDS = 4
 NAMED: dict[str, dict[str, float]] = {"default": {}, "greedy": {"temperature": 0.0}}
 
@@ -120,7 +120,7 @@ async def talked(
     talks: Sequence[Sequence[str]],
     sampling: Sampling,
 ) -> list[list[Reply]]:
-    """Return the replies of each talk; CLIENTS talks run at once."""
+    """Return the replies of each talk; CLIENTS talks run concurrently."""
     free = asyncio.Semaphore(CLIENTS)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(CLIENTS))
     async with AsyncClient(daemon.address, timeout=None) as client:

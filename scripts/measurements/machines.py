@@ -4,7 +4,7 @@ A replica carries a rate of conversations if, after the warm-up, three figures m
 between the tokens of a reply, the median time to the first token, and the median time in the queue (2 s).
 Host memory is doubled from zero until it is never full or adds nothing. The smallest size within 5 % of the
 best rate is chosen. A conversation stays on its replica, so the number of replicas follows from the rate of
-one.
+one replica.
 """
 
 from __future__ import annotations

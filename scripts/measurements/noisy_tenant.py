@@ -1,8 +1,8 @@
-"""A tenant that does its worst to a daemon until it is killed (isolation.py starts this process).
+"""A tenant that sends a daemon as much load as it can (isolation.py starts and kills this process).
 
-It does everything at once that one token allows: requests of and above the maximum size, floods of reads and
-creates, texts as long as the context, turns of the highest priority that are abandoned early, deletions,
-forks and warms. It counts the status codes of the answers and prints a line of JSON each second.
+It does everything at once that one access token allows: requests at and above the maximum size, floods of
+reads and creates, texts as long as the context, turns of the highest priority that are abandoned early,
+deletions, forks and warms. It counts the status codes of the answers and prints a line of JSON each second.
 """
 
 from __future__ import annotations

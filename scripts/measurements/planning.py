@@ -1,7 +1,7 @@
 """Measure the cost of a scheduling decision: `plan` and `commit` of the real scheduler and cache.
 
-256 turns generate, the host tier is full, and the number of cached conversations grows. The executor answers
-at once, so only bookkeeping is timed. Garbage collection stays on.
+256 turns generate, the host tier is full, and the number of cached conversations grows. The executor returns
+immediately, so only bookkeeping is timed. Garbage collection stays on.
 """
 
 from __future__ import annotations

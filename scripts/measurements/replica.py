@@ -32,7 +32,7 @@ from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import Habits, drawn
 
 LIFETIMES_BEFORE = 6.0  # time that the load has lasted, in mean durations of a conversation
-REACTION_TIMES_FREE = 5.0  # mean reaction times until `free_until`; longer pauses are cut to that
+REACTION_TIMES_FREE = 5.0  # mean reaction times until `free_until`; longer pauses are cut
 REFUSED_SHARE = 0.01  # of the turns that begin; with more, the load differs from the planned load
 
 

@@ -1,8 +1,9 @@
 """Schedules of other servers to compare with: Orca, vLLM and FastServe, on the simulator's costs and clock.
 
 These servers have requests, but no conversations and no cache between requests. A schedule decides which
-requests are in the next iteration, and holds their KV. A request in an iteration computes all missing KV (its
-whole prompt; or what was lost, including the tokens it has generated) and generates one token.
+requests are in the next iteration, and holds their KV. A request in an iteration computes all of its missing
+KV and generates one token. The missing KV is that of the whole prompt and, after a preemption, that of the
+generated tokens.
 
     arrive → [waits] → plan, plan, … (one token each) → last token → gone
 
@@ -140,9 +141,9 @@ class OrcaSchedule:
 
     Each iteration is composed anew from all running requests: prompts and decodes in one batch (selective
     batching). A request is admitted when a contiguous piece of KV for its longest length is free, and keeps
-    it until it ends. Requests have no limit of their own here, so the longest length is the model's context:
-    all pieces have one size, and there are `device tokens / context` of them. No request overtakes another,
-    and none is preempted.
+    it until it ends. Here no request has its own limit, so the longest length is the model's context. All
+    pieces have this size, and there are `device tokens / context` of them. No request overtakes another, and
+    none is preempted.
     """
 
     def __init__(self, device_tokens: int, context_max: int, requests_max: int) -> None:
@@ -283,7 +284,7 @@ SPARE_SHARE = 0.1  # of the places
 
 
 class KvPlace(Enum):
-    """KvPlace a job's KV is."""
+    """Where a job's KV is."""
 
     NEW = auto()  # no KV yet
     DEVICE = auto()
@@ -329,9 +330,9 @@ class FastServeSchedule:
 
     The queue's order predicts which jobs run next. The first jobs, as many as there are places minus a few
     (`SPARE_SHARE`), are `wanted`. Places are kept free for wanted jobs without a place, and a few for new
-    arrivals (proactive swapping): while too few are free, the last job in the order that is not wanted is
-    copied out. Copies in each direction take turns on the link, in parallel with iterations. A job does not
-    run while its KV is copied, and its place is free when the copy has ended. All other jobs with a place
+    arrivals (proactive swapping). While too few places are free, the unwanted job that is last in the order
+    is copied out. Copies in each direction take turns on the link, in parallel with iterations. A job does
+    not run while its KV is copied, and its place is free when the copy has ended. All other jobs with a place
     run, wanted or not, so nothing is idle while there is work. KV on the host takes its actual length. A job
     for which the host has no room keeps its place.
     """

@@ -1,18 +1,18 @@
 """Simulate one load through the daemon's own engine, and through the schedules of other servers.
 
 The load is single requests that arrive at random (the first rounds of conversations), as in the evaluation of
-FluidInfer. So are the figures: the normalized latency over the rate (the mean over requests of the time from
-arrival to end, over the tokens of the reply), and the latency bound (the longest time between two tokens of
-one reply). All requests are served to their end and counted.
+FluidInfer. The figures are also the same. The normalized latency is the mean over requests of the time from
+arrival to end, divided by the tokens of the reply. The latency bound is the longest time between two tokens
+of one reply. All requests are served to their end and counted.
 
     resident    the daemon's own scheduler, with all running turns on the device
-    streamed    the same, and turns that the device has no room for are streamed (core/streaming.py)
+    streamed    the same, but turns that do not fit on the device are streamed (core/streaming.py)
     vllm        paged KV, prompts first, preemption by recomputing
     orca        KV reserved for the longest context, first come first served
     fastserve   a multi-level feedback queue; KV reserved, and swapped
 
-They have the same costs, clock, tiers and limit on concurrent requests. The daemon's scheduler forgets a
-conversation when its turn has ended, so it has no cache that the others lack.
+All systems have the same costs, clock, tiers and limit on concurrent requests. The daemon's scheduler forgets
+a conversation when its turn has ended, so it has no cache that the others lack.
 """
 
 from __future__ import annotations

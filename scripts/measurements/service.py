@@ -4,9 +4,9 @@ A real `pensieve serve` runs on one core, with arithmetic instead of a model. Th
 the other cores. Every stream is one conversation with one long turn. The measurement counts the tokens that
 arrive at the clients, from the first to the last, and the gaps between the messages of a stream.
 
-With --history the same short turns run in conversations with histories of several lengths. The engine knows
-the tokens of a conversation while it holds its KV, so the service's time per turn should not depend on the
-length.
+With --history the same short turns run in conversations with histories of several lengths. While the engine
+holds a conversation's KV, the engine also knows its tokens. So the service's time per turn should not depend
+on the length of the history.
 """
 
 from __future__ import annotations

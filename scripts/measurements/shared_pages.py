@@ -3,9 +3,9 @@
 Each row is one shape: slices of one query each, whose contexts begin with the same pages and continue with
 their own. The attention is computed twice: with the shared pages read once for many slices, and with all
 pages read by each slice. Before anything is timed, both results must be equal to the last bit. The two
-alternate, on several copies of the inputs, and the ratio is the median of the pairs' ratios. Without shared
-pages, LAYERS attentions are timed with and without the search for shared pages before them, as in an
-iteration.
+computations alternate, on several copies of the inputs, and the ratio is the median of the pairs' ratios. A
+second measurement has no shared pages. It times LAYERS attentions with and without a search for shared pages
+before them, as in an iteration.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Times(NamedTuple):
     seconds: float
     alone_seconds: float
     ratio: float
-    unshared_ratio: float  # without shared pages: the search and LAYERS layers, over the layers
+    unshared_ratio: float  # without shared pages: time with the search, over time without it
     search_seconds: float  # once for all layers of an iteration
 
 

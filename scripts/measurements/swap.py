@@ -2,7 +2,7 @@
 
 The same message is sent repeatedly to a conversation with a history of `--history` tokens: with its KV on the
 device, in the host tier, and dropped. The conversation is rewound in between, so that all times are of the
-same turn. Its reply must always be the same, and its usage must report the right tier.
+same turn. The turn's reply must always be the same, and its usage must report the right tier.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Tables 1 and 2 of the Baton paper: given all queries at the start, when has the last reply ended?
+"""Tables 1 and 2 of the Baton paper: the time to answer queries that all arrive at the start.
 
     static          compose a batch once, pad it to its longest prompt, and run it until its longest reply has
                     ended (the paper's "Benchmark")
-    static, ahead   the same, with prompts computed ahead in groups of similar length ("PD")
+    static, ahead   like static, with prompts computed ahead in groups of similar length ("PD")
     whole prompts   replace each ended query of the batch by the next one; its prompt is computed whole while
                     the others wait (the paper's "Baton", "equivalent to Orca")
-    ours            the scheduler as it is: prompts in pieces, together with the replies, and as many turns;
-                    compared with the paper's "Baton-PD", which computes prompts before there is a place
+    ours            our scheduler: prompts in pieces, together with the replies, and as many turns;
+                    compared with the paper's "Baton-PD", which computes prompts before a slot is free
     ours, elastic   as many turns as memory has room for
 
 Llama-2-7B on an RTX A6000 (table 1) and on an RTX 4090 (table 2), by data sheets. The paper ran transformers,
@@ -15,7 +15,7 @@ whose steps take longer than the weights require, so ratios are compared, not se
 tokens per word.
 
 **Idle computation** is the share of computed positions that belong to ended queries or to padding. The
-scheduler has none by construction. The share of the static batches is what the simulation pads.
+scheduler has none by construction. For static batches, the share is the padding in the simulation.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Find the load at which a system's P90 latency reaches a limit.
 
 The papers compare throughputs at equal latency. So each system needs the rate of conversations at which the
-P90 of its normalized latency (a turn's seconds over its output tokens) reaches the limit. Near the limit the
-P90 may cross it several times as the rate rises, and the result of a usual search depends on where it starts.
-This search does not:
+P90 of its normalized latency (a turn's seconds over its output tokens) reaches the limit. As the rate rises,
+the P90 may cross the limit several times. The result of a usual search then depends on where it starts. This
+search does not:
 
 1. Rates lie on one grid, the powers of `GRID_RATIO`, the same for all systems and seeds.
 2. The grid is scanned from `CONFIRMING` consecutive rates within the limit to `CONFIRMING` consecutive rates
    beyond it.
 3. The result is the first upward crossing, halved a few times and then interpolated.
-4. `num_upward` counts the upward crossings among the scanned rates, and `last_bracket` is the highest one, so
-   that a report can mention several crossings.
+4. `num_upward` counts the upward crossings among the scanned rates, and `last_bracket` has the rates around
+   the highest of them, so that a report can mention several crossings.
 """
 
 from __future__ import annotations

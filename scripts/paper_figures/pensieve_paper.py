@@ -3,12 +3,12 @@
 The conversations are like those of ShareGPT, and the models are those of the paper's table 3.1. One engine is
 compared with itself under options that `pensieve simulate` also has:
 
-    Pensieve      the scheduler as it is, policy `value`
+    Pensieve      the daemon's scheduler, policy `value`
     GPU cache     no host tier
     stateless     each turn computes its history again, in the same batches
-    vLLM-like     stateless, whole prompts in passes of their own
-    old kernel    either, with attention that reads a group's keys and values once per query head
-    half memory   either, with half the memory bandwidth and the same compute rate
+    vLLM-like     stateless, whole prompts in separate passes
+    old kernel    Pensieve or vLLM-like, with attention that reads a group's KV once per query head
+    half memory   Pensieve or vLLM-like, with half the memory bandwidth and the same compute rate
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def reactions(study: Study) -> Iterator[Line]:
 
 
 def phases(study: Study) -> Iterator[Line]:
-    """Figure 3.18: run prompts together with the generating turns, or in passes of their own."""
+    """Figure 3.18: run prompts together with the generating turns, or in separate passes."""
     gain = GAINS["3.12b"]
     model = gain.model
     systems = {

@@ -1,7 +1,7 @@
 """Simulate a model in pipeline stages, with one engine or with one engine for each batch in flight.
 
-With P stages, P batches are in flight, each in another stage. The next token of a turn cannot be computed
-before the last one has left all stages, so a turn is in only one of these batches.
+With P stages, P batches are in flight, each in a different stage. A turn's next token cannot be computed
+before the previous token has left all stages, so a turn is in only one of these batches.
 
 **One engine** has P iterations in flight, like the daemon with `--pipeline-stages` (core/pipeline_stages.py).
 
@@ -12,10 +12,10 @@ An iteration goes through the stages in order, and waits for each until it is fr
 
     begins in stage i  =  max(ends in stage i - 1, the stage's last iteration ended)
 
-So when iterations of different lengths alternate, a stage is idle behind the longer one: a bubble. Stages are
-taken in the order in which iterations are launched, because the engine whose clock is furthest behind always
-steps first. So with one engine per batch, an iteration waits only for the iterations of the other engines.
-Communication between stages takes no time.
+So when iterations of different lengths alternate, a stage is idle after the longer iteration: a bubble.
+Stages are taken in the order in which iterations are launched, because the engine whose clock is furthest
+behind always steps first. So with one engine per batch, an iteration waits only for the iterations of the
+other engines. Communication between stages takes no time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Stages:
         self._free = [0.0] * num_stages
 
     def pass_through(self, now: float, seconds: float) -> float:
-        """Launch an iteration that takes `seconds` in each stage; return when it leaves the last one."""
+        """Launch an iteration that takes `seconds` in each stage; return when it leaves the last stage."""
         at = now
         for index, free in enumerate(self._free):
             at = self._free[index] = max(at, free) + seconds

@@ -1,23 +1,23 @@
 """Figures 9 to 11 of the Sarathi-Serve paper (Agrawal et al., 2024): capacity, and the cost of pieces.
 
 Figures 9 and 10 show the highest load at which the P99 between tokens meets an objective and the median time
-in the queue is within 2 s. Each request is a conversation of its own without cached history. Figure 9:
-Mistral-7B on one A100-80GB and Yi-34B on two. Figure 10: LLaMA2-70B on eight A40 and Falcon-180B on eight
-A100-80GB, in two pipeline stages of four each (pipeline.py). There the first two systems are one engine, like
-the daemon with `--pipeline-stages 2`, and the others are one engine per batch in flight. There are two data
-sets, and these systems, all with our scheduler and cache:
+in the queue is within 2 s. Each request is a new conversation without cached history. Figure 9: Mistral-7B on
+one A100-80GB and Yi-34B on two. Figure 10: LLaMA2-70B on eight A40 and Falcon-180B on eight A100-80GB, in two
+pipeline stages of four each (pipeline.py). In figure 10, the first two systems of the list have one engine,
+like the daemon with `--pipeline-stages 2`. The other systems have one engine per batch in flight. There are
+two data sets, and these systems, all with our scheduler and cache:
 
     Sarathi         a token budget of 512 (strict) or 2,048 (relaxed; LLaMA2-70B 1,536), as in the paper
     by objective    `--tbt`: as many prompt tokens as should end within 0.9 of the objective
-    vLLM            whole prompts, up to the longest context in tokens, in passes of their own
+    vLLM            whole prompts, up to the longest context in tokens, in separate passes
     Orca            whole prompts, any number, together with the generating turns; memory for the longest
                     context is reserved for each turn, so few turns run at once
 
 The objectives follow the paper's rule: 5 and 25 times an iteration of 32 turns with contexts of 4,096 tokens,
 on the simulated machine. Rates lie on a grid with steps of 2^(1/8), the same for all systems and seeds.
 
-Figure 11 shows the time of one prompt in pieces over its time in one piece, alone on the machine. It has no
-random load, so all seeds are equal.
+Figure 11 shows the time of a prompt in pieces, relative to its time in one piece. Nothing else runs. It has
+no random load, so all seeds are equal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from scripts.paper_figures.pipeline import Pipeline, run_pipeline, stage_of
 from scripts.paper_figures.study import GPU, Line, Panel, Spread, Study, ratio
 
 STRICT, RELAXED = "strict", "relaxed"
-TIMES = {STRICT: 5.0, RELAXED: 25.0}  # multiples of an iteration of
+TIMES = {STRICT: 5.0, RELAXED: 25.0}  # times an iteration of BATCH turns and CONTEXT tokens
 BATCH, CONTEXT = 32, 4096
 BY_OBJECTIVE_TOKENS = 8192  # at most, per iteration
 AIM = 0.9  # of the objective: iterations are filled up to their target, so the P99 is close to it
@@ -62,9 +62,8 @@ class Machine:
     hardware: HardwarePreset  # of one stage
     num_stages: int
     guess: float  # requests/s at which a search begins, a power of two
-    paper: dict[
-        tuple[str, str, str], str
-    ]  # capacities in the paper's text, by data set, objective, compared system
+    # Capacities in the paper's text, by data set, objective, compared system.
+    paper: dict[tuple[str, str, str], str]
     budgets: dict[str, int] = field(default_factory=lambda: {STRICT: 512, RELAXED: 2048})
 
     @property

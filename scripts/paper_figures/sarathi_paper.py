@@ -1,22 +1,23 @@
 """Table 4 of the Sarathi-Serve paper (Agrawal et al., 2024): long prompts, batched in several ways.
 
-Yi-34B on two A100-80GB, 128 requests, a token budget of 1,024. Every request is a conversation of its own
-without cached history.
+Yi-34B on two A100-80GB, 128 requests, a token budget of 1,024. Every request is a new conversation without
+cached history.
 
     hybrid batches only      uncut prompts, together with the generating turns
-    chunked prefills only    cut prompts, in passes of their own
-    combined                 cut prompts, together with the generating turns: the scheduler as it is
-    prefill first            uncut prompts, in passes of their own (like vLLM then)
+    chunked prefills only    cut prompts, in separate passes
+    combined                 cut prompts, together with the generating turns: the daemon's scheduler
+    prefill first            uncut prompts, in separate passes (like vLLM then)
 
-The rate is not published. So `rate_with` finds the rate at which the combined scheduler's median first token
-takes as long as in the paper. Everything else is then a prediction: the other schedulers under that load, and
-all P99 times between tokens.
+The rate is not published. So `rate_with` finds the rate at which the combined scheduler's median time to the
+first token is that of the paper. Everything else is then a prediction: the other schedulers under that load,
+and all P99 times between tokens.
 
-**Why its tails are longer than ours.** Where prompts are cut, the P99 between tokens is an iteration that is
-full of a prompt: it is limited by arithmetic, not by memory. Iterations that only read take as long as in the
-paper: 32 turns with contexts of 4,096 tokens take a fifth of its strict objective. So the assumed arithmetic
-is too fast. With `COMPUTING` of the data sheet instead of 0.6, chosen so that one of the four tails matches
-the paper, the other tails should match, too, and they do.
+**Why the paper's tails are longer than ours.** If prompts are cut, the P99 between tokens is the time of an
+iteration that is full of prompt tokens. Arithmetic limits such an iteration, not memory. Iterations that
+memory limits take as long as in the paper: 32 turns with contexts of 4,096 tokens take a fifth of the paper's
+strict objective. So the assumed arithmetic is too fast. `COMPUTING` is the share of the data sheet's
+arithmetic (instead of 0.6) with which one of the four tails matches the paper. The other three tails then
+match, too.
 """
 
 from __future__ import annotations

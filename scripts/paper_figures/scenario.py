@@ -1,8 +1,8 @@
 """A system under a load of random conversations: everything that a simulation needs except the rate.
 
-It begins in the middle of a load that has lasted for long (measurements/replica.py). In an empty system it
-takes an hour until late turns of long conversations are as frequent as they will be. Then it warms up for
-`warm_seconds`. The clock stops while the load still continues.
+A simulation begins in the middle of a load that has lasted for a long time (measurements/replica.py). An
+empty system would need an hour until late turns of long conversations are as frequent as in a steady load.
+The simulation then warms up for `warm_seconds`. It stops while the load still continues.
 """
 
 from __future__ import annotations

@@ -103,13 +103,7 @@ class Extent:
     grouped_seconds: float = 300.0  # with grouped query heads: more conversations in the same time
     halvings: int = 2  # of the interval on the grid
     scanned_max: int = SCANNED_MAX
-    crowding: tuple[float, ...] = (
-        0.9,
-        1.0,
-        1.1,
-        1.2,
-        1.35,
-    )  # figure 3.14: of the rate at the limit
+    crowding: tuple[float, ...] = (0.9, 1.0, 1.1, 1.2, 1.35)  # figure 3.14: times the limit rate
     requests: int = 128  # table 4
     queries: int = 120  # of Baton's table 1
     capacity_warm_seconds: float = 30.0  # figures 9 and 10: before figures count

@@ -4,9 +4,9 @@
     batch ── PageIndex ──────┼─> AttentionInput ──> paged ──> cpu, cuda or reference
     layer ── queries, pages ─┘
 
-The code between a model's layer and a kernel only passes these values on.  A new kind of attention is a field
-of `AttentionKind`, a kernel that reads the field, and `CausalPass` in model/fuse/record.py, which computes
-attention for checks at load time.
+The code between a model's layer and a kernel only passes these values on.  A new kind of attention needs
+three changes: a field of `AttentionKind`, a kernel that reads the field, and support in `CausalPass`
+(model/fuse/record.py), which computes attention for checks at load time.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AttentionKind(NamedTuple):
 class SharedPages(NamedTuple):
     """Groups of slices that begin with the same pages, which attention then reads once; on the host.
 
-    All rows of a group's slices lie behind the group's pages.  On a CPU results do not depend on sharing at
-    all.  On a GPU rows are merged from other parts, so results differ by rounding.
+    All rows of a group's slices come after the group's pages.  On a CPU, sharing does not change results.  On
+    a GPU, sharing changes how a row's result is summed, so results differ by rounding.
     """
 
     slice_groups: array[int]  # int32 (slices): the slice's group; -1: it shares nothing

@@ -5,10 +5,11 @@ becomes one *item* of work, or several *parts* that are merged afterwards.  csrc
 records of items and merges.
 
 Kernels.  On Hopper the wide tiles have their own kernel, which runs before the kernel of the narrow tiles,
-with another number of blocks.  Each kind is planned by itself, for the number of blocks that really run
-(`BlocksAtOnce`).  On other GPUs one kernel does both, and a page costs twice as much in a wide tile.  The
-kernel of narrow tiles also does all packs, whatever their number of rows.  So a batch that only decodes stays
-one launch on Hopper, and its plan has the form that graphs need.
+with another number of blocks.  Each kind of tile is planned separately, for the number of blocks that its
+kernel can run at once (`BlocksAtOnce`).  On other GPUs one kernel does both kinds of tiles, and a page costs
+twice as much in a wide tile as in a narrow tile.  The kernel of narrow tiles also does all packs, whatever
+their number of rows.  So a batch that only decodes stays one launch on Hopper, and its plan has the form that
+graphs need.
 
 Cutting a context.  The device runs B blocks at once.  With parts no longer than `limit` there are n blocks,
 which take ⌈n / B⌉ waves, so the time is at most
@@ -16,17 +17,18 @@ which take ⌈n / B⌉ waves, so the time is at most
     min(⌈n / B⌉ · limit, total / B + limit)        (longest first; any block may be the last to end)
 
 plus a cost for each wave (`WAVE_COST`).  Cutting also costs a merge, which is one more launch (`MERGE_COST`),
-and one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile this is
-as much as eight pages.  The planner finds the smallest limit for the fewest possible waves, and for a few
-more waves.  It uses the best of these, or no cut if that is better.  So a single long context fills the
-machine, and 300 equal contexts on 264 blocks do not leave half of the machine idle in a second wave.  With
-many blocks, only contexts that exceed the mean share are cut.  No part is shorter than `PART_PAGES_MIN`.
+and one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile, this
+write and read cost as much as eight pages.  The planner finds the smallest limit for the fewest possible
+waves, and the smallest limits for a few more waves.  It uses the limit with the least time, or cuts nothing
+if that takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do
+not leave most blocks idle in a second wave.  With many blocks, only contexts that exceed the mean share are
+cut.  No part is shorter than `PART_PAGES_MIN`.
 
-Sharing pages.  A pack's results are always parts: each member's merge takes the parts of its own context, and
-its rows of the pack's parts.  So a pack costs one more part for each row, and a block.  It is made if that is
-less than the pages that need not be read (`_worth`).  The plan with packs is used if its time, as above, is
-less than without packs.  If a few contexts are cut over an otherwise idle machine, reading pages twice may
-cost less than the merge.
+Sharing pages.  A pack's results are always parts.  The merge of a member combines the parts of its own
+context with its rows of the pack's parts.  So a pack costs one more part for each row, and one more block.  A
+pack is made if this costs less than reading the shared pages again (`_worth`).  The plan with packs is used
+if it takes less time than the plan without packs, by the formula above.  On an otherwise idle GPU, reading
+pages twice may cost less than the merge.
 
 Items are sorted longest first: blocks start in this order, and short items fill the gaps at the end.
 Hopper's blocks are persistent, and take items forwards and backwards in turn
@@ -73,8 +75,8 @@ class Item(NamedTuple):
     num_rows: int
     key_begin: int
     key_end: int
-    part_row: int  # first row of its partial result; -1: the item is no part
-    pack_row: int = -1  # first of its rows in the table of packs; -1: the rows are the slice's
+    part_row: int  # first row of its partial result; -1: its result is complete
+    pack_row: int = -1  # a pack's first row in the table of packs; -1: not a pack
 
 
 class Merge(NamedTuple):
@@ -90,7 +92,7 @@ class Merge(NamedTuple):
 
 class Cut(NamedTuple):
     limit: int  # the longest allowed part, in pages
-    time: float  # that the work takes, in pages
+    time: float  # of the work, in the cost of a page
 
 
 WorkCounts = Counter[tuple[int, int, bool]]  # cost, rows, whether it is always a part
@@ -199,8 +201,8 @@ def plan_work(
 ) -> Plan:
     """Plan the work for slices of these lengths that begin at these positions.
 
-    With `waves_more` 0 the items exceed the narrow tiles by at most `blocks.narrow` / num_kv_heads + 1; this
-    includes the items of packs.
+    With `waves_more` 0, there are at most `blocks.narrow` / num_kv_heads + 1 more items than narrow tiles.
+    This includes the items of packs.
     """
     tiles = [
         tile
@@ -244,7 +246,7 @@ def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list
     def gain(pack: Pack) -> float:  # in pages
         costs = sum(tiling.page_cost(tiles[member].num_rows) for member in pack.members)
         saved = pack.num_pages * (costs - tiling.page_cost(pack.num_rows))
-        return saved - 2 * pack.num_rows / ROWS_OF_A_PAGE - WAVE_COST  # parts: its own, the pack's
+        return saved - 2 * pack.num_rows / ROWS_OF_A_PAGE - WAVE_COST  # 2: own part, pack's part
 
     return sorted((pack for pack in packs if gain(pack) > 0), key=gain, reverse=True)
 
@@ -323,7 +325,7 @@ def part_limit(
 ) -> Cut:
     """Return the best limit of parts (a multiple of `step`, unless nothing is cut), and its time.
 
-    `items_max` bounds the number of parts, unless it is exceeded without any cut.
+    `items_max` bounds the number of parts, unless there are more items even without any cut.
     """
     if not kinds:
         return Cut(PART_PAGES_MIN, 0.0)

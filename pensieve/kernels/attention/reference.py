@@ -53,8 +53,8 @@ def multi_token_attention(inputs: AttentionInput, out: torch.Tensor) -> None:
 def _groups(slices: list[_Slice], positions_max: int) -> Iterator[list[_Slice]]:
     """Group slices of one length whose contexts differ by at most a factor of two.
 
-    Turns that share pages gather them once each.  So `positions_max` bounds the positions that a group
-    gathers, including padding.
+    Each turn gathers all of its pages, even pages that several turns share.  So `positions_max` bounds the
+    positions that a group gathers, including padding.
     """
     group: list[_Slice] = []
     for piece in sorted(slices, key=lambda piece: (piece.length, piece.context)):

@@ -1,8 +1,8 @@
 """Make descriptors of pages for Hopper's tensor memory accelerator (TMA).
 
-Each layer's keys and each layer's values have a descriptor.  The driver makes it from an address and a shape
-(cuTensorMapEncodeTiled).  It lies on the device, and a kernel gets its address.  Arenas live as long as the
-engine, so descriptors are made once and kept.
+Each layer's keys and each layer's values have a descriptor.  The driver makes a descriptor from an address
+and a shape (cuTensorMapEncodeTiled).  The descriptor is in device memory, and a kernel gets its address.
+Arenas live as long as the engine, so descriptors are made once and kept.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Divide an iteration's rows into tiles, and combine tiles that read the same pages into packs.
 
 A *row* is one query token with one query head of a KV head's group, so a slice of n tokens has n · group
-rows.  A *tile* is a run of rows of one slice; all its rows see the context up to its last token.  A slice of
-few rows (`narrow_max`) is one narrow tile.  A longer slice has wide tiles of `wide` rows; the remaining rows
-are a narrow tile if they fit.
+rows.  A *tile* is a run of rows of one slice, and reads the context up to its last token.  A slice of at most
+`narrow_max` rows is one narrow tile.  A longer slice is cut into wide tiles of `wide` rows.  The remaining
+rows are a narrow tile if they are at most `narrow_max`.
 
 If slices begin with the same pages (`SharedPages`), each of their tiles would read those pages again:
 
@@ -12,9 +12,9 @@ If slices begin with the same pages (`SharedPages`), each of their tiles would r
     slice 2   ████████████████ 2                                   1111
                                                                    2
 
-A *pack* has the rows of several such tiles, one tile behind another.  They lie behind all of the shared
-pages, so every row of a pack sees the same keys, and the kernel handles a pack like a tile.  Only a table
-(`PackedTiles.rows`) is needed to find its rows in the batch.  Each member's own tile then begins behind the
+A *pack* has the rows of several such tiles, one tile after another.  All of these rows come after the shared
+pages.  So every row of a pack sees the same keys, and the kernel handles a pack like a tile.  A table
+(`PackedTiles.rows`) says where a pack's rows are in the batch.  Each member's own tile then begins after the
 shared pages.  A tile is in at most one pack, and never split.  A pack has no more rows than a tile may have.
 """
 
@@ -40,7 +40,7 @@ class Tiling(NamedTuple):
 
 
 class Tile(NamedTuple):
-    slice_index: int  # of a pack: of its first member, whose page table has the pages
+    slice_index: int  # of a pack: the slice of its first member
     row_begin: int
     num_rows: int
     key_begin: int  # a multiple of the page size
@@ -61,7 +61,7 @@ class Pack(NamedTuple):
 class PackedTiles(NamedTuple):
     """Tiles, and packs of some of them."""
 
-    tiles: list[Tile]  # in their order; members begin behind their pack's pages
+    tiles: list[Tile]  # in their order; members begin after their pack's pages
     packs: list[Tile]
     rows: list[int]  # of all packs in sequence: token · group + member of the group
     places: dict[int, tuple[int, int]]  # by member: its pack, and its first row there

@@ -3,10 +3,10 @@
 `protocol` is the interface.  csrc/cpu/layer.cpp implements it for float32, bfloat16 and float16.  A row's
 result does not depend on other rows in the call.
 
-The weights of a product are stored in panels.  A panel is two vectors of outputs wide.  For each step of the
-inputs (one float or float16, two bfloat16 or four int8 inputs) it holds the weights of its outputs side by
-side.  So a product reads a panel in one run from front to back.  Outputs that pad the last panel have weights
-of 0.  csrc/cpu/layer.h has the structures.
+The weights of a product are stored in panels.  A panel holds the weights of as many outputs as fit into two
+vectors.  It is ordered by steps of the inputs (one float or float16, two bfloat16 or four int8 inputs).  In
+each step, the weights of all outputs are side by side.  So a product reads a panel from front to back.
+Outputs that pad the last panel have weights of 0. csrc/cpu/layer.h has the structures.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def library() -> ctypes.CDLL:
 class CpuPackedWeights:
     """Pack the weights of a product, or of several with the same input (`ProductWeights`), as panels.
 
-    `int8` rounds the weights of an output to whole numbers, in steps of their largest over 127, and likewise
-    each row that is multiplied by them.  Sums of whole numbers are exact.
+    With `int8`, the weights of an output become integers from -127 to 127, scaled by the largest weight.
+    Each row that is multiplied by them is rounded like this, too.  Sums of integers are exact.
     """
 
     def __init__(

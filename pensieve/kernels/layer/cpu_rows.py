@@ -15,7 +15,7 @@ from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
 
-EXPERT_ROWS_MAX = 512  # at once: gives each expert enough rows to be worth reading its weights
+EXPERT_ROWS_MAX = 512  # computed at once; enough rows per expert to justify reading its weights
 
 
 class PagesStruct(ctypes.Structure):
@@ -102,7 +102,7 @@ class CpuPagedRows:
         if rotation is self._rotated_by:
             return
         self._rotated_by = rotation
-        if rotation is None:  # although the layer before rotates
+        if rotation is None:  # the previous layer may have rotated
             self.struct.cosines = self.struct.sines = None
             self.struct.rotation_float = self.struct.rotary = 0
             return

@@ -76,7 +76,7 @@ class CudaLayerKernels:
         return CudaLayer(weights, int8=int8)
 
     def chain(self, layers: Sequence[DenseLayer]) -> None:
-        """Return None: a CUDA graph replays the layers without their Python."""
+        """Return None: a CUDA graph already replays the layers without running Python."""
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> CudaPackedWeights:
         return CudaPackedWeights(product.weights, product.biases, product.activation, int8=int8)
@@ -333,7 +333,7 @@ def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 def takes_fused(rows: torch.Tensor, width: int) -> bool:
     """Whether csrc/cuda/fused_rows.cu supports these rows, of `width` or twice as many elements.
 
-    Its kernels do in one launch what takes torch two launches.
+    Its kernels need one launch where torch needs two launches.
     """
     return bool(
         rows.is_cuda and rows.dtype in ELEMENTS and rows.is_contiguous() and width % FUSED_EACH == 0

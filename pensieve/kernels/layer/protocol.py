@@ -4,8 +4,8 @@
     cuda   torch operations and two kernels of csrc/cuda; can be captured in a CUDA graph
 
 `LayerKernels` belongs to one model.  It makes the model's layers from `LayerWeights`, and the two parts
-outside of the layers: the last norm and the output product.  Layers can only follow layers of their own kind.
-`takes` tells whether a layer can run with an iteration's `PagedRows`.
+outside of the layers: the last norm and the output product.  Layers can only follow layers of the same
+device.  `takes` tells whether a layer can run with an iteration's `PagedRows`.
 
     weights ──── LayerKernels.layer ──> DenseLayer ─┐
     residual of all rows ───────────────────────────┼─ forward ──> the next layer's residual
@@ -19,14 +19,14 @@ A layer computes, in this order (norms in brackets are optional):
 
 A norm divides by the root mean square, or is a LayerNorm.  A layer may have no rotation (learned positions
 were added before the first layer), or an MLP without a gate (product → activation → product).  Its MLP may
-run beside the attention (`parallel`), with a norm of the layer's own input.
+run in parallel with the attention (`parallel`), with a norm of the layer's own input.
 
 Instead of one MLP a layer may have experts (`ExpertWeights`).  A router gives each row a logit for each
-expert.  The few experts with the largest logits are applied to the row, and their answers are summed,
-weighted by their shares.
+expert.  The few experts with the largest logits are applied to the row.  Their outputs are added, each
+multiplied by the expert's *share*, the softmax of its logit.
 
-`forward` does all of this, including attention over pages.  If other code attends (the load probe runs
-without pages), `before_attention` and `after_attention` are the two halves around it.
+`forward` does all of this, including attention over pages.  If other code computes the attention (the load
+probe runs without pages), it calls `before_attention` and `after_attention`.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class DenseLayer(Protocol):
     def before_attention(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
-        cosines: torch.Tensor
-        | None,  # (tokens, rotary), contiguous, of the residual's type or float32
-        sines: torch.Tensor | None,  # None for a layer that does not rotate
+        # (tokens, rotary), contiguous, of the residual's type or float32; None if the layer does not rotate.
+        cosines: torch.Tensor | None,
+        sines: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each (tokens, its heads, head_size), valid until the next call."""
 
@@ -196,7 +196,7 @@ class LayerKernels(Protocol):
         """Return why there are no kernels for weights of this type."""
 
     def form(self, dtype: torch.dtype) -> str:
-        """Tell people how layers of this type run."""
+        """Return a text that says how layers of this type run."""
 
     def unsupported_reason(self, weights: LayerWeights) -> str:
         """Return why the kernels cannot compute such a layer, or an empty string."""

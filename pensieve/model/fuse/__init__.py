@@ -1,8 +1,8 @@
 """Replace a model's layers and products by faster ones that compute the same results.
 
-The match is measured, not derived from the model's name.  One forward over a prompt is recorded (`record`).
-The prompt's rows lie near and far in the context.  A replacement is used only if it reproduces the module's
-own answer.
+Whether a layer can be replaced is measured, not derived from the model's name.  One forward over a prompt is
+recorded (`record`).  The prompt has positions at the start of the context and far into it.  A replacement is
+used only if it reproduces the module's own output.
 
 **A decoder layer** is replaced as a whole (`layers`) if its recorded calls have this form, in this order
 (`match`):
@@ -15,19 +15,21 @@ own answer.
          a router → experts, each of which is a gated MLP
 
 Brackets mean "optional".  A norm is a root-mean-square norm; before attention and MLP a LayerNorm is allowed
-too.  The layer may multiply what it adds to the residual by a constant.  The MLP may read the layer's own
-input, and so run beside the attention.  GPT-2 and nearly all later models have this form.
+too.  Before the layer adds a term to the residual, it may multiply the term by a constant.  The MLP may read
+the layer's input instead of the attention's result, in parallel with the attention.  GPT-2 and nearly all
+later models have this form.
 
 **The whole model** is replaced by a loop over the layers (`whole_model`) if every layer was replaced and the
-rest is: a table of embeddings (times a number), a table of positions or one pair of rotations for all layers,
-a norm, and an output product (times a number).
+rest consists only of a table of embeddings (times a number), a table of positions or one pair of rotations
+for all layers, a norm, and an output product (times a number).
 
 **Any other product** (torch's Linear, GPT-2's Conv1D) stays in the module's own code but gets packed weights
 (`products`).  Products that one parent calls with the same input become one product.
 
-Weights are packed layer by layer, and each original is freed before the next layer is packed.  So the model
-is in memory once, except for a table of embeddings that is also the output matrix.  The load probe compares
-the result with the plain model.  If they differ, the loader reads the model again and replaces nothing.
+Weights are packed layer by layer, and each original is freed before the next layer is packed.  So each weight
+is in memory only once.  The exception is an embedding table that is also the output matrix: it is in memory
+twice.  The load probe compares the result with the plain model.  If they differ, the loader reads the model
+again and replaces nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ __all__ = ["Fused", "fuse", "in_torch"]
 class Fused(NamedTuple):
     num_layers: int  # replaced as a whole
     num_products: int  # packed one by one
-    form: str  # tells people how the layers run
+    form: str  # a text that says how the layers run
     has_experts: bool = False  # in the replaced layers
 
 
@@ -65,8 +67,8 @@ def fuse(
 ) -> Fused:
     """Replace all layers and products that the kernels can compute.
 
-    `positions` ascend, one for each token of the prompt, and should reach the end of the context: a layer
-    that scales its queries at far positions is recognised only there, and is not replaced.  `int8` rounds
+    `positions` ascend, one for each token of the prompt.  They should reach the end of the context, because
+    some layers scale their queries only at far positions.  Such a layer must not be replaced.  `int8` rounds
     the weights of replaced layers.
     """
     module = flat.module

@@ -1,12 +1,12 @@
-"""Replace a decoder layer by the layer kernels, if they give the same answer.
+"""Replace a decoder layer by the layer kernels, if they compute the same output.
 
-A layer whose calls have the known form is rebuilt from its weights and run on the recorded input.  It
-replaces the module only if it reproduces the module's answer.  So a layer stays as it is if it has another
-order of operations, a factor that no attribute holds, or a step that is not a module.
+A layer whose calls have the known form is rebuilt from its weights and run on the recorded input.  The
+rebuilt layer replaces the module only if it reproduces the module's output.  So a layer is not replaced if it
+has another order of operations, a factor that no attribute holds, or a step that is not a module.
 
-The first comparison runs in float32, with widened weights.  In 16 bits rounding may hide a wrong layer:
-an extra rotation changes the scores of small queries only slightly.  A second comparison checks the packed
-16-bit weights.  The check temporarily needs eight bytes for each of the layer's weights.
+The first comparison runs in float32, with widened weights.  In 16 bits, rounding may hide an error.  For
+example, an extra rotation changes the scores of small queries only slightly.  A second comparison checks the
+packed 16-bit weights.  The check temporarily needs eight bytes for each of the layer's weights.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from pensieve.model.fuse.record import (
     record_again,
 )
 
-# The tolerated error of a layer, as a share of the largest change that the layer makes to the residual.
+# The tolerated error of a layer, relative to the largest change that the layer makes to the residual.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # How far rounding may move a router's logits, in ulps of the row's largest logit.
 UNDECIDED_ULPS = 8
 
 
 class FusedLayer(torch.nn.Module):
-    """Replace a decoder layer: take the same arguments, give the same answer."""
+    """Replace a decoder layer, with the same arguments and the same output."""
 
     has_experts = False
 
@@ -113,7 +113,7 @@ class FusedLayer(torch.nn.Module):
 def fused_layer(
     layer: torch.nn.Module, record: LayerRecord, kernels: LayerKernels, *, int8: bool = False
 ) -> FusedLayer:
-    """Return a replacement of a layer; raise NoMatch if the kernels do not reproduce its answer."""
+    """Return a replacement of a layer; raise NoMatch if the kernels do not reproduce its output."""
     given, rotation = record.given, record.arguments.get("position_embeddings")
     in_tuple = isinstance(record.answer, tuple)
     if in_tuple and len(record.answer) != 1:
@@ -178,7 +178,7 @@ def _right_factors(
     record: LayerRecord,
     mlp: MlpWeights | ExpertWeights,
 ) -> list[float]:
-    """Return the factors that reproduce the recorded answer; raise NoMatch if there is none."""
+    """Return the factors that reproduce the recorded output; raise NoMatch if there are none."""
     given, rotation = record.given, record.arguments.get("position_embeddings")
     assert given is not None
     answer = record.answer[0] if isinstance(record.answer, tuple) else record.answer
@@ -198,7 +198,7 @@ def _right_factors(
 def _agree(
     got: torch.Tensor, answer: torch.Tensor, given: torch.Tensor, undecided: torch.Tensor
 ) -> bool:
-    """Whether the answers agree up to rounding, in all rows whose experts do not depend on rounding."""
+    """Whether the outputs agree up to rounding, in all rows whose experts do not depend on rounding."""
     change, size = (answer - given).abs().max(), answer.abs().max()
     rounding = torch.finfo(given.dtype).eps * size
     by_row = (got - answer).abs().amax(-1).flatten()

@@ -29,7 +29,7 @@ from pensieve.model.fuse.record import Call, ModuleCall, RecordedAttention, is_p
 
 # The norms that the kernels cannot compute as a LayerNorm.
 AFTER: tuple[NormName, ...] = ("attention_after", "mlp_after")
-# The tolerated error of a norm, as a share of its largest value.
+# The tolerated error of a norm, relative to its largest output.
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
@@ -129,7 +129,8 @@ def _is_gated(parts: _Parts) -> bool:
 def _query_factor(parts: _Parts, attention: RecordedAttention) -> float | None:
     """Return the number that the layer multiplies its queries by; some layers scale queries, not scores.
 
-    Return None if the queries are no multiple of the output of their product or norm: they are rotated.
+    Return None if the queries are not a multiple of the output of their product or norm, because they are
+    rotated.
     """
     query = attention.call.query.flatten(1)
     if parts.normed_queries is not None:
@@ -231,8 +232,8 @@ def _name_middle_norms(
 ) -> None:
     """Name the norms between the attention's product and the MLP's first product.
 
-    If the MLP's input is a norm of the layer's input, or the norm before the attention, then the MLP runs in
-    parallel with the attention.
+    The MLP runs in parallel with the attention if its input is a norm of the layer's input, or if it shares
+    the norm before the attention.
     """
     before = parts.attention_in[0].given if parts.attention_in else None
     if product.given is before and "attention_before" in parts.norms:
@@ -304,7 +305,7 @@ def _attention_fits(parts: _Parts, attention: RecordedAttention) -> bool:
 def product_weights(
     calls: Sequence[ModuleCall], activation: Activation | None = None, *, gated: bool = True
 ) -> ProductWeights:
-    """Several products have the same input.  Return their weights combined into one product."""
+    """Combine the weights of products with the same input into one product."""
     return ProductWeights(
         [_weight(call.module) for call in calls],
         [cast(torch.Tensor | None, call.module.bias) for call in calls],
@@ -353,7 +354,7 @@ def match_norm(call: ModuleCall) -> NormWeights | None:
 
 
 def _error(norm: NormWeights, given: torch.Tensor, answer: torch.Tensor) -> tuple[float, float]:
-    """Return the norm's largest and mean error, as shares of the answer's largest value."""
+    """Return the norm's largest and mean error, relative to the largest value of `answer`."""
     width = len(norm.weight)
     rows = given.float().view(*given.shape[:-1], -1, width)
     if norm.centred:
@@ -399,7 +400,7 @@ def factor_between(before: torch.Tensor, after: torch.Tensor) -> float | None:
 
 
 class Router(NamedTuple):
-    """A call of a router, and the shares and experts that it answered."""
+    """A call of a router, and the shares and experts that it returned."""
 
     given: torch.Tensor
     weight: torch.Tensor
@@ -429,7 +430,7 @@ def match_router(call: ModuleCall) -> Router | None:
     if logits.shape != right.shape or experts.is_floating_point():
         return None
     if logits.dtype != right.dtype and not torch.equal(logits.float(), right.float()):
-        return None  # another precision: the router sometimes chooses other experts
+        return None  # computed in another precision, so the chosen experts sometimes differ
     probabilities = torch.softmax(right.float(), dim=-1)
     largest = torch.topk(probabilities, experts.shape[1]).values
     chosen = probabilities.gather(1, experts)
@@ -447,8 +448,9 @@ def expert_weights(
 ) -> ExpertWeights | None:
     """Return the weights of the experts that this call applied, or None if it applied no experts.
 
-    The module holds the stacked matrices of all experts and is given the router's answer.  This function does
-    not check which half of the first matrices is the gate: the layer is compared as a whole.
+    The called module holds the stacked matrices of all experts, and receives the router's output.  This
+    function does not check which half of the first matrices is the gate.  A later comparison of the whole
+    layer does.
     """
     matrices = list(call.module.parameters(recurse=False))
     given = (call.given, *call.others[0], *call.others[1].values())

@@ -1,7 +1,8 @@
 """Replace single products (Linear, Conv1D) by products with packed weights.
 
 If one parent calls several products one after another with the same input (for instance queries, keys and
-values), they become one product.  The first call computes it; the others take their columns of the result.
+values), they become one product.  The first call computes this product; the other calls take their columns of
+its result.
 """
 
 from __future__ import annotations

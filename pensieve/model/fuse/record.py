@@ -1,4 +1,4 @@
-"""Record the calls of one forward, layer by layer: attention, and modules that hold weights or are leaves.
+"""Record one forward's calls, by layer: of attention, and of modules that hold weights or have no submodules.
 
 The record holds the original tensors, so `is` tells whether one call received another call's result.
 These tensors stay alive as long as the record does.
@@ -47,7 +47,7 @@ class LayerRecord:
     """One call of a decoder layer, and the calls inside it."""
 
     given: torch.Tensor | None = None
-    others: tuple[Any, ...] = ()  # the positional arguments after it
+    others: tuple[Any, ...] = ()  # the positional arguments after `given`
     arguments: dict[str, Any] = field(default_factory=dict)
     answer: Any = None
     calls: list[Call] = field(default_factory=list)
@@ -113,7 +113,7 @@ def decoder_layers(module: torch.nn.Module) -> list[Child]:
 
 
 def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
-    """Return a layer's innermost module with a `layer_idx`, which transformers' attentions have."""
+    """Return a layer's attention: its innermost module with a `layer_idx`."""
     found = [each for each in layer.modules() if hasattr(each, "layer_idx")]
     return found[-1] if found else None
 
@@ -229,7 +229,7 @@ def _widened(value: Any) -> Any:
 
 
 def is_product(call: Call, kernels: LayerKernels) -> bool:
-    """Whether the kernels can pack this product: its weights have its input's type."""
+    """Whether the kernels can pack this product; its weights and its input must have the same dtype."""
     return (
         isinstance(call, ModuleCall)
         and not any(call.others)

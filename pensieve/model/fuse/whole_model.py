@@ -33,12 +33,10 @@ class Surroundings:
 
     table: torch.nn.Embedding
     table_factor: float
-    positions: (
-        torch.Tensor | None
-    )  # a row for each position; None: nothing is added to the embeddings
-    rotation: (
-        Callable[[torch.Tensor, torch.Tensor], Rotation] | None
-    )  # of (1, tokens, …), (1, tokens)
+    # A row for each position; None: nothing is added to the embeddings.
+    positions: torch.Tensor | None
+    # Takes hidden states (1, tokens, …) and positions (1, tokens).
+    rotation: Callable[[torch.Tensor, torch.Tensor], Rotation] | None
     norm: NormWeights
     find_head: Callable[[], torch.nn.Module]  # returns the packed output product
     head_factor: float
@@ -78,7 +76,7 @@ class FusedModel:
             layer.dense.followed_by(then.dense)
         layers[-1].dense.followed_by(self._head)
         self._chain: LayerChain | None = None
-        if len({layer.rotates for layer in layers}) == 1:  # a chain has one rotation for all
+        if len({layer.rotates for layer in layers}) == 1:  # in a chain all layers rotate, or none
             self._chain = kernels.chain([layer.dense for layer in layers])
 
     def embed(
@@ -209,7 +207,7 @@ def _match_embeddings(
 
 
 def _hidden(answer: Any) -> Any:
-    """Return a layer's residual; some models' layers answer a tuple."""
+    """Return a layer's residual; some models' layers return a tuple."""
     return answer[0] if isinstance(answer, tuple) else answer
 
 

@@ -1,14 +1,15 @@
-"""Check that pages which come back from the host tier are unchanged.
+"""Check that pages in the host tier are unchanged when they are swapped in.
 
-A finished swap-out computes a checksum of the copied slots in all layers.  The sum is checked before the page
-is swapped in.  Nothing writes to the page in between: the core does not reuse the pages of a pending copy,
-and a host page belongs to one chunk.  So a different sum means failing memory or a bug.  The page's contents
-are then recomputed, as if the page had been dropped.
+After a swap-out, a checksum of the copied slots in all layers is computed.  This sum is checked before the
+page is swapped in.  Nothing writes to the page in between: the core does not reuse the pages of a pending
+copy, and a host page belongs to one chunk.  So a different sum means failing memory or a bug.  The page's
+contents are then recomputed, as if the page had been dropped.
 
 A page that a group of streamed turns stores to (core/iteration.py) changes with each token.  It gets its sum
 when it is full, that is, when all of its slots were stored. Until then, the page counts as intact.
 
-Checksums cost the computing thread one millisecond for one to two MiB of pages, in each direction.
+Checksums cost the computing thread one millisecond for each 1 to 2 MiB of pages, both after a swap-out and
+before a swap-in.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PageChecksums:
             self.copied(each.host_page, each.num_slots)
 
     def stored(self, groups: Iterable[PageGroup]) -> None:
-        """Sum the pages that these groups have filled; call it once their stores are on the host."""
+        """Sum the pages that these groups have filled; call this after their stores are on the host."""
         num_slots_max = self._arena.shape[4]
         for group in groups:
             for page, num_slots in zip(group.host_pages, group.stored_slots, strict=True):

@@ -2,7 +2,7 @@
 
 A CPU's copier copies in a thread, layer by layer.  A GPU's copier uses streams.  Both keep this order:
 
-    submit ──> pages of layer 0 │ layer 1 │ layer 2 │ …          begins when earlier iterations have written
+    submit ──> pages of layer 0 │ layer 1 │ layer 2 │ …          starts after earlier iterations have written
     forward ── wait_layer(0) ─ layer 0 computes ─ wait_layer(1) ─ layer 1 computes …
 
 Swap-ins come first, lowest layer first, because a layer's attention may be waiting for them.  Swap-outs are
@@ -59,11 +59,11 @@ class Copier(ABC):
 
     @abstractmethod
     def launch_rest(self) -> None:
-        """Start the copies that no forward has waited for.  Call it once the forward is launched."""
+        """Start the copies that no forward has waited for.  Call this after launching the forward."""
 
     @abstractmethod
     def wait_layer(self, layer: int) -> None:
-        """Make later computations wait until every outstanding swap-in has brought this layer."""
+        """Make later computations wait until every outstanding swap-in has copied this layer."""
 
     @property
     @abstractmethod
@@ -124,12 +124,12 @@ class CpuCopier(Copier):
 
     Why no page is read or written wrongly:
 
-    * A swap-in writes device pages that nothing reads before `wait_layer` of that layer: the core gives
-      them to no slice of an earlier iteration, and every layer of a later forward waits first.
+    * A swap-in writes device pages that nothing reads before `wait_layer` of that layer.  The core gives
+      these pages to no slice of an earlier iteration, and every layer of a later forward waits first.
     * A swap-out reads slots that earlier iterations wrote.  On a CPU, `launch` returns only after the
       forward has been computed.  So these forwards are over when `submit` is called, even if an earlier
-      iteration was not collected yet.  Those slots are not written again: full chunks never change, and of a
-      partly filled chunk only the first `num_slots` slots are copied, while new tokens go to later slots.
+      iteration was not collected yet.  Those slots are not written again.  Full chunks never change.  Of a
+      partly filled chunk, only the first `num_slots` slots are copied, and new tokens go to later slots.
     * The core reuses neither page of a copy before that copy is reported, so no target is written twice
       and no source is overwritten.  The copy is reported under the lock, after the last layer.
     """
@@ -294,13 +294,13 @@ class CudaCopier(Copier):
         swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
     Each layer of a swap-in is followed by an event.  `submit` launches the first `LAYERS_AHEAD` layers.
-    `wait_layer(n)` launches the copies of all layers up to n + `LAYERS_AHEAD`.  It makes the computing
+    `wait_layer(n)` launches the copies of all layers up to n + `LAYERS_AHEAD`.  It also makes the computing
     stream, not the host, wait for the events of layer n.  `launch_rest` launches the remaining layers after
     the forward.  Launching all layers at once would delay the launch of the first layer's compute.
 
     Swap-outs are not urgent.  A worker thread launches them a unit at a time (some layers, about
-    `UNIT_BYTES`), and only while no swap-in is outstanding, so they yield after at most one unit.  A swap-in
-    also waits, on the device, for the running unit, so the two directions do not compete for the bus.
+    `UNIT_BYTES`), and only while no swap-in is outstanding.  A new swap-in waits, on the device, for the
+    running unit, so the two directions do not compete for the bus.
 
     Why no page is read or written wrongly:
 
@@ -312,7 +312,7 @@ class CudaCopier(Copier):
       later waits for the layer's event.
     * A swap-out reads slots that earlier iterations wrote.  Their forwards may still run, so the first unit
       waits for an event that `submit` records on the computing stream, after all of these forwards.  Those
-      slots are not written again: full chunks never change, and of a partly filled chunk only the first
+      slots are not written again.  Full chunks never change.  Of a partly filled chunk, only the first
       `num_slots` slots are copied.
     * The core reuses neither page of a copy before that copy is reported.  A copy is reported when the host
       has seen the event after its last layer.

@@ -46,8 +46,8 @@ def allocate(
     """Return uint8 (num_pieces * piece_bytes), page-locked for the lifetime of the tensor.
 
     A copy must not cross from one registration into another.  A copy stays inside a piece (a layer), so each
-    piece is registered by itself.  If its size is no multiple of a memory page, the whole arena is registered
-    at once.
+    piece is registered by itself.  If the size of a piece is not a multiple of the memory page size, the
+    whole arena is registered at once.
     """
     num_bytes = num_pieces * piece_bytes
     if num_bytes == 0:

@@ -3,7 +3,7 @@
     device_arena, host_arena   (layers, pages, 2, kv_heads, slots, row)
 
 Inside a layer a page is one contiguous run: keys, then values, of all heads.  So moving a page of one layer
-is one copy, and a head's tile of slots x row is contiguous for the kernels.  kernels/kv_format.py defines a
+is one copy.  A head's tile of slots x row is also contiguous, for the kernels. kernels/kv_format.py defines a
 row; here rows move as bytes.  The core decides which page holds which chunk.  Nothing here is initialized: a
 slot that was never written may hold anything.
 
@@ -38,7 +38,7 @@ from pensieve.model.transfer import upload
 
 IN_PLACE = -1  # value of `staging_pages`: no staging, turns attend to the host tier
 STAGING_ARENAS = 2  # while the attention reads one arena, the other is loaded
-# Size of a page in one layer.  Smaller pages cost the driver as much, and cost `copy_pages` less.
+# Size of a page in one layer.  For smaller pages, `copy_pages` is faster than the driver.
 BATCHED_BYTES_MIN = 32 << 10
 
 
@@ -179,7 +179,7 @@ class KVMemory:
 
     @property
     def spare_page(self) -> int:
-        """The page behind the last page, which no turn has: padding rows of a batch write there."""
+        """An additional last page that no turn has; padding rows of a batch write there."""
         return self.device_pages
 
     @property

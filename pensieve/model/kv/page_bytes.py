@@ -5,8 +5,8 @@ of an arena (memory.py) without the remaining slots: (layers, 2, kv_heads, slots
 same identity (launch/kv_identity.py) can use these bytes.
 
 The engine's thread reads and writes between two iterations.  On a GPU, reading a device page waits for all
-launched work; a host page is memory of this process.  Written pages were just given to their chunks, so no
-copy and no forward uses them.
+launched work, and reading a host page waits for nothing.  Written pages were just given to their chunks, so
+no copy and no forward uses them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pensieve.model.kv.memory import KVMemory
 class PageBytes:
     """Copy pages to and from bytes, in the calling thread only.
 
-    A copy by torch's threads waits for the slowest thread.  That takes ten times as long if other processes
-    use the cores.
+    A copy by torch's threads would wait for the slowest thread, which is slow if other processes use the
+    cores.
     """
 
     def __init__(self, memory: KVMemory, checksums: PageChecksums | None) -> None:

@@ -2,11 +2,11 @@
 
 A *pass* is one forward over the groups of an iteration (core/iteration.py, `PageGroup`).
 
-A CPU copies nothing (`InPlaceStreamer`): its kernels read the host tier as fast as the device tier, so the
-slices of a group write to its host pages and attend to them there.
+A CPU copies nothing (`InPlaceStreamer`), because its kernels read the host tier as fast as the device tier.
+The slices of a group write to the group's host pages and attend to them there.
 
-A device has two staging arenas (`StagedStreamer`).  In every layer the groups come in their order.  Group g
-of G in layer l is step n = l · G + g, and its arena is n % 2:
+A GPU has two staging arenas (`StagedStreamer`).  In every layer the groups come in their order.  Group g (of
+G groups) in layer l is step n = l · G + g, and its arena is n % 2:
 
     load n        copy host pages of layer l to arena n % 2
     attend n      the step's slices write to the arena and attend to it
@@ -22,25 +22,25 @@ that the staging stream waits for before the store.
 Why no page is read or written wrongly:
 
 * Attend n waits for load n.  Load n + 1 fills the other arena.
-* Load n + 2 overwrites arena n % 2.  It comes after store n, which comes after attend n.  So nothing reads or
-  writes the arena any more, and its new slots are on the host.  This also holds for a group that stores
-  nothing: its store is empty, not missing.
-* A slot of an arena that was neither loaded nor written may hold anything.  No slice attends to it: the
-  loaded slots and the group's own writes cover the contexts of all its slices (guaranteed by the core), and
-  slots after a slice's position reach no result.
+* Load n + 2 overwrites arena n % 2.  Load n + 2 comes after store n, which comes after attend n.  So nothing
+  reads or writes the arena any more, and its new slots are on the host.  This also holds for a group that
+  stores nothing: its store is empty, not missing.
+* A slot of an arena that was neither loaded nor written may hold anything.  No slice attends to such a slot.
+  The core guarantees that the loaded slots and the group's own writes cover the contexts of all slices of the
+  group.  Slots after a slice's position affect no result.
 * Store n copies leading slots, including loaded slots.  It overwrites them with their own values: a page that
   a group stores is in no other group, so nothing else writes it in this iteration.
 * A group loads what earlier iterations have left on the host in that layer.  Stores of earlier passes come
   before the load, because all copies are ordered.  A swap-out into such a page was reported before the group
   was planned.
-* A later reader or writer of host pages sees all stores, be it a swap-in, a swap-out into a released page, or
-  the checksums.  `end` makes the computing stream wait for the last store.  These readers and writers wait
-  for an event that is recorded on the computing stream after that.
-* A swap may run during the pass.  The only pages used by both are full pages shared between turns, which the
-  pass only reads.  There are two reasons: the core does not reuse the pages of a copy before the copy is
-  reported, and no turn is resident and streamed at once.
+* Later readers and writers of host pages see all stores.  They are swap-ins, swap-outs into released pages,
+  and checksums.  `end` makes the computing stream wait for the last store.  The readers and writers wait for
+  an event that is recorded on the computing stream after `end`.
+* A swap may run during the pass.  The swap and the pass can both use only full pages that turns share, and
+  the pass only reads these pages.  There are two reasons: the core does not reuse the pages of a copy before
+  the copy is reported, and no turn is resident and streamed at once.
 
-If a pass fails (out of memory), `abandon` gives it up: no further copies of it are launched.  The host pages
+If a pass fails (out of memory), `abandon` gives the pass up and launches no further copies.  The host pages
 then hold the old contents or some of the pass's stores.  Computing the pass again writes the same values.
 
 One thread makes all calls, in the order begin, (wait_loaded, attended) for each step, end.  A copy that fails
@@ -237,9 +237,9 @@ def arena_of(step: int) -> int:
 
 
 def in_host_pages(slices: Sequence[Slice], groups: Sequence[PageGroup]) -> list[Slice]:
-    """Return the slices.
+    """Return the slices with host page numbers in all page tables.
 
-    In the slices of groups, page tables hold host page numbers instead of indices into the group's pages.
+    In the given slices of groups, page tables hold indices into the group's pages.
     """
     found = list(slices[: groups[0].first_slice])
     for group in groups:

@@ -3,12 +3,12 @@
     accept ──> a thread for each connection: handshake.py ──> arrived
                                                 └─ refused: reported, and the connection is closed
 
-Rank 0's main thread runs the listener.  An arrived rank waits for its settings.  If it disconnects before all
-ranks have arrived, rank 0 waits for another rank in its place.  When all ranks have arrived, rank 0 closes
-the address.  A late rank cannot connect, and tries again after a while.
+Rank 0's main thread runs the listener.  An arrived rank waits for its settings.  If this rank disconnects
+before all ranks have arrived, rank 0 waits for a replacement.  When all ranks have arrived, rank 0 stops
+listening.  A later rank cannot connect, and tries again after a while.
 
-Ranks are numbered by host name, then by device.  So ranks of one machine get consecutive numbers, and the
-shards of a stage (ranks.py) are on one machine if enough of its ranks arrive.
+Ranks are numbered by host name, then by device.  So ranks of one machine get consecutive numbers.  The shards
+of a stage (ranks.py) are then on one machine, if that machine has enough ranks.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ Ranks that share each layer (`ParallelExecutor`):
 
 Why the ranks cannot diverge:
 
-* A worker's state is its weights and its pages.  Only iterations change its pages.  It receives every
-  iteration in the order in which rank 0 launches them: one pipe, one reading thread, one executing thread.
+* A worker's state is its weights and its pages.  Only iterations change the pages.  The worker receives every
+  iteration in the order in which rank 0 launches them, because there is one pipe, one reading thread and one
+  executing thread.
 * Page numbers mean the same on all ranks, because all ranks have equally many pages.
 * Rank 0 makes every decision.  It sends a batch's token ids, and it runs sampling, text, the end of turns and
   the scheduler.
@@ -24,14 +25,14 @@ the same collectives, in the same order.  There are three other waits:
 * A worker waits for the next iteration.  Rank 0 can always send it, because a thread of each worker always
   reads.
 * A rank waits for its own copier, which waits for no other thread.
-* Rank 0 waits for copies that it has finished and other ranks have not.  Their copiers finish them and their
-  reporter threads report them, independent of their other work.
+* Rank 0 waits for copies that other ranks have not finished yet.  The copiers and the reporter threads of
+  those ranks finish and report the copies independently of all other work.
 
 Why a page is never reused too early.  Each rank has its own copier, so ranks finish a copy at different
-times.  A copy is reported to the core when the last rank has finished it (`Tally`); no copier touches its
-pages any more.  The core's other guarantees follow from the order of iterations, which is the same on each
-rank.  When rank 0 collects iteration k, a worker may not have finished k, but it will run k + 1 after k.  An
-iteration without copies needs no reply.
+times.  A copy is reported to the core when the last rank has finished it (`Tally`).  No copier uses the pages
+of that copy any more.  The core's other guarantees follow from the order of iterations, which is the same on
+each rank.  When rank 0 collects iteration k, a worker may not have finished k, but it will run k + 1 after k.
+An iteration without copies needs no reply.
 
 If a worker ends or fails, its KV is incomplete.  `launch` or `collect` then raises DeviceError, which ends
 the engine.  No history is lost, because the store has all histories.
@@ -42,12 +43,12 @@ Stages that divide the layers (`StagedExecutor`) have as many iterations in flig
            ── collect() ────────────> own layers of k, and its samples
 
 Rank 0 is the last stage.  `launch` only sends an iteration to the others.  `collect` computes this stage's
-part of the oldest iteration.  So while the engine waits for iteration k, the stage before computes k + 1.
+part of the oldest iteration.  So while the engine waits for iteration k, the previous stage computes k + 1.
 The tokens of an iteration are known when it is launched (core/pipeline_stages.py) and are sent with it.
 
 The arguments above hold for stages, with send and receive instead of collectives.  A stage waits only for
-activations of the stage before, and for its next iteration.  Each rank begins the copies of an iteration when
-it runs the iteration.  The core reserves the pages from the launch on.
+activations of the previous stage, and for its next iteration.  Each rank starts the copies of an iteration
+when the rank runs the iteration.  The core has reserved the pages of these copies since the launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connect a rank on another machine to rank 0: both prove that they know a secret, then compare themselves.
+"""Connect a rank on another machine to rank 0: both prove that they know a secret, then compare models.
 
     rank                                             rank 0
                       <──  challenge  nonce_0
@@ -9,8 +9,8 @@
 
 The operator puts the secret into a file on each machine; it is never sent.  A proof covers a nonce of each
 side and names the side that makes it.  So a recorded proof is useless for another connection, and rank 0's
-own proof cannot be sent back to it.  Before its proof a peer may send frames of FRAME_BYTES_MAX bytes.  The
-whole handshake must end within HANDSHAKE_SECONDS.
+own proof cannot be sent back to it.  Before its proof, a peer may send frames of at most FRAME_BYTES_MAX
+bytes.  The whole handshake must end within HANDSHAKE_SECONDS.
 
 Later traffic on the connection, and the activations, are neither encrypted nor authenticated: an attacker who
 can change packets between the ranks can change replies.  The network between ranks must be private
@@ -66,7 +66,7 @@ def described(
 ) -> RankIdentity:
     """Describe this process as a rank."""
     versions = (metadata.version("torch"), metadata.version("transformers"))
-    # Torch's versions for GPU and CPU differ after the plus; the device kind is compared by itself.
+    # Torch's versions for GPU and CPU differ after the plus; `device` is compared separately.
     torch, transformers = (each.partition("+")[0] for each in versions)
     return RankIdentity(
         *(PROTOCOL, __version__, torch, transformers, device, model),

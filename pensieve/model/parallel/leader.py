@@ -1,6 +1,6 @@
 """Run rank 0: start the workers, load the model with them, and notice when a worker ends.
 
-Each worker (rank 1 … n-1) is a program of its own with one inherited socket: no fork, no pickle.  Rank 0
+Each worker (rank 1 … n-1) is a separate program with one inherited socket, without fork or pickle.  Rank 0
 starts the workers of its machine.  Workers of other machines connect to it (arrivals.py) and get the highest
 numbers.
 
@@ -24,10 +24,10 @@ Stages of a pipeline (stages.py) do the same, but each stage probes alone.  A st
 collectives.  A stage with one shard uses no collectives, and does not wait until all have loaded.  Before any
 turn is computed, rank 0 checks that the stages together have all layers, each once.
 
-Rank 0 has one receiving thread per worker, so no worker ever blocks while it sends, and rank 0 notices at
-once when a worker ends: the kernel closes its pipe.  From then on every launch, collect and waiting call
-raises DeviceError.  In the other direction, a worker exits when its pipe ends.  So no worker outlives rank 0,
-even if rank 0 is killed.  A machine that dies silently is noticed by a timeout (handshake.py, `tuned`).
+Rank 0 has one receiving thread per worker, so no worker ever blocks while it sends.  When a worker ends, the
+kernel closes the worker's pipe and rank 0 notices at once.  From then on every launch, collect and waiting
+call raises DeviceError.  When rank 0 ends, even if it is killed, each worker's pipe closes and the worker
+exits.  A machine that dies silently is noticed by a timeout (handshake.py, `tuned`).
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ from pensieve.model.shape import ModelShape
 
 STOP_SECONDS = 5.0
 STAGES_DIFFER = ("num_layers", "vocab_size")  # only the last stage has logits
-EXPLANATION_SECONDS = (
-    2.0  # how long after a broken collective the pipe of the rank that ended closes
-)
+# When a rank ends, a collective fails first.  The rank's pipe closes within this time after that.
+EXPLANATION_SECONDS = 2.0
 
 
 class Tally:
@@ -194,7 +193,7 @@ class Leader(Rank):
     def explain(self, error: Exception) -> None:
         """Raise the reason why another rank ended while this rank loaded.
 
-        Raise nothing if that rank refused the model: this rank has then found the same reason.
+        Raise nothing if that rank refused the model, because this rank has found the same reason.
         """
         reason = self.tally.reason_within(EXPLANATION_SECONDS)
         if reason is not None and not self._refused:

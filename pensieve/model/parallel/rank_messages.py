@@ -3,8 +3,9 @@
 The socket is one of a pair, or a connection to another machine (handshake.py).  A peer that has not proved
 its identity may send neither iterations nor long frames.
 
-A control message is a head [name, values] (settings, progress, failures).  An iteration's head has the
-numbers; its body has the page tables, the tokens of stages, and the pages and slots of groups.
+A control message (settings, progress, failures) has only a head, [name, values].  An iteration has a head
+with its numbers, and a body with its page tables and the pages and slots of its groups.  Between stages, the
+body also has the token ids.
 
 Ranks that share each layer get no token ids in these messages.  Some ids are not known when an iteration is
 launched, so all ids are sent with the batch itself, from device to device (`ranks.ParallelModel`).
@@ -50,7 +51,7 @@ class RankPipe:
         self._bytes_max = None
 
     def has_ended(self) -> bool:
-        """Whether the other end is gone; it must not have sent anything yet."""
+        """Whether the other end is gone; call this only before it has sent anything."""
         if not select.select([self._socket], [], [], 0)[0]:
             return False
         try:
@@ -97,7 +98,7 @@ class RankPipe:
 
 
 def packed(iteration: Iteration, with_tokens: bool = False) -> bytes:
-    """Pack the parts of an iteration that another rank needs; `with_tokens` needs all tokens known."""
+    """Pack the parts of an iteration that another rank needs; with `with_tokens` all tokens must be known."""
     parts: list[array[int]] = []
     slices, groups = [], []
     for piece in iteration.slices:

@@ -53,10 +53,11 @@ class Rank(ABC):
         self.num_shards = num_ranks // num_stages
         row, self.shard = divmod(index, self.num_shards)
         self.stage = (row - 1) % num_stages
+        # The ranks before and after this rank in the pipeline.
         self.before, self.after = (
             self.shard + self.num_shards * (neighbour % num_stages)
             for neighbour in (row - 1, row + 1)
-        )  # the ranks before and after this rank in the pipeline
+        )
         self._in_group = False
 
     @abstractmethod
@@ -70,7 +71,8 @@ class Rank(ABC):
     def enter_group(self, device: torch.device, address: str = "") -> None:
         """Enter the process group; all ranks must do so at the same time.
 
-        `address` is the address of this machine's interface to the other ranks; empty for one machine alone.
+        `address` is the address of this machine's interface to the other ranks; empty if there is one
+        machine.
         """
         if dist.is_initialized():
             raise ConfigError("this process already runs another model on several ranks")
@@ -106,8 +108,8 @@ class Rank(ABC):
 class ParallelModel(FlatModel):
     """Run this rank's part of a model; every rank calls it for the same batch, with rank 0's token ids.
 
-    A collective sends the ids, so rank 0 may fill them in late: a token that an earlier iteration samples is
-    on the device before the host knows it.
+    A collective sends the ids between devices.  So rank 0 can also send a token that its host does not know
+    yet, because an earlier iteration has sampled it on the device.
     """
 
     def __init__(self, module: Any, rank: Rank) -> None:
@@ -127,7 +129,7 @@ class ParallelModel(FlatModel):
 
 
 def limit_group(module: Any) -> None:
-    """Set the timeout of the shards' group, which transformers creates with half an hour."""
+    """Lower the timeout of the shards' group; transformers sets it to half an hour."""
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     dist.distributed_c10d._set_pg_timeout(timeout, module._device_mesh.get_group("tp"))
 
@@ -136,7 +138,7 @@ def check_machine(device: torch.device) -> None:
     """Raise ConfigError unless ranks of this machine can share each layer."""
     need("parallel", "accelerate", "--tensor-parallel")
     if device.type == "cpu" and torch.accelerator.is_available():
-        # transformers would put the parts there
+        # transformers would put the parts on the accelerators
         raise ConfigError(
             "--tensor-parallel on the CPU needs an empty CUDA_VISIBLE_DEVICES: "
             "transformers puts the parts of a model on accelerators if there are any"

@@ -1,4 +1,4 @@
-"""Run a stage of a pipeline: a rank with some of the layers (whole layers or its shards) and their KV.
+"""Run a stage of a pipeline: some of the layers, and their KV.
 
     rank 1          rank 2                rank 0: the engine's process
     embeddings
@@ -6,13 +6,13 @@
                                                                     output product, sampling
 
 Every stage executes the same iterations in the same order, each over its own layers.  So activations arrive
-in the expected order and need no names.  A sender does not wait for the receiver, which may be busy with the
-iteration before.  Rank 0 expects an iteration's activations from its launch on, so they arrive while it
-computes another iteration.
+in the expected order and need no identifiers.  A sender does not wait for the receiver, which may be busy
+with the previous iteration.  Rank 0 starts to receive an iteration's activations when the iteration is
+launched.  So they arrive while rank 0 computes another iteration.
 
-A stage may have several shards (ranks.py), each of them a rank.  Stages exchange the input of a layer, which
-is bit for bit the same on all shards of a stage.  So each shard sends it to the shard with its number in the
-next stage, and no shard waits for another.  Token ids come with the iteration.
+A stage may have several shards (ranks.py), each of them a rank with a part of each layer.  Stages pass on the
+input of a layer, which is bit for bit the same on all shards of a stage.  So each shard sends this input to
+the shard with the same number in the next stage.  Token ids come with the iteration.
 
 Before `connect` a stage computes alone, with made-up activations.  So each stage is probed, and its layers
 replaced, without the others (loader.py).  For fp8 KV the stages are connected at the end of the probe,
@@ -38,10 +38,10 @@ class _ActivationTransfer(NamedTuple):
 
 
 class StageLinks:
-    """Receive activations from the stage before, and send activations to the next stage."""
+    """Receive activations from the previous stage, and send activations to the next stage."""
 
     def __init__(self, rank: Rank, like: torch.Tensor) -> None:
-        """Exchange tensors with the last size, the dtype and the device of `like`."""
+        """Exchange tensors with the last dimension, the dtype and the device of `like`."""
         self._like = like
         self._before, self._after, self._sent_max = rank.before, rank.after, rank.num_stages
         self._expected: deque[_ActivationTransfer] = deque()
@@ -63,7 +63,7 @@ class StageLinks:
         return there
 
     def send(self, activations: torch.Tensor) -> None:
-        """Send activations and keep them alive until sent; wait if more than one per stage is pending."""
+        """Send activations and keep them alive until sent; wait for the oldest if too many are pending."""
         kept = activations.contiguous()
         work = dist.isend(kept, self._after)
         assert work is not None
@@ -118,9 +118,9 @@ class StageModel(FlatModel):
 def shards_of(rank: Rank) -> Any:
     """Return `prepare_distribute_model` for a stage's class.
 
-    `transformers` divides a model among the ranks of a mesh, which it makes of all processes.  With stages
-    the mesh has a row of shards for each stage, numbered as the ranks are (ranks.py).  A stage is divided
-    along its row only.
+    By itself, `transformers` makes a mesh of all processes and divides the model among them.  With stages,
+    the mesh has one row for each stage, and the stage's shards in this row (ranks.py).  A stage is divided
+    among the ranks of its row only.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import initialize_distributed_mesh
@@ -137,8 +137,8 @@ def shards_of(rank: Rank) -> Any:
 def expand_own_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     """Expand the parallel plan of a stage's class, only for modules and parameters that the stage has.
 
-    The library's plan would also add or gather the results of the blank modules that replace other stages'
-    parts (layer_range.py), in collectives without purpose.
+    Blank modules replace the parts of other stages (layer_range.py).  The library's own expansion would run
+    useless collectives on the results of these blank modules.
     """
     elsewhere = tuple(
         name

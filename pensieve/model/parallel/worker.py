@@ -4,8 +4,8 @@
     main thread       one iteration after another: copies, then the forward over its part of the pages
     reporter thread   copies that have finished here → rank 0
 
-With `--check-kv` a worker checks its own part of the host pages.  If a page has changed the worker fails, and
-all ranks restart, because rank 0 plans by its own part alone.
+With `--check-kv` a worker checks its own part of the host pages.  If a page has changed, the worker fails and
+all ranks restart, because rank 0 checks only its own part and would not recompute the page.
 
 A worker decides nothing and samples nothing.  Its part of the logits reaches rank 0 through the collectives.
 As a stage it sends its activations to the next stage (stages.py).  When the pipe ends, rank 0 is gone and the
@@ -61,7 +61,8 @@ def serve(sock: socket.socket) -> None:
         # The reporter may meet the same error at the same time; both send the same text.
         with contextlib.suppress(OSError):
             pipe.send("failed", text=whole_line(error))
-        # If rank 0's end broke the collective, the pipe ends within this second, and no traceback is printed.
+        # If the collective failed because rank 0 ended, the pipe closes within this second, and this process
+        # exits without a traceback.
         time.sleep(1)
         traceback.print_exc()
     os._exit(1)

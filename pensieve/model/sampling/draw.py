@@ -8,21 +8,22 @@ s keeps a row's sum below 2^62.  Tokens less likely than 2^-s of the likeliest t
 tokens) are never drawn.
 
 **The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
-int64, so that no two tokens tie and a partial sort is the beginning of the full sort.  Every cut
-keeps a prefix of this order.  Usually the first 256 tokens contain the end of the prefix or, without a cut,
-the drawn token.  If not, the row is tried again with more of its tokens.
+int64, so that no two tokens tie and a partial sort is a prefix of the full sort.  Every cut keeps a prefix of
+this order.  Usually the first 256 tokens contain the end of the prefix or, without a cut, the drawn token.
+If not, the row is tried again with more of its tokens.
 
 * On a CPU, checking this costs nothing.
 * On a GPU, checking means waiting for all launched work.  So a kernel searches each row without sorting it
   (kernels/sampling.py).  With the choice `radix=0` each row is instead tried once, with as many tokens as its
   `Sampling` may need: 256 for a top_k of at most 256, else all tokens, sorted.
 
-top_n_sigma comes before the other cuts and before the temperature, as in llama.cpp.  Later steps see the
-tokens that it cuts as -infinity.
+top_n_sigma comes before the other cuts and before the temperature, as in llama.cpp.  For later steps, the
+logits of the tokens that top_n_sigma cuts are -infinity.
 
 **The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
-token's absolute position in the conversation's log is the counter.  The store keeps both.  So the number is
-the same after a suspension, in a restarted engine and on another device.  There is no generator state.
+token's absolute position in the conversation's log is the counter.  The store keeps the seed and the log.  So
+the number is the same after a suspension, in a restarted engine and on another device.  There is no generator
+state.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ def _likeliest(values: Tensor, width: int) -> Tensor:
 def _sort_keys(values: Tensor) -> Tensor:
     """Return distinct int64 keys that sort by larger value, then by lower id.
 
-    A float32's bits, read as an integer, sort like the float once the bits of negative numbers are inverted.
+    If the bits of negative numbers are inverted, the bits of float32 sort as integers like the floats.
     Adding zero turns -0 into +0, which must tie.
     """
     bits = (values + 0.0).view(torch.int32)

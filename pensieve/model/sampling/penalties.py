@@ -1,10 +1,10 @@
 """Keep a turn's log for the sampler, and derive penalties, biases and masks from it.
 
 `TurnLog` lives in the executor as long as the turn does.  It starts with the turn's context and receives each
-collected token.  So it may lack the token before the next drawn token (`Row.is_ahead`).
+collected token.  So it may lack the last token before the token to draw (`Row.is_ahead`).
 
-`Penalties` is derived from the log: the ids that the context contains, and how often this reply used each.
-It reads the tokens that were appended since the last call.
+`Penalties` is derived from the log: which ids the context contains, and how often this reply used each id.
+`follow` adds the tokens that were appended to the log since its last call.
 """
 
 from __future__ import annotations

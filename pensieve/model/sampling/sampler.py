@@ -3,9 +3,9 @@
 **Steps for a row**, in this order:
 
 1. A row with NaN or infinite raw logits yields None: only that turn fails.
-2. The repetition penalty applies to the ids of the whole context: a positive logit is divided by it, a
-   negative logit is multiplied.  Presence and frequency penalties apply to the ids of this reply.  Then
-   logit_bias is added.  Overflow is clamped to float32.
+2.  The repetition penalty applies to the ids of the whole context: a positive logit is divided by the
+   penalty, a negative logit is multiplied by it.  Presence and frequency penalties apply to the ids of this
+   reply.  Then logit_bias is added.  Overflow is clamped to float32.
 3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are masked.  With
    `ignore_eos` an end-of-turn id is an ordinary token.  A mask that would leave no token is not applied.
 4. If the turn has a constraint, tokens that its mask forbids are left out (masks.py).  If the mask allows
@@ -28,15 +28,15 @@ never on other rows of the batch.
 on the device but not yet on the host.  Steps that need only the position (the random number, min_tokens) use
 the position.  The penalties need the token itself.  Each batch copies `seen` and `counts` anyway, and the
 token is added to these copies on the device.  So the row is treated as if its log were complete, and the
-state holds only the log.
+state includes only tokens of the log.
 
 **No waiting for the device.**  `draw` only launches work.  A row that is not finite gets the id -1 on the
 device (and is computed as zeros, so that no index is out of range).  `Drawn.read` waits for one copy of
 everything that the host needs.
 
 Greedy rows without other options cost one argmax.  Other rows are processed a few at a time (the two
-`…_PASS_ELEMENTS_MAX`).  This bounds the memory and, on a CPU, keeps a row in the cache: processing one row of
-150,000 logits at a time is seven to nine times as fast as eight at once.
+`…_PASS_ELEMENTS_MAX`).  This bounds the memory and, on a CPU, keeps a row in the cache: processing rows of
+150,000 logits one by one is seven to nine times as fast as eight rows together.
 """
 
 from __future__ import annotations
