@@ -124,7 +124,7 @@ class _Log:
             self._wrong(event, "the epoch is another claim's")
         if event["epoch"] <= found.epoch:
             self._wrong(event, f"an epoch {found.epoch} came before")
-        if event["previous"] not in (0, found.session):  # 0: a conversation deleted and created again
+        if event["previous"] not in (0, found.session):  # 0: deleted and created again
             self._wrong(event, f"session {found.session} had it")
         if found.turn_id and event["previous"]:
             self._wrong(event, f"turn {found.turn_id} runs")

@@ -1,9 +1,9 @@
 """Every pair of values of the engine's settings starts and gives right replies.
 
 A few starts cover every pair (a covering array), though not every triple. So any two incompatible settings
-are found. Each start runs two conversations of two turns at once, and moves one of them to the host in between.
-Replies are compared with plain transformers: exactly, or within the rounding of the type, the weights and the
-KV. A token computed from a wrong position is much further off.
+are found. Each start runs two conversations of two turns at once, and moves one of them to the host in
+between. Replies are compared with plain transformers: exactly, or within the rounding of the type, the
+weights and the KV. A token computed from a wrong position is much further off.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_ten_times_the_load_costs_the_carried_ones_nothing(tmp_path: Path) -> No
         assert over["refused"] > 100
         assert over["codes"] == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert over["all_say_when_to_come_back"]
-        assert over_goodput > 0.7 * peak_goodput  # per iteration: independent of the machine's speed
+        assert over_goodput > 0.7 * peak_goodput  # per iteration, for slow machines
         assert grown < 1.3
         assert admin.check() == []
     assert process.stop() == 0

@@ -44,7 +44,7 @@ def test_of_an_unknown_link_little_is_assumed() -> None:
 def test_what_transfers_took_is_learned_by_address() -> None:
     times = TransferTimes()
     times.learn("a", 0.1, 10_000_000, 1.0, 0.0)
-    assert not times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 1.0)  # no trial: link is known
+    assert not times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 1.0)  # no trial: known link
     times.learn("b", 0.001, 10_000_000, 0.01, 0.0)
     assert times.is_worth("b", wanted(2_000, 5_500.0), PART_BYTES, 1.0)
     assert times.is_worth("b", wanted(100, 10_000.0), PART_BYTES, 1.0)

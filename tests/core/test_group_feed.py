@@ -71,9 +71,7 @@ def test_the_next_prefix_is_computed_while_the_group_before_it_opens_and_drains(
     one.prefix_computed(0)
     assert requests(now(one)) == [1]
     one.ended(2, 4)
-    assert (
-        now(one) == []
-    )  # 6 + 4 + 4 pages are planned and request 5 takes 2; group 3 needs 4 more
+    assert now(one) == []  # 6 + 4 + 4 pages are planned and request 5 takes 2; group 3 needs 4 more
     one.ended(3, 4)
     assert now(one) == [DropPrefix(1), Submit(6, 3, 8, opens=True)]
 

@@ -82,7 +82,7 @@ def test_a_system_without_such_files_has_no_nodes(tmp_path: Path) -> None:
 def reported(
     monkeypatch: pytest.MonkeyPatch, nodes: set[int], before: int = DEFAULT
 ) -> tuple[list[str], memory_nodes.Policy]:
-    """Return the reported lines and the policy that was set. Runs in a new thread: policies are per thread."""
+    """Return the reported lines and the policy that was set. Use a thread: policies are per thread."""
     lines: list[str] = []
     after: list[memory_nodes.Policy] = []
     monkeypatch.setattr(memory_nodes, "usable_nodes", lambda: frozenset(nodes))

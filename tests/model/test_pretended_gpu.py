@@ -157,7 +157,7 @@ class Pretended:
 
     def pointers(self, *tensors: torch.Tensor) -> tuple[tuple[str, int], ...]:
         for tensor in tensors:
-            on_host = tensor.device.type == "cpu" and tensor.dim() == 5  # one layer of the host tier
+            on_host = tensor.device.type == "cpu" and tensor.dim() == 5  # a layer of the host tier
             assert on_host or tensor.device == DEVICE, f"{tensor.shape} is on {tensor.device}"
         return tuple(("p", 16) for _ in tensors)
 

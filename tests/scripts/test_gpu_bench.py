@@ -117,9 +117,7 @@ def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
 def test_a_section_that_does_not_end_costs_itself_alone(tmp_path: Path) -> None:
     log = io.StringIO()
     run = bench_gpu.Run(tmp_path, "cpu", 600, log)
-    run.step(
-        Step("device", 120, small=True)
-    )  # starts the process that all others are forked from
+    run.step(Step("device", 120, small=True))  # starts the process that all others are forked from
     run.step(Step("load", 1, small=True))
     run.step(Step("swap", 60, small=True))
     assert run.failed == ["load"]

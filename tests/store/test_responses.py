@@ -146,6 +146,6 @@ def test_a_response_is_stored_in_the_transaction_of_its_reply(spoken: Conversati
     again = found(spoken, "resp_1")
     assert again is not None
     assert (again.body, again.revision) == ({"status": "completed"}, 2)
-    spoken.responses.save(of_tea(revision=None, body={"status": "in_progress"}))  # ignored: too late
+    spoken.responses.save(of_tea(revision=None, body={"status": "in_progress"}))  # ignored: late
     assert found(spoken, "resp_1") == again
     assert spoken.verify() == []

@@ -126,7 +126,7 @@ def test_however_the_text_is_cut_into_pieces(
 
 
 def num_lines_run(function: Callable[[], object]) -> int:
-    """Return how many lines of Python a call executes. Unlike time, this is independent of other processes."""
+    """Return how many lines of Python a call executes. Unlike time, it is independent of other processes."""
     num_lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

@@ -289,7 +289,7 @@ def test_deleting_a_response_leaves_a_conversation_that_was_gone_on_with_meanwhi
 
         def before_another_turn(*named: Any, act: Any = function, **more: Any) -> Any:
             removed = act(*named, **more)
-            return removed._replace(revision=removed.revision - 1)  # as if another turn had followed
+            return removed._replace(revision=removed.revision - 1)  # as if a turn had followed
 
         monkeypatch.setattr(responses, name, before_another_turn)
     assert door.ask("DELETE", f"/v1/responses/{first.value['id']}").status == 200

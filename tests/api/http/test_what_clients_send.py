@@ -161,9 +161,7 @@ def test_a_response_that_brings_its_history_goes_on_with_its_conversation(
     usages = [each.value["usage"] for each in seen]
     for before, after in itertools.pairwise(usages):
         cached = after["input_tokens_details"]["cached_tokens"]
-        assert (
-            cached == before["total_tokens"] - 1
-        )  # all tokens but the last, which has no KV yet
+        assert cached == before["total_tokens"] - 1  # all tokens but the last, which has no KV yet
     # Sending the same history again makes a fork. Another session never shares a conversation.
     forked = post(rig, path, input=items[:-1], **given)
     assert forked.headers["x-pensieve-bound"] == "forked"

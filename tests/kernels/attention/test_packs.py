@@ -31,7 +31,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int) -> None
     """Check that each row sees each of its positions once, and that all its parts are merged once."""
     rows = [(s, r) for s, length in enumerate(lengths) for r in range(length * group)]
     of_row = {row: index for index, row in enumerate(rows)}
-    seen: dict[int, list[tuple[int, int, int]]] = {}  # row -> (first key, last key, row of the part)
+    seen: dict[int, list[tuple[int, int, int]]] = {}  # row -> (first key, end, part)
     taken = Counter[int]()
     for item in plan.items + plan.wide_items:
         assert item.num_rows > 0

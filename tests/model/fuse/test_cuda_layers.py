@@ -75,9 +75,7 @@ def models(head_size: int = 64) -> dict[str, Any]:
         "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes)),  # with norms of queries and keys
     }
-    for (
-        each
-    ) in made.values():  # make the second layer's values larger, but not its results
+    for each in made.values():  # make the second layer's values larger, but not its results
         attention = each.model.layers[1].self_attn
         attention.v_proj.weight.data *= 64.0
         attention.o_proj.weight.data /= 64.0
