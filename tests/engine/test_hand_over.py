@@ -241,7 +241,7 @@ def test_nothing_is_exported_of_a_turn_that_runs_or_of_what_is_not_there() -> No
 
 
 def test_what_another_turn_may_still_fail_to_compute_is_not_exported() -> None:
-    """Chunks that a turn of a fork is writing are exported only from the host."""
+    """Pages that a running turn of a fork holds are exported only from the host."""
     source = Side()
     log = source.say("a", [], list(range(1, 10)))
     source.mailbox.put(ForkConversation("a", 8, "b"))
