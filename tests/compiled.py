@@ -1,7 +1,7 @@
-"""Keep what tests compile: $XDG_CACHE_HOME/pensieve-tests (~/.cache/pensieve-tests), 512 MiB at most.
+"""Keep what tests compile: $XDG_CACHE_HOME/pensieve-tests (~/.cache/pensieve-tests), at most 512 MiB.
 
-A file is found by a hash of the compiler, its arguments, and all that lies in the folders it may include
-from.  What was not used for longest is removed first.
+The key of a file is a hash of the compiler, its arguments, and the contents of the include folders. When the
+cache is full, the least recently used files are removed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FOLDER = BASE / "pensieve-tests"
 def compiled(
     command: Sequence[str], text: str, suffix: str = ".cpp", folders: Sequence[Path] = ()
 ) -> Path:
-    """What a compiler makes of a text; `folders` are included from, in this order."""
+    """Compile a text and return the output file. `folders` are include folders, in this order."""
     arguments = [*command, *(f"-I{folder}" for folder in folders)]
     digest = hashlib.sha256(repr((_version(command[0]), arguments, text, suffix)).encode())
     for folder in folders:
         digest.update(_content(folder))
     FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = FOLDER / digest.hexdigest()[:32]
-    with (FOLDER / f"{made.name[:2]}.lock").open("w") as lock:  # a process makes it, others wait
+    with (FOLDER / f"{made.name[:2]}.lock").open("w") as lock:  # other processes wait for this one
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             with tempfile.TemporaryDirectory(dir=FOLDER, prefix="making-") as making:
@@ -53,7 +53,7 @@ def _make_room(num_bytes: int) -> None:
     for _, size, path in sorted(kept):
         if too_many <= 0:
             return
-        path.unlink(missing_ok=True)  # who has loaded it keeps it
+        path.unlink(missing_ok=True)  # processes that have loaded the file keep it
         too_many -= size
 
 

@@ -20,15 +20,15 @@ prepare_threads()
 fork_server.install()
 hypothesis.settings.register_profile("pensieve", deadline=None)  # no test depends on speed
 hypothesis.settings.load_profile("pensieve")
-# A process that runs in the background may ignore SIGINT, and its children inherit that.
+# A background process may ignore SIGINT, and its children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["tests.selection"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Rewrite the asserts of a share of the test files, so that xdist's processes divide the work.
+    """Rewrite the asserts of some of the test files, so that xdist's processes divide the work.
 
-    It takes 23 seconds of CPU time for all files. The results are cached.
+    For all files together this takes 23 seconds of CPU time. The results are cached.
     """
     if not (worker := getattr(config, "workerinput", None)) or sys.dont_write_bytecode:
         return

@@ -1,16 +1,16 @@
-"""A clock that is moved by hand, and an executor that remembers what its pages hold.
+"""A clock that tests move by hand, and an executor that records what its pages hold.
 
-`LedgerExecutor` has no tensors.  Each slot of each page remembers which token prefix its keys and
-values were computed from, and by which turn; copies move that memory, late and in any order; and
-every slice verifies that the pages it attends to hold exactly the prefix of its own turn.  Premature
-reclaim, aliasing, a missed recompute or a wrong copy fail here in milliseconds.  The pages of a group of
-streamed turns are staged as early as they may be, or as late, and stored back at once, or as late as may be.
+`LedgerExecutor` has no tensors. Each slot of a page records the token prefix that its keys and values were
+computed from, and the turn that computed them. Copies move these records, late and in random order. Every
+slice checks that the pages it attends to hold exactly the prefix of its own turn. So a page reclaimed too
+early, a page used twice, a missing recompute or a wrong copy fails here within milliseconds.
 
-KV can also be wrong.  A test spoils a slot (`spoil`), copies carry the wrong slot on, and a turn that attends
-to it fails.  From that report on nobody may attend to it: a turn that does, fails the test.
+Pages of streamed turns are staged and stored at random times within the allowed range.
 
-The token that a turn samples is a function of its prefix alone, so what a conversation should have
-said can be recomputed from nothing (`reply_to`).
+KV can also be wrong. A test spoils a slot with `spoil`. Copies of the slot are wrong, too, and a turn that
+attends to the slot fails. After that failure is reported, the KV of the failed turn must not be used.
+
+A sampled token depends only on its prefix. So `reply_to` can compute what a conversation should have replied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def extend_prefix(prefix: int, token_id: int) -> int:
 
 
 def prefixes_of(tokens: Sequence[int]) -> list[int]:
-    """Those that the tokens before position 0, 1, … make."""
+    """Return the prefixes that end before position 0, 1, ..."""
     prefixes = [1]
     for token_id in tokens:
         prefixes.append(extend_prefix(prefixes[-1], token_id))
@@ -57,7 +57,7 @@ def ends_turn(token_id: int) -> bool:
 
 
 def reply_to(tokens: Sequence[int], length_max: int, stops: bool = True) -> list[int]:
-    """What a turn whose log and prompt are `tokens` says."""
+    """Return the reply of a turn whose log and prompt are `tokens`."""
     prefix = 1
     for token_id in tokens:
         prefix = extend_prefix(prefix, token_id)
@@ -84,9 +84,9 @@ class LedgerExecutor:
         host_pages: int,
         chunk_tokens: int,
         seed: int = 0,
-        late: float = 0.5,  # how likely an outstanding copy is not to have finished
-        failing: float = 0.0,  # how likely a sampled row is NaN
-        stops: bool = True,  # False: a reply ends at its length only
+        late: float = 0.5,  # probability that an outstanding copy is still not finished
+        failing: float = 0.0,  # probability that a sampled row is NaN
+        stops: bool = True,  # False: replies end only by their length
         depth: int = 1,
         staging_pages: int = 0,
     ) -> None:
@@ -95,24 +95,24 @@ class LedgerExecutor:
         self.device: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(device_pages)]
         self.host: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(host_pages)]
         self.staging_pages = staging_pages
-        self.num_streamed = 0  # slices
+        self.num_streamed = 0  # number of streamed slices
         self.late = late
         self.failing = failing
         self.stops = stops
-        self.failing_turns: set[int] = set()  # whose next sampled row is NaN, by order of a test
+        self.failing_turns: set[int] = set()  # a test makes their next sampled rows NaN
         self.num_attended = 0
         self._random = random.Random(seed)
         self._outstanding: dict[int, SwapIn | SwapOut] = {}
         self._landed: list[int] = []
-        self._logs: dict[int, list[int]] = {}  # by turn: its context and what it sampled
-        self._prefixes: dict[int, list[int]] = {}  # by turn: that the tokens before 0..n make
-        self._sick_turns: set[int] = set()  # their rows are NaN; the core may not know yet
-        self._failed_turns: set[int] = set()  # reported
+        self._logs: dict[int, list[int]] = {}  # turn -> its context and sampled tokens
+        self._prefixes: dict[int, list[int]] = {}  # turn -> prefixes of its first 0, 1, ... tokens
+        self._sick_turns: set[int] = set()  # turns with NaN rows, perhaps not reported yet
+        self._failed_turns: set[int] = set()  # turns whose failure was reported
         self._num_spoiled = 0
-        self._spoiled_by: dict[int, set[int]] = {}  # by turn: the wrong slots that it attended to
+        self._spoiled_by: dict[int, set[int]] = {}  # turn -> wrong slots that it attended to
         self._launched: deque[_Launched] = deque()
 
-    # -- the port --
+    # -- the executor's interface --
 
     def launch(self, iteration: Iteration) -> None:
         assert len(self._launched) < max(self.depth, 2), (
@@ -147,7 +147,7 @@ class LedgerExecutor:
             self._logs[start.turn_id] = list(start.context)
             self._prefixes[start.turn_id] = prefixes_of(start.context)
         staging = _Staging(self, iteration) if iteration.groups else None
-        # In order: an executor may compute them one after another.
+        # Compute the slices in order, as an executor may.
         for index, piece in enumerate(iteration.slices):
             turn_id = piece.turn_id
             pages = self.device if staging is None else staging.pages_of(index)
@@ -183,25 +183,25 @@ class LedgerExecutor:
         finished, self._landed = tuple(self._landed), []
         return Outcome(tuple(launched.samples), finished, tuple(launched.failures))
 
-    # -- what a test arranges --
+    # -- called by tests --
 
     @property
     def known_turns(self) -> list[int]:
-        """Those that it was told of and not told to forget."""
+        """Return the turns that have started and were not ended."""
         return list(self._logs)
 
     @property
     def outstanding(self) -> list[int]:
-        """The copies that have not finished."""
+        """Return the ids of unfinished copies."""
         return list(self._outstanding)
 
     def land(self, *copy_ids: int) -> None:
-        """These copies (without a name: all) finish now; the next outcome reports them."""
+        """Finish these copies, or all copies if none is named. The next outcome reports them."""
         for copy_id in copy_ids or self.outstanding:
             self._land(copy_id)
 
     def spoil(self, pages: list[list[Slot | None]], page: int, offset: int) -> None:
-        """Make the KV of a slot wrong, as if a sick turn had written it that nobody knows of."""
+        """Make the KV of a slot wrong, as if an unknown failing turn had written it."""
         if (slot := pages[page][offset]) is not None:
             self._num_spoiled += 1
             writer = -self._num_spoiled
@@ -248,13 +248,13 @@ class LedgerExecutor:
                     "KV of a failed turn is in use"
                 )
                 if slot[1] in self._sick_turns:
-                    self._sick_turns.add(turn_id)  # NaN spreads to whoever attends to it
+                    self._sick_turns.add(turn_id)  # NaN spreads to each turn that attends to it
                     if slot[1] < 0:
                         self._spoiled_by.setdefault(turn_id, set()).add(slot[1])
                 self.num_attended += 1
 
     def _check_idle_page(self, page: int, tier: str) -> None:
-        """Nobody overwrites a page that an outstanding copy reads or writes."""
+        """Check that no outstanding copy reads or writes this page, which is being overwritten."""
         for copy in self._outstanding.values():
             busy = copy.device_page if tier == "device" else copy.host_page
             assert busy != page, f"{tier} page {page} is overwritten during {copy}"
@@ -285,19 +285,19 @@ class LedgerExecutor:
 
 
 class _Staging:
-    """The groups of an iteration, and which of them lie in the two arenas.
+    """The groups of an iteration, and which of them are in the two arenas.
 
-    A group is loaded when the one two before it is done: before the one ahead of it computes, or just in
-    time.  What it wrote is stored when it is done, or when its arena is needed again.
+    A group can be loaded when the group two before it is done. It is loaded before the group ahead of it
+    computes, or just in time. Its new slots are stored when it is done, or when its arena is needed again.
     """
 
     def __init__(self, ledger: LedgerExecutor, iteration: Iteration) -> None:
         self._ledger, self._groups = ledger, iteration.groups
         self._choose = ledger._random.random
         self._arenas: list[list[list[Slot | None]]] = [[], []]
-        self._loaded = 0  # so many groups
+        self._loaded = 0  # number of loaded groups
         self._unstored: dict[int, PageGroup] = {}
-        self._present = -1  # the group that computes
+        self._present = -1  # index of the group that computes
         stops = [0, *(group.stop_slice for group in self._groups)]
         first = self._groups[0].first_slice
         assert [group.first_slice for group in self._groups] == [first, *stops[1:-1]]
@@ -326,7 +326,7 @@ class _Staging:
                         assert not kept or copy.num_slots <= loaded, "written under a swap-in"
 
     def pages_of(self, index: int) -> list[list[Slot | None]]:
-        """The arena that slice `index` computes in."""
+        """Return the arena in which slice `index` computes."""
         if index < self._groups[0].first_slice:
             return self._ledger.device
         self._ledger.num_streamed += 1

@@ -1,4 +1,4 @@
-"""Print what a process finds when it starts, as JSON; test_fork_server.py compares two ways to start it."""
+"""Print the state in which a process starts, as JSON. test_fork_server.py compares two such states."""
 
 import json
 import os

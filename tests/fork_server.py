@@ -1,7 +1,7 @@
 """Start `python -m pensieve...` in tests by forking a process that has imported torch and transformers.
 
-Importing them takes 5 seconds of CPU time, and a test run starts several hundred processes. `install`
-replaces `subprocess.Popen` by a class that forks where possible, and otherwise executes:
+These imports take 5 seconds of CPU time, and a test run starts several hundred processes. `install` replaces
+`subprocess.Popen` by a class that forks where possible, and executes otherwise:
 
     tests' process ── start, wait, children ──▶ server ── fork ──▶ pensieve serve
                                                   ▲                      │
@@ -9,12 +9,12 @@ replaces `subprocess.Popen` by a class that forks where possible, and otherwise 
 
 A forked process has its own arguments, environment, folder, descriptors, signals, limits, process group and
 exit code, like an executed process. Two things differ. Its parent is the server, so use `children_of` instead
-of `ps --ppid` to find the children of a process. And its `/proc/PID/cmdline` is that of the server.
+of `ps --ppid` to find the children of a process. Its `/proc/PID/cmdline` is the server's.
 
-These are still executed: other programs, programs that are tied to their parent (TIED), `python -c`, Python
-options, `preexec_fn`, processes of another session, and environments that change how Python, torch or OpenMP
-start. The marker `executed` makes a test execute all commands, and the variable PENSIEVE_TESTS_EXECUTE a
-whole run.
+These processes are still executed: other programs, programs that are tied to their parent (TIED), `python
+-c`, commands with Python options or `preexec_fn`, processes in another session, and processes with an
+environment that changes how Python, torch or OpenMP start. The marker `executed` makes a test execute all its
+commands. The variable PENSIEVE_TESTS_EXECUTE does this for a whole run.
 
 The server ends with the process that started it, and kills the processes that it has forked.
 """
@@ -68,7 +68,7 @@ STARTING = (
     "TZ",
 )
 SET_LATER = ("PYTHONUNBUFFERED",)  # also takes effect in a forked process
-TIED = "pensieve.cluster.tied"  # ends with its parent, so it must be a real child
+TIED = "pensieve.cluster.tied"  # ends with its parent, so the parent must be the real one
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -85,9 +85,9 @@ def _starting(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """A Popen that lets a server fork its process where that makes no difference to the process."""
+    """A Popen that lets a server fork its process, if that makes no difference to the process."""
 
-    _server = ""  # the address of the server that forked it
+    _server = ""  # the address of the server that forked this process
 
     def _execute_child(self, *given: Any) -> None:
         (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, _, _, shell) = given[:10]
@@ -130,7 +130,7 @@ class ForkingPopen(subprocess.Popen[Any]):
         try:
             answer = _ask(self._server, {"wait": self.pid, "now": bool(wait_flags & os.WNOHANG)})
         except (FileNotFoundError, ConnectionRefusedError):
-            return self.pid, signal.SIGKILL  # the server has ended and killed its processes
+            return self.pid, signal.SIGKILL  # the server has ended, and has killed its processes
         return (self.pid, answer["status"]) if "status" in answer else (0, 0)
 
     def _internal_poll(self, *given: Any, **named: Any) -> int | None:
@@ -145,21 +145,21 @@ class ForkingPopen(subprocess.Popen[Any]):
                     self.returncode = os.waitstatus_to_exitcode(status)
             except OSError:
                 if not given and not named:
-                    raise  # otherwise __del__ called it, and the server may be gone
+                    raise  # otherwise this is a call of __del__, when the server may be gone
             finally:
                 lock.release()
         return self.returncode
 
 
 def install() -> None:
-    """Fork processes from now on if their environment matches the present environment."""
+    """From now on, fork processes whose environment matches the present environment."""
     global _own
     _own = _starting(os.environ)
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
 
 
 def end() -> None:
-    """End the servers that this process has started, and thereby their forked processes."""
+    """End the servers that this process has started. That also ends their forked processes."""
     for lifeline, server in _servers:
         lifeline.close()
         server.wait()
@@ -282,7 +282,7 @@ class _Server:
         self._waiting: dict[int, list[socket.socket]] = {}
 
     def serve(self) -> Mapping[str, Any] | None:
-        """Serve until the lifeline ends. In a forked process, return the request that it must run."""
+        """Serve until the lifeline closes. In a forked process, return the request that it must run."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the forked processes
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
@@ -381,7 +381,7 @@ class _Server:
 
 
 def _become(request: Mapping[str, Any], address: str) -> str:
-    """Turn this forked process into what an executed one would be; return the module to run."""
+    """Make this forked process like an executed process. Return the module to run."""
     for number, handler in (
         (signal.SIGCHLD, signal.SIG_DFL),
         (signal.SIGINT, signal.default_int_handler),
@@ -427,7 +427,7 @@ def _place(given: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def _run(module: str) -> None:
-    """Run a module, then end the process without clearing modules away, which takes half a second."""
+    """Run a module, then end the process without the usual cleanup, which takes half a second."""
     code: Any = 0
     interrupted = False
     try:
@@ -455,12 +455,12 @@ def main() -> None:
     from pensieve.launch.cpu_threads import prepare_threads
 
     prepare_threads()
-    os.environ["GRPC_VERBOSITY"] = "NONE"  # the command line sets it before it imports gRPC
+    os.environ["GRPC_VERBOSITY"] = "NONE"  # the command line also sets this before importing gRPC
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # some packages are optional
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # forked processes share pages that no garbage collection writes to
+    gc.freeze()  # keep garbage collection from writing to pages that forks share
     server = _Server(socket.socket(fileno=int(sys.argv[1])))
     request = server.serve()
     if request is not None:

@@ -1,4 +1,4 @@
-"""Say that it runs, and wait to be ended."""
+"""Print a line and wait to be ended."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for tests that wait in theirs."""
+"""An event loop in its own thread, for tests that block in theirs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoopThread:
         return self.run(call())
 
     def close(self) -> None:
-        """Wait for what is about to end, such as connections that were reset."""
+        """Close the loop after tasks that are about to end, such as reset connections."""
         self.run(self._rest())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()

@@ -1,6 +1,6 @@
-"""Tiny random models of every family we serve, and of some that we refuse.
+"""Tiny random models of every served family, and of some refused families.
 
-Weights are drawn wide, so that greedy replies vary and a wrong key shows in the logits.
+Weights have a large deviation, so that greedy replies vary and a wrong key changes the logits visibly.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SERVED: dict[str, Callable[[], Any]] = {
     "olmo2": _config("Olmo2Config"),
 }
 
-# Their queries grow with the position, from 64 on.
+# Models whose queries are scaled with the position, from 64 on.
 FAR_SCALED: dict[str, Callable[[], Any]] = {
     "ministral3": _config(
         "Ministral3Config",
@@ -81,7 +81,7 @@ FAR_SCALED: dict[str, Callable[[], Any]] = {
     ),
 }
 
-# With layers for more than two pipeline stages.
+# Models with enough layers for more than two pipeline stages.
 DEEP: dict[str, Callable[[], Any]] = {
     "deep": _config("Qwen3Config", head_dim=16, num_hidden_layers=5),
     "deep-tied": _config("Qwen3Config", num_hidden_layers=4, tie_word_embeddings=True),
@@ -102,7 +102,7 @@ def tiny_model(config: Any, seed: int = 0, std: float = 0.25) -> Any:
 
 
 def save_tiny(config: Any, folder: Path, seed: int = 0) -> Path:
-    """Save such a model as a checkpoint with safetensors."""
+    """Save such a tiny model as a checkpoint with safetensors."""
     tiny_model(config, seed).save_pretrained(folder)
     return folder
 
@@ -142,7 +142,7 @@ _LATENT = {
     **_EXPERTS,
 }
 
-# What cannot be served exactly, and the words that say why.
+# Models that cannot be served exactly, with the words of their refusal.
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "mistral-window": (
         _config("MistralConfig", sliding_window=200),  # longer than the probe's prompts

@@ -1,11 +1,11 @@
-"""Walks README and docs as somebody does who has never seen them, and says what was not as expected.
+"""Run the commands of README and docs as a new user would, and report everything unexpected.
 
     scripts/newcomer FOLDER           # from a clone in an empty folder; needs git, Python and a package index
-    scripts/newcomer FOLDER --quick   # in the environment that is there, without what takes long
+    scripts/newcomer FOLDER --quick   # in the present environment, without slow steps
 
-Each command is a line of the docs; only folders, ports and sizes are others (`Walk.words`).  It runs on a
-terminal of its own, writes what its step expects, and to its error output nothing but lines that a newcomer
-may be shown (QUIET).  It imports nothing but the standard library: in the beginning there is nothing else.
+Each command is a line of the docs. Only folders, ports and sizes are replaced (`Walk.words`). Each command
+runs in its own terminal and must print what its step expects. On its error output, only lines in QUIET are
+allowed. This program uses only the standard library, because nothing else is installed at the start.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 60.0  # seconds, of a step
-# What a newcomer may be shown on the error output.
+PATIENCE = 60.0  # seconds that a step may wait
+# Lines that a command may print to its error output.
 QUIET = [
     r"pensieve: (creating|updating|[123] of 3|the environment is ready).*",
-    r"pensieve: (creating|updating|installing) [\w ]+, \d+ s.*",  # one line, while pip runs
+    r"pensieve: (creating|updating|installing) [\w ]+, \d+ s.*",  # one line while pip runs
     r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*'; installing it once",
     r"pensieve: installing the extra \w+: .*",
     r"smollm2: (fetching|fetched|llama,) .*",
@@ -43,16 +43,16 @@ QUIET = [
     r"(Looking in|Processing|Collecting|Using cached|Downloading|Requirement already|Obtaining) .*",
     r"(Installing|Preparing|Getting|Building|Created|Stored|Successfully|Saved|Checking|Attempting) .*",
     r"(Found existing|Uninstalling|Would install|Can't uninstall|Not uninstalling) .*",
-    r"WARNING: Location .* is ignored.*",  # of an index that lies in folders
+    r"WARNING: Location .* is ignored.*",  # from pip, if the package index is a folder
     r"\S* ?[━╸╺ ]+ .*(B/s|eta|MB).*",
-    r"[⠀-⣿] .*",  # stages of a start, on one line
+    r"[⠀-⣿] .*",  # the spinner of a start
     r"KV pools: .*",
     r"for the client \(shown once\):",
     r"restoring generation \d+, \d+ segments",
     r"checking the restored history",
     r"(assumed|costs|limits|load): .*",
-    r"\d+ s  .* (a second|a second each)(: .*)?",  # what a plan has tried
-    r"making random weights, .*",  # for a bench
+    r"\d+ s  .* (a second|a second each)(: .*)?",  # what a capacity plan has tried
+    r"making random weights, .*",  # for a benchmark
     r"(importing (torch|transformers)|loading /tmp/.*|probing its attention|starting the scheduler)",
     r"the engine started in .*",
     r"\w+: [\d.]+ M parameters, .*",
@@ -68,32 +68,32 @@ NEVER = re.compile(r"Traceback|Warning|leaked|[Dd]eprecat|Exception|^E\d{4} |^[I
 
 @dataclass(frozen=True)
 class Step:
-    """A line of the docs, without its comment, and what is to come of it."""
+    """A line of the docs, without its comment, and the expected result."""
 
     line: str
     expects: tuple[str, ...] = ()
-    instead: Mapping[str, str] = field(default_factory=dict)  # of words: what would take long
+    instead: Mapping[str, str] = field(default_factory=dict)  # word -> quicker replacement
     code: int = 0
-    types: tuple[str, ...] = ()  # on the terminal, each once the prompt is there
-    serves: str = ""  # it stays until this text is written, and then until the walk ends it
+    types: tuple[str, ...] = ()  # typed on the terminal, each at a prompt
+    serves: str = ""  # a daemon: it is ready when it prints this, and runs until the walk stops it
     quick: bool = True
-    minutes: float = 1.0  # at most
+    minutes: float = 1.0  # time limit
 
 
 PROMPT = "> "
 
 
 class Stuck(Exception):
-    """What was to come did not come."""
+    """The expected output or end did not come."""
 
 
 class Terminal:
-    """A command on a terminal; its error output is another one."""
+    """A command on a terminal. Its error output is a second terminal."""
 
     def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self.words = words
         self.out, self.err = "", ""
-        self.first_at: float | None = None  # when it wrote its first word
+        self.first_at: float | None = None  # when the command printed its first text
         self._seen = 0
         self._changed = threading.Condition()
         ours, theirs = pty.openpty()
@@ -123,7 +123,7 @@ class Terminal:
         while True:
             try:
                 data = os.read(descriptor, 65536)
-            except OSError:  # nobody has the other side any more
+            except OSError:  # no process has the other side open
                 data = b""
             with self._changed:
                 text = data.decode(errors="replace").replace("\r\n", "\n")
@@ -136,7 +136,7 @@ class Terminal:
                 return
 
     def until(self, text: str, seconds: float | None = None) -> None:
-        """Until this was written, on either output, behind what was waited for before."""
+        """Wait for this text on either output, after the text of the previous wait."""
         deadline = time.monotonic() + (seconds or PATIENCE)
         with self._changed:
             while True:
@@ -176,7 +176,7 @@ class Terminal:
 
 
 class Walk:
-    """One walk; `problems` are what a newcomer would stop at."""
+    """One run through the docs. `problems` lists what would stop a new user."""
 
     def __init__(self, folder: Path, repository: Path, quick: bool) -> None:
         self.folder = folder
@@ -196,13 +196,13 @@ class Walk:
         }
         if quick:
             self.environment["PENSIEVE_VENV"] = sys.prefix
-        self.environment["PENSIEVE_ADDRESS"] = self.address("50051")  # which may be taken here
+        self.environment["PENSIEVE_ADDRESS"] = self.address("50051")  # the default may be in use
         self.daemons: list[tuple[Terminal, Step]] = []
         self.began = time.monotonic()
         self.repository = repository
 
     def words(self, step: Step) -> list[str]:
-        """The line of the docs, for this machine: other folders, ports that are free, smaller sizes."""
+        """Return the words of the line for this machine: other folders, free ports, smaller sizes."""
         line = step.line
         for place in ("/var/lib", "/srv", "/var/log", "/var/drill"):
             line = re.sub(rf"(?<![\w/]){place}", f"{self.folder}{place}", line)
@@ -217,11 +217,11 @@ class Walk:
         return [word for word in words if word]
 
     def address(self, port: str) -> str:
-        """Where what the docs have on this port is here."""
+        """Return the local address that replaces this port of the docs."""
         return f"127.0.0.1:{self.ports.setdefault(port, free_port())}"
 
     def take(self, step: Step) -> str:
-        """Run it, and note what was not as expected; what it wrote."""
+        """Run the step, note everything unexpected, and return its output."""
         began = time.monotonic()
         before = len(self.problems)
         terminal = Terminal(self.words(step), self.folder, self.environment)
@@ -268,7 +268,7 @@ class Walk:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[Step]:
-        """Something that is no single line of the docs."""
+        """Run something that is not a single line of the docs, as a named step."""
         began, before, step = time.monotonic(), len(self.problems), Step(name)
         try:
             yield step
@@ -279,14 +279,14 @@ class Walk:
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """A quick walk has it instead of a model meanwhile: daemons start at once."""
+        """In a quick walk, use the echo engine inside the block, because its daemons start at once."""
         if self.quick:
             self.environment["PENSIEVE_ENGINE"] = "echo"
         yield
         self.environment.pop("PENSIEVE_ENGINE", None)
 
     def stop_daemons(self) -> None:
-        """Each ends with 0 within its time, and has written nothing unexpected."""
+        """Stop all daemons. Each must end with code 0 in time, and print nothing unexpected."""
         while self.daemons:
             terminal, step = self.daemons.pop()
             with self.part(f"the end of {step.line}"):
@@ -300,7 +300,7 @@ class Walk:
         return Path(venv) / "bin" / "python"
 
     def run(self, *words: str | Path, cwd: Path | None = None) -> str:
-        """A command of no interest; its output."""
+        """Run a helper command and return its output."""
         return subprocess.run(
             [str(word) for word in words],
             cwd=cwd or self.folder,
@@ -312,7 +312,7 @@ class Walk:
         ).stdout
 
 
-# -- the story --
+# -- the steps --
 
 TALK = (
     Step(
@@ -413,7 +413,7 @@ STEPS = (
 
 
 def walk(folder: Path, repository: Path, quick: bool) -> list[str]:
-    """The problems."""
+    """Run all steps and return the problems."""
     found = Walk(folder, repository, quick)
     try:
         if not quick:
@@ -430,7 +430,7 @@ def walk(folder: Path, repository: Path, quick: bool) -> list[str]:
             guarded(found)
         found.take(JOURNAL)
         with found.part("the example of the README, with a journal"):
-            for _ in range(3):  # enough iterations to be fitted
+            for _ in range(3):  # enough iterations to fit costs to
                 example(found, "50051")
         found.stop_daemons()
         for step in chosen(found, (*FITTED, *SIMULATE, *BENCH)):
@@ -466,7 +466,7 @@ def clone(found: Walk) -> None:
 
 
 def serve(found: Walk) -> None:
-    """The daemon in its usual folder, the SDK, the operator's commands; `drain` ends it."""
+    """The daemon in its usual folder, the SDK, and the operator's commands. `drain` ends the daemon."""
     found.take(SERVE)
     for step in REMOTE:
         found.take(step)
@@ -492,7 +492,7 @@ def serve(found: Walk) -> None:
 
 
 def guarded(found: Walk) -> None:
-    """A daemon that wants TLS and tokens: who has both is served, others hear what is missing."""
+    """A daemon that requires TLS and tokens. Clients without them are told what is missing."""
     certificates = found.repository / "tests" / "guard" / "certs"
     for name, place in (
         ("server.pem", "chain.pem"),
@@ -515,7 +515,7 @@ def guarded(found: Walk) -> None:
 
 
 def example(found: Walk, port: str) -> str:
-    """The Python of the README, with the daemon on this port."""
+    """Return the Python example of the README, with the daemon on this port."""
     readme = (found.clone / "README.md").read_text(encoding="utf-8")
     code = readme.split("```python")[1].split("```")[0]
     return found.run(found.python(), "-c", code.replace("127.0.0.1:50051", found.address(port)))
@@ -530,7 +530,7 @@ def client_alone(found: Walk) -> None:
         "    print(client.conversation('alone').ask('Hello.', max_tokens=3).text)"
     )
     if found.quick:
-        return  # tests/scripts/test_build_client.py has it
+        return  # tests/scripts/test_build_client.py tests this
     alone = found.folder / "alone"
     found.run(sys.executable, "-m", "venv", alone)
     found.run(alone / "bin" / "pip", "install", "--quiet", built)
@@ -538,7 +538,7 @@ def client_alone(found: Walk) -> None:
 
 
 def wheel(found: Walk) -> None:
-    """Another machine: an environment of its own, from the wheel, beside torch."""
+    """Simulate another machine: a new environment with the wheel, and torch."""
     with found.part("pip wheel --no-deps --wheel-dir dist ."):
         dist, venv = found.folder / "wheels", found.folder / "other"
         constraints = found.clone / "scripts" / "constraints.txt"
@@ -583,7 +583,7 @@ def main() -> int:
 
 
 def free_port() -> int:
-    """One that the system gives to nobody who asks for any: such a one may be taken until it is used here."""
+    """Return a port that is free now, outside the range that the system assigns by itself."""
     while True:
         port = random.randrange(10_000, 32_000)
         with socket.socket() as found, contextlib.suppress(OSError):

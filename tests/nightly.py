@@ -1,14 +1,13 @@
-"""What is done by night: the same searches as in the suite, each for longer.
+"""The nightly run: the same searches as in the test suite, each for longer.
 
     scripts/nightly FOLDER                            # everything: some hours
     scripts/nightly FOLDER --only faults,bytes        # some parts
-    scripts/nightly FOLDER --share 0.01               # a hundredth of each, to try it out
-    scripts/nightly FOLDER --resume                   # leave out what this commit has passed already
+    scripts/nightly FOLDER --share 0.01               # a hundredth of each part, as a trial
+    scripts/nightly FOLDER --resume                   # leave out parts that this commit has already passed
 
-FOLDER keeps what came of it: a line of JSON for each part that ran (results.jsonl: which commit and machine,
-how much was done, what failed, how long it took), and everything that the part wrote in a file of its own.
-A part that is interrupted leaves a line, too.  Each night begins where the one before has ended: other seeds,
-other mutations, other moments at which processes are killed.
+FOLDER keeps the results. results.jsonl has a line for each part: the commit, the machine, the amount of work,
+the failures and the time. The output of each part is in a separate file. An interrupted part adds a line,
+too. Each night continues after the previous one, with new seeds, mutations and moments for kills.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from typing import Any
 from tests.selection import EXPENSIVE, EXPENSIVE_TOGETHER
 
 ROOT = Path(__file__).resolve().parents[1]
-SLICE_SEEDS = 500  # of the fault search, that one process does
+SLICE_SEEDS = 500  # seeds of the fault search that one process runs
 REPORT_SECONDS = 60.0
-TEST_SECONDS = 4 * 3600  # of a test without a mark of its own
+TEST_SECONDS = 4 * 3600  # limit for a test without its own timeout
 
 
 @dataclass
 class Night:
-    """Where results go, how much is done, and what was done before."""
+    """The folder for results, the amount of work, and the results of earlier nights."""
 
     folder: Path
     share: float
-    number: int  # of nights before this one
+    number: int  # number of earlier nights
     done: list[Mapping[str, Any]]  # the lines of results.jsonl
 
     def amount(self, whole: int) -> int:
@@ -60,18 +59,18 @@ class Outcome:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-Part = Callable[[Night, Path, Outcome], None]  # fills in the outcome, as far as it comes
+Part = Callable[[Night, Path, Outcome], None]  # fills in the outcome while it runs
 
 
 def faults(night: Night, log: Path, outcome: Outcome) -> None:
-    """100,000 worlds of the fault search that no night before has seen."""
+    """Run 100,000 worlds of the fault search that no earlier night has run."""
     first = max((line.get("next_seed", 0) for line in night.done), default=0) or 1_000
     last = first + night.amount(100_000)
     starts = iter(range(first, last, SLICE_SEEDS))
     running: dict[subprocess.Popen[bytes], tuple[int, int]] = {}
     outcome.counts["seeds"] = 0
     outcome.more |= {"first_seed": first, "next_seed": first}
-    slices: dict[int, int] = {}  # those that are done, by their first seed
+    slices: dict[int, int] = {}  # finished slices: first seed -> end
     with log.open("wb") as written, ended_with_us(running):
         while True:
             while (
@@ -101,14 +100,14 @@ def faults(night: Night, log: Path, outcome: Outcome) -> None:
             time.sleep(0.2)
 
 
-SCALED: set[str] = set()  # the files of all parts
+SCALED: set[str] = set()  # test files of all scaled parts
 DIVIDED = sorted(
     {each.partition("::")[0].removeprefix("tests/") for each in (*EXPENSIVE, *EXPENSIVE_TOGETHER)}
 )
 
 
 def scaled(*files: str, whole: int, unit: str = "", per_scale: int = 1) -> Part:
-    """Files of tests at the scale at which `whole` units are done."""
+    """Return a part that runs test files, at the scale at which they do `whole` units of work."""
     SCALED.update(files)
 
     def part(night: Night, log: Path, outcome: Outcome) -> None:
@@ -132,7 +131,7 @@ def scaled(*files: str, whole: int, unit: str = "", per_scale: int = 1) -> Part:
 
 
 def newcomer(night: Night, log: Path, outcome: Outcome) -> None:
-    """README and docs are walked in an empty folder."""
+    """Run the commands of README and docs in an empty folder."""
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
         words = () if night.share >= 1 else ("--quick",)
         status = run([sys.executable, "tests/newcomer.py", folder, *words], log)
@@ -144,9 +143,9 @@ def newcomer(night: Night, log: Path, outcome: Outcome) -> None:
 
 
 def clients(night: Night, log: Path, outcome: Outcome) -> None:
-    """Clients as they are on the package index, each with all of its scenes."""
+    """Run all scenes of all clients, with the versions on the package index."""
     results = log.with_suffix(".json")
-    names = () if night.share >= 1 else ("open-webui",)  # which installs nothing
+    names = () if night.share >= 1 else ("open-webui",)  # this client needs no installation
     status = run([sys.executable, "-m", "tests.clients", "--results", str(results), *names], log)
     with contextlib.suppress(FileNotFoundError):
         found = json.loads(results.read_text(encoding="utf-8"))
@@ -157,7 +156,7 @@ def clients(night: Night, log: Path, outcome: Outcome) -> None:
 
 
 def real_model(night: Night, log: Path, outcome: Outcome) -> None:
-    """Exactness with smollm2, which the package index has."""
+    """Check exactness with smollm2, which comes from the package index."""
     results = log.with_suffix(".json")
     turns = str(night.amount(12))
     status = run(
@@ -172,7 +171,7 @@ def real_model(night: Night, log: Path, outcome: Outcome) -> None:
 
 
 def nemesis(night: Night, log: Path, outcome: Outcome) -> None:
-    """Storms of three minutes over clusters, half of them with a short lease, half on PostgreSQL."""
+    """Run storms of three minutes on clusters: half with a short lease, half on PostgreSQL."""
     number, folder = night.amount(8), log.with_suffix("")
     for store, lease in itertools.product(("", "postgresql"), ("2", "10")):
         first = 10_000 * (night.number + 1)
@@ -223,7 +222,7 @@ PARTS: Mapping[str, Part] = {
     "ranks": scaled("model/parallel", "launch/test_remote_rank.py", whole=1),
     "ray": scaled("cluster/test_ray_nemesis.py", whole=2),
     "browser": scaled("api/http/test_page_browser.py", whole=1),
-    "thirds": scaled(*DIVIDED, whole=1),  # of which a day has one
+    "thirds": scaled(*DIVIDED, whole=1),  # of these tests, a day runs only a third
     "nemesis": nemesis,
     "options": scaled("conversations/test_option_pairs.py", whole=10),
     "timing": scaled("conversations/test_timing_probe.py", whole=2),
@@ -278,7 +277,7 @@ def main() -> int:
 
 
 def did(name: str, night: Night, began: str, commit: str) -> dict[str, Any]:
-    """Run a part; the line that is kept of it."""
+    """Run a part. Return its line for results.jsonl."""
     log = night.folder / f"{began}-{name}.log"
     say(f"{name}: begins, and writes {log}")
     outcome, start, interrupted = Outcome(), time.monotonic(), False
@@ -286,7 +285,7 @@ def did(name: str, night: Night, began: str, commit: str) -> dict[str, Any]:
         PARTS[name](night, log, outcome)
     except (KeyboardInterrupt, SystemExit):
         interrupted = True
-    except Exception as error:  # of ours: it is kept like any other failure
+    except Exception as error:  # a bug of this program is recorded like any other failure
         outcome.failures.append(f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - start
     counts = ", ".join(f"{count:,} {what}" for what, count in outcome.counts.items())
@@ -314,7 +313,7 @@ def passed(line: Mapping[str, Any], name: str, commit: str, share: float) -> boo
 
 
 def run(command: Sequence[str], log: Path, given: Mapping[str, str] | None = None) -> int:
-    """Run a command to its end, and say now and then what it wrote last."""
+    """Run a command to its end. From time to time, print the last line of its output."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("wb") as written:
         process = subprocess.Popen(
@@ -358,7 +357,7 @@ def count_of(report: Path) -> int:
 
 
 def commit_of_the_tree() -> str:
-    """With a plus behind it where something has changed since."""
+    """Return the commit, followed by "+" if the tree has uncommitted changes."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]

@@ -1,11 +1,11 @@
-"""Talks with a real model under tiny caches, compared token by token with plain transformers (fp32, greedy).
+"""Conversations with a real model and tiny caches, compared with plain transformers (fp32, greedy).
 
-    python -m tests.real_model                          # smollm2, fetched if it has to be; 96 turns
+    python -m tests.real_model                          # smollm2, which is fetched if necessary; 96 turns
     python -m tests.real_model Qwen/Qwen3-0.6B --turns 8 --results exact.json
 
-Eight people talk at once with a `pensieve serve` whose tiers are too small for them, so that what they have
-said before is partly on the device, partly on the host and partly computed again.  Afterwards plain
-transformers reads each conversation once: a reply's token is wrong if another one would have been likelier.
+Eight clients use a `pensieve serve` at once. Its caches are too small for them. So earlier turns are partly
+on the device, partly on the host, and partly recomputed. Afterwards plain transformers reads each
+conversation once. A token of a reply is wrong if another token would have been more likely.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def exactness(
     settings: tuple[str, ...] = (),
     chunk_tokens: str = "32",
 ) -> Figures:
-    """Counts of tokens: of the replies (also how many are wrong), and of histories by where they were."""
+    """Return token counts: of replies (and how many are wrong), and of history by where its KV was."""
     folder = resolve_model(model, report)
     process = ServeProcess(
         data,
@@ -107,7 +107,7 @@ def exactness(
 
 
 def problems(figures: Mapping[str, int]) -> list[str]:
-    """What keeps these figures from showing that replies are exact."""
+    """Return the reasons why these counts do not show that replies are exact."""
     found = [f"{figures['wrong']} of {figures['replies']} tokens are wrong"] * bool(
         figures["wrong"]
     )

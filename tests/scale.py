@@ -1,6 +1,6 @@
-"""How much of the random and enumerated testing is done: `PENSIEVE_TEST_SCALE=20 scripts/test tests/core`.
+"""The amount of random and exhaustive testing: `PENSIEVE_TEST_SCALE=20 scripts/test tests/core`.
 
-`PENSIEVE_TEST_SEED` says where it begins, for tests that need not be the same each time (tests/nightly.py).
+`PENSIEVE_TEST_SEED` is the first seed, for tests that need not be the same each time (tests/nightly.py).
 """
 
 import os

@@ -1,12 +1,12 @@
-"""Decide which of the collected tests run: hooks of tests/conftest.py.
+"""Decide which of the collected tests run (hooks of tests/conftest.py).
 
-Two kinds are left out, and the summary has one line for each:
+Two kinds of tests are left out. The summary has one line for each kind:
 
-* Expensive tests that find something only when their corner of the code changes (EXPENSIVE) are divided
-  into three parts. `scripts/test` runs one part each day, and `--part all` runs every part. Pytest by itself
-  runs every part.
-* Tests that need what this machine lacks, such as a GPU: `@pytest.mark.needs("gpu")`, or `leave_out` from
-  the conftest.py of a folder.
+* EXPENSIVE tests, which find something only when their corner of the code changes, are divided into three
+  parts. `scripts/test` runs one part each day, and `--part all` runs every part. Plain pytest runs every
+  part.
+* Tests that need something that this machine lacks, such as a GPU: `@pytest.mark.needs("gpu")`, or
+  `leave_out` from the conftest.py of a folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 NUM_PARTS = 3
 ALL = "all"
-# By the beginning of their ids. CPU seconds on two cores are in CONTRIBUTING.md.
+# Prefixes of test ids. CONTRIBUTING.md has their CPU seconds on two cores.
 EXPENSIVE = (
     "tests/kernels/test_cross.py",  # an emulated ARM processor
     "tests/kernels/tiles/",  # emulated AMX
@@ -45,7 +45,7 @@ EXPENSIVE = (
     "tests/conversations/test_chaos.py",  # clients that stall, abandon and flood
     "tests/conversations/test_overload.py",
     "tests/api/http/test_slow_clients.py",
-    "tests/conversations/test_hung_engine.py",  # they wait until the daemon gives up on an engine
+    "tests/conversations/test_hung_engine.py",  # waits until the daemon gives up an engine
     "tests/conversations/test_suspects.py",
     "tests/conversations/test_crashes.py",  # killed at random moments
     "tests/api/grpc/test_peers.py",
@@ -80,7 +80,7 @@ EXPENSIVE = (
     "tests/store/test_backup.py",  # each moment of a backup is restored
     "tests/cli/test_chat_terminal.py",
 )
-# Files whose tests share what takes long to start, or build on each other: these take turns as a whole.
+# Files whose tests share a slow start, or depend on each other. Each file is in one part as a whole.
 EXPENSIVE_TOGETHER = (
     "tests/cluster/test_ray_cluster.py",
     "tests/doc_commands/test_doc_commands.py",  # every command of the documents
@@ -88,7 +88,7 @@ EXPENSIVE_TOGETHER = (
     "tests/cluster/test_scenes.py",
 )
 
-LEFT_OUT = pytest.StashKey[Counter[str]]()  # tests, by the reason
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # reason -> number of tests
 
 
 def lacks_gpu() -> str | None:
@@ -115,7 +115,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"expensive sets: part {config.getoption('part')} of {NUM_PARTS}"
 
 
-@pytest.hookimpl(tryfirst=True)  # a test's part must not depend on -k and -m
+@pytest.hookimpl(tryfirst=True)  # so that the part of a test does not depend on -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     parts = parts_of(items)
     leave_out(config, items, _lacking)
@@ -125,14 +125,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = {_file_of(item) for item in parts}
     items.sort(
         key=lambda item: _file_of(item) not in long
-    )  # the last are short: all processes end together
+    )  # run short files last, so that all processes end at about the same time
 
 
 def parts_of(items: list[pytest.Item]) -> dict[pytest.Item, str]:
     """Return the part of each expensive test.
 
-    The tests of a file take turns, so a new test moves no test of another file. Those of the night take
-    turns among themselves, so that each part has its share of what runs by day.
+    Within a file, tests are assigned to the parts in rotation. So a new test does not move tests of other
+    files. Nightly tests rotate separately, so that each part also gets its share of the daytime tests.
     """
     parts: dict[pytest.Item, str] = {}
     positions: defaultdict[tuple[str, bool], int] = defaultdict(int)
@@ -154,7 +154,7 @@ def _file_of(item: pytest.Item) -> str:
 def leave_out(
     config: pytest.Config, items: list[pytest.Item], why: Callable[[pytest.Item], str | None]
 ) -> None:
-    """Deselect each test for which there is a reason, and count it."""
+    """Deselect each test for which `why` gives a reason, and count the reasons."""
     reasons = [why(item) for item in items]
     dropped = [item for item, reason in zip(items, reasons, strict=True) if reason]
     if dropped:
@@ -177,7 +177,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         output["left_out"] = dict(_left_out(session.config))
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist: each worker has collected the same
+@pytest.hookimpl(optionalhook=True)  # of xdist: all workers have collected the same tests
 def pytest_testnodedown(node: object, error: object) -> None:
     config: pytest.Config = getattr(node, "config")  # noqa: B009
     found: dict[str, int] = getattr(node, "workeroutput", {}).get("left_out", {})

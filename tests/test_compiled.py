@@ -1,4 +1,4 @@
-"""What tests compile is kept, and made again when anything that it is made from has changed."""
+"""Compiled files are kept, and compiled again when any of their sources has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMAND = ("gcc", "-shared", "-fPIC")
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The compilers that were run, for a cache of its own."""
+    """Use a new cache, and return the list of compilers that are run."""
     if shutil.which("gcc") is None:
         pytest.skip("it takes a compiler")
     run, seen = subprocess.run, []
@@ -50,7 +50,7 @@ def test_a_header_that_changes_compiles_again(runs: list[str], tmp_path: Path) -
     text = '#include "value.h"\nint value = VALUE;'
     first = compiled.compiled(COMMAND, text, ".c", [headers])
     (headers / "value.h").write_text("#define VALUE 2\n")
-    compiled._content.cache_clear()  # as in the next run
+    compiled._content.cache_clear()  # like a new test run
     assert compiled.compiled(COMMAND, text, ".c", [headers]) != first
     assert len(runs) == 2
 
@@ -65,7 +65,7 @@ def test_what_was_not_used_for_longest_makes_room(
     runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (compiled.compiled(COMMAND, f"int {name};", ".c") for name in ("a", "b"))
-    compiled.compiled(COMMAND, "int a;", ".c")  # is used again
+    compiled.compiled(COMMAND, "int a;", ".c")  # so that this file is recently used
     monkeypatch.setattr(compiled, "BYTES_MAX", int(2.5 * first.stat().st_size))
     third = compiled.compiled(COMMAND, "int c;", ".c")
     assert (first.exists(), second.exists(), third.exists()) == (True, False, True)

@@ -1,4 +1,4 @@
-"""The sources of settings, and the errors for wrong ones."""
+"""The sources of settings, and the errors for wrong settings."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ ODD_TEXTS = (
 def test_what_print_config_prints_loads_as_the_same_settings(
     setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Return each setting with all its valid texts, if those are a list."""
+    """Print settings with --print-config, load the output, and compare."""
     num_taken, path = 0, tmp_path / "printed.toml"
     for text in ODD_TEXTS:
         try:

@@ -1,4 +1,4 @@
-"""README, docs and help texts are true: examples, paths, links, stubs.  Commands: tests/doc_commands."""
+"""README, docs and help texts are correct: examples, paths, links, stubs. Commands: tests/doc_commands."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_command_has_a_heading_and_an_example() -> None:
     examples = [line for page, line in EXAMPLES if page == "docs/commands.md"]
     for command in commands(parser()):
         if any(isinstance(action, argparse._SubParsersAction) for action in command._actions):
-            continue  # a group: its commands are what can be called
+            continue  # a group of commands: only its commands can be called
         assert f"**`{command.prog}`**" in COMMANDS, f"docs/commands.md lacks {command.prog}"
         assert any(
             line == command.prog or line.startswith(f"{command.prog} ") for line in examples
@@ -63,7 +63,7 @@ def test_every_command_has_a_heading_and_an_example() -> None:
 
 
 def paths_in(text: str) -> Iterator[str]:
-    """What is written like a path of this repository: between backticks, or as a target of a link."""
+    """Yield strings that look like paths of this repository: in backticks, or as targets of links."""
     yield from re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     for quoted in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(r"[\w./-]+", quoted) and not quoted.startswith(("/", "-", ".")):
@@ -90,7 +90,7 @@ def test_every_path_that_a_page_names_is_there(page: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
     return {re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings}
 
@@ -107,7 +107,7 @@ def test_every_section_that_a_page_links_to_is_there(page: str) -> None:
 
 
 def test_every_page_and_section_that_other_files_name_is_there() -> None:
-    """Such as `docs/backup.md, "A full disk"` in an alert."""
+    """For example `docs/backup.md, "A full disk"` in an alert."""
     named = 0
     for folder in ("pensieve", "scripts", "proto", "docs"):
         for path in (ROOT / folder).rglob("*"):
@@ -219,7 +219,7 @@ def test_the_protos_pass_the_linter() -> None:
 
 
 def test_no_method_of_a_service_is_left_to_its_generated_base() -> None:
-    """The base answers UNIMPLEMENTED, which no caller should ever meet."""
+    """The base answers UNIMPLEMENTED, which callers should never get."""
     from pensieve.api.grpc.admin import AdminService
     from pensieve.api.grpc.conversation import ConversationService
     from pensieve.v1 import admin_pb2, conversation_pb2

@@ -28,7 +28,7 @@ sys.exit(main())
 
 
 def without(missing: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command where these modules are not installed."""
+    """Run a command while these modules are not installed."""
     program = WITHOUT.format(missing=set(missing))
     return subprocess.run(
         [sys.executable, "-c", program, *arguments],

@@ -1,4 +1,4 @@
-"""A process that the fork server forks is like one that was executed."""
+"""A process that the fork server forks behaves like an executed process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_signals_end_it(number: int) -> None:
             process.wait(0.01)
         process.send_signal(number)
         assert process.wait() == -number
-        assert process.stdout.read() == b""  # nobody else has its descriptors
+        assert process.stdout.read() == b""  # no other process has the pipe open
     assert process.pid not in fork_server.children_of(os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""Nothing that lives long is visited again and again, and a full pass waits until nobody does."""
+"""Long-lived objects are not scanned again and again, and a full collection waits for an idle moment."""
 
 from __future__ import annotations
 

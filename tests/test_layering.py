@@ -1,8 +1,8 @@
-"""Who may import whom, and what appears nowhere: read from the source, importing nothing.
+"""Allowed imports and forbidden calls, checked in the source without importing anything.
 
-A room may import the standard library, itself, `errors`, `sampling`, and what its row says.  `errors`,
-`sampling`, `extras` and `config` are modules of their own; the command line assembles everything, but inside
-its functions.
+A *room* is a top-level package or module of pensieve. It may import the standard library, itself, `errors`,
+`sampling`, and what its row in ROOMS allows. `errors`, `sampling`, `extras` and `config` are single modules.
+The command line may import every room, but only inside its functions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "pensieve"
 
 
 class Room(NamedTuple):
-    rooms: frozenset[str] = frozenset()  # of pensieve, besides itself and errors
-    packages: frozenset[str] = frozenset()  # of others
-    never: frozenset[str] = frozenset()  # of the standard library
+    rooms: frozenset[str] = frozenset()  # allowed rooms of pensieve
+    packages: frozenset[str] = frozenset()  # allowed other packages
+    never: frozenset[str] = frozenset()  # forbidden modules of the standard library
 
 
 def room(rooms: str = "", packages: str = "", never: str = "") -> Room:
@@ -91,7 +91,7 @@ HEAVY = {
     "numpy",
     "pensieve.model",
 }
-# Packages of pensieve.api, and those that they never import: no door imports the other.
+# Packages of pensieve.api, and packages that they must not import. No API imports another API.
 APART = {
     "grpc": ("http", "openai", "anthropic"),
     "http": ("grpc",),
@@ -110,7 +110,7 @@ IMPORTS_NEVER = {"pickle", "cPickle", "marshal", "dill", "joblib", "shelve"}
 
 
 class Import(NamedTuple):
-    module: str  # absolute
+    module: str  # the absolute name
     line: int
     at_module_level: bool
 
@@ -125,7 +125,7 @@ NAMES = {path: str(path.relative_to(PACKAGE)) for path in SOURCES}
 
 
 def imports(tree: ast.AST, at_module_level: bool = True) -> Iterator[Import]:
-    """Every import, also inside functions; what is for type checkers only is not at module level."""
+    """Yield every import. Imports in functions or for type checkers are not at module level."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
@@ -143,10 +143,10 @@ def imports(tree: ast.AST, at_module_level: bool = True) -> Iterator[Import]:
 
 
 class Facts(NamedTuple):
-    """What the rules look at in a file; its tree is not kept."""
+    """What the rules need to know of a file, without its syntax tree."""
 
     imports: tuple[Import, ...]
-    in_strings: tuple[Import, ...]  # modules that are named in strings
+    in_strings: tuple[Import, ...]  # modules named in strings
     dangers: tuple[str, ...]
     names: frozenset[str]
 
@@ -163,7 +163,7 @@ def imports_of(path: Path) -> tuple[Import, ...]:
 
 
 def trespass(home: str, module: str) -> str | None:
-    """Why a module of the room `home` may not import `module`; None when it may."""
+    """Return why a module of the room `home` may not import `module`, or None if it may."""
     allowed = ROOMS[home]
     top, *rest = module.split(".")
     if top == "pensieve":
@@ -222,16 +222,16 @@ MODULES = {
 
 
 def module_named(name: str) -> str | None:
-    """The module of pensieve that a dotted name is, or lies in."""
+    """Return the module of pensieve that a dotted name names, or that contains the name."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def modules_in_strings(tree: ast.Module) -> Iterator[Import]:
-    """Modules that are named in strings, as programs to start or places to look: arrows like others."""
+    """Yield modules that are named in strings, for example to start a program. They count as imports."""
     documentation = set()
-    for node in ast.walk(tree):  # from the outside in: a docstring comes after what has it
+    for node in ast.walk(tree):  # outside in, so a docstring comes after its function or class
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.body and isinstance(node.body[0], ast.Expr):
                 documentation.add(id(node.body[0].value))
@@ -248,7 +248,7 @@ def test_no_string_names_a_module_of_a_room_above() -> None:
     found = [
         f"{NAMES[path]}:{each.line}: {why}"
         for path in SOURCES
-        if room_of(path) not in {*ASSEMBLES, "v1"}  # generated names of services look like modules
+        if room_of(path) not in {*ASSEMBLES, "v1"}  # v1: names of gRPC services look like modules
         for each in facts_of(path).in_strings
         if (why := trespass(room_of(path), each.module))
     ]
@@ -256,7 +256,7 @@ def test_no_string_names_a_module_of_a_room_above() -> None:
 
 
 def circle_in(arrows: dict[str, set[str]]) -> list[str]:
-    """The names on some circle, in order; empty where there is none."""
+    """Return the modules of an import cycle in order, or [] if there is none."""
     done: set[str] = set()
     path: list[str] = []
 
@@ -280,12 +280,12 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Deferred imports, those for type checkers, and modules named in strings count."""
+    """Deferred imports, imports for type checkers, and modules named in strings count."""
     arrows: dict[str, set[str]] = {}
     for name, path in MODULES.items():
         every = [*imports_of(path), *facts_of(path).in_strings]
         targets = {module_named(each.module) for each in every}
-        # A package's own face re-exports what lies in it, and that imports the package's name.
+        # A package re-exports its modules, and each module's import also names the package.
         arrows[name] = {each for each in targets if each and each != name and each != "pensieve"}
     for name, path in MODULES.items():
         if path.name == "__init__.py":
@@ -319,7 +319,7 @@ def test_a_module_in_a_string_is_seen() -> None:
 
 
 def loaded_with(path: Path) -> set[str]:
-    """Every module that importing this file loads, of pensieve and of others, by name."""
+    """Return all modules that importing this file loads."""
     names = MODULES
     loaded: set[str] = set()
     paths = [path]
@@ -343,7 +343,7 @@ def test_help_is_shown_without_loading_a_model_library(entry: str) -> None:
 
 
 def dangers(tree: ast.Module) -> Iterator[str]:
-    """What nothing in the package may do."""
+    """Yield calls and imports that are forbidden everywhere in the package."""
     for each in imports(tree):
         if each.module.split(".")[0] in IMPORTS_NEVER:
             yield f"{each.line}: imports {each.module}"

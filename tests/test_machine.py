@@ -1,4 +1,4 @@
-"""Limits of control groups of both versions, as containers and service managers set them."""
+"""Limits of control groups (versions 1 and 2), as containers and service managers set them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(groups: Path, own: str, **files: str) -> None:
-    """`__` in a name stands for a slash."""
+    """Write files of a control group. In a name, `__` stands for a slash."""
     (groups / "own").write_text(own)
     for name, text in files.items():
         path = groups / name.replace("__", "/").replace("DOT", ".")
@@ -104,7 +104,7 @@ def test_memory_is_what_the_group_has_left(groups: Path, own: str, files: dict[s
             {
                 "memory__a__memoryDOTlimit_in_bytes": "5000",
                 "memory__a__memoryDOTusage_in_bytes": "4900",
-                # version 1 has the group's own figures and, with `total_`, those of all below it
+                # Version 1 has the figures of the group and, with `total_`, those of its subgroups, too.
                 "memory__a__memoryDOTstat": "inactive_file 7\ntotal_inactive_file 3500\n",
             },
         ),
@@ -113,7 +113,7 @@ def test_memory_is_what_the_group_has_left(groups: Path, own: str, files: dict[s
             {
                 "a__memoryDOTmax": "3600",
                 "a__memoryDOTcurrent": "1",
-                "a__memoryDOTstat": "inactive_file 9999\nbroken\n",  # read a moment later
+                "a__memoryDOTstat": "inactive_file 9999\nbroken\n",  # read later than the usage
             },
         ),
     ],

@@ -1,4 +1,4 @@
-"""The walk of a newcomer: its quick part finds nothing to stop at, and it would find what there was."""
+"""The newcomer walk: its quick part finds no problem, and the walk would find planted problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command of the night: what it keeps, where it goes on, and what it says with its exit code."""
+"""The nightly command: what it keeps, where it continues, and what its exit code says."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_the_suite_leaves_out_is_done_by_night() -> None:
     named = {
         *nightly.SCALED,
         "cluster/test_nemesis.py",
-    }  # its storms are those of the part `nemesis`
+    }  # the part `nemesis` runs these storms
     left_out = [
         each.relative_to(source.parent)
         for each in source.parent.rglob("test_*.py")
@@ -80,7 +80,7 @@ def test_every_part_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_green_night_says_what_to_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of it, also in two goes; a share, a part or a failure is no green night."""
+    """Only a complete night counts, perhaps in two runs. A share, a part or a failure does not."""
     monkeypatch.setattr(nightly, "PARTS", {"sound": sound, "calm": sound})
     monkeypatch.setattr(nightly, "commit_of_the_tree", lambda: "abc")
     for arguments in (("--share", "0.5"), ("--only", "sound")):
@@ -112,7 +112,7 @@ def test_what_is_no_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_part_that_is_scaled_says_how_much_it_has_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A share of a tenth: a hundred double presses of Ctrl-C, as ten times what the suite does."""
+    """A tenth of a night: 100 double presses of Ctrl-C, ten times as many as in the suite."""
     given: list[tuple[str, str]] = []
 
     def ran(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""Which tests run: thirds of the expensive sets, and nothing that needs what this machine lacks."""
+"""Which tests run: one third of the expensive tests, and none that needs something this machine lacks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 
 def run(project: pytest.Pytester, *arguments: str) -> set[str]:
-    """The tests that passed."""
+    """Run the tests of the project, and return those that passed."""
     result = project.inline_run("-p", "tests.selection", *arguments)
     passed, skipped, failed = result.listoutcomes()
     assert (skipped, failed) == ([], [])

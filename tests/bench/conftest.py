@@ -1,4 +1,4 @@
-"""A model of random weights that the benches run on."""
+"""A model with random weights for the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention bench prints a row for each shape, and times nothing that is wrong."""
+"""The attention benchmark prints a row for each shape, and does not time wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The capacity bench: the same load for each scheduling, the highest one that is carried, and its figures."""
+"""The capacity benchmark: each scheduling gets the same load, and the highest sustained load is found."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_clients_see_is_counted_from_the_warm_up_on() -> None:
 
 
 def test_a_load_that_is_cut_off_leaves_nothing_behind() -> None:
-    """An iteration takes 0.2 s, and a reply sixty of them."""
+    """An iteration takes 0.2 s, and a reply takes sixty iterations."""
     with serving([], {"PENSIEVE_ENGINE": "echo:0.2"}) as daemon:
         scripts = OfferedLoad(1, 8, 60, 0.0, 40, 0.0).scripts(20.0, 1.0, 0)
         cut = asyncio.run(play(daemon.address, scripts, 60, 2.0))
@@ -82,7 +82,7 @@ def test_a_load_that_is_cut_off_leaves_nothing_behind() -> None:
 
 
 def carried_to(limit: float) -> Trial:
-    """What a daemon would do that holds 50 ms to so many conversations a second, and not beyond."""
+    """Return a trial of a daemon that keeps gaps of 50 ms up to `limit` conversations per second."""
 
     def trial(rate: float, seed: int, seconds_max: float | None) -> Played:
         assert seconds_max == 60.0

@@ -1,4 +1,4 @@
-"""The chat bench replays conversations with a daemon."""
+"""The chat benchmark replays conversations with a daemon."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_chat_replays_conversations_with_a_daemon(
     assert figures["shape"]["conversations"] == 3
     assert figures["tokens"]["new"] >= 9 * 40
     reused = figures["tokens"]["device"] + figures["tokens"]["host"]
-    assert reused >= 0.99 * 3 * (60 + 120)  # after the first and the second turn
+    assert reused >= 0.99 * 3 * (60 + 120)  # 60 tokens after the first turn, 120 after the second
     assert figures["reused_share"] >= 0.99
     assert figures["output_tokens_per_second"] == pytest.approx(81 / figures["seconds"])
 
@@ -47,8 +47,8 @@ def test_chat_replays_conversations_with_a_daemon(
     ("sampled", "runner_up", "likely"),
     [
         (8, (9, -1.0 - NEAR / 2), True),
-        (8, (9, -1.0 - 2 * NEAR), False),  # the other token was clearly less likely here
-        (8, (7, -1.0), False),  # the other token was not among the likely ones
+        (8, (9, -1.0 - 2 * NEAR), False),  # the other token was clearly less likely
+        (8, (7, -1.0), False),  # the other token was not among the alternatives
     ],
 )
 def test_replies_may_part_only_where_two_tokens_are_about_as_likely(
@@ -63,9 +63,9 @@ def test_replies_may_part_only_where_two_tokens_are_about_as_likely(
 def test_every_turn_is_compared_even_after_a_near_tie(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replies 1 and 2 are of the first run, 3 is turn 2 again, and 4 is turn 1 again."""
+    """Replies 1 and 2 are from the first run. Reply 3 repeats turn 2, and reply 4 repeats turn 1."""
     real, num_replies, evicted = chat.checked_reply, 0, list[int]()
-    changed: set[int] = set()  # numbers of replies whose first token is the second likeliest
+    changed: set[int] = set()  # numbers of replies that get the second likeliest first token
 
     async def checked_reply(*given: Any) -> tuple[CheckedReply, int]:
         nonlocal num_replies

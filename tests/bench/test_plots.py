@@ -1,4 +1,4 @@
-"""Figures are read without guessing: titles, ticks, names and scales, whatever is drawn."""
+"""Plots are readable: titles, ticks, names and scales, whatever is drawn."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FACTS = ["opt-13b on 1 x h200", "sharegpt conversations", "seeds 0, 1, 2"]
 
 
 def texts_of(sheet: Sheet) -> list[tuple[str, Any]]:
-    """Every text that is drawn, and where: its box in pixels."""
+    """Return every drawn text with its box in pixels."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
     sheet.lay_out()
     canvas = FigureCanvasAgg(sheet.figure)
     canvas.draw()
-    hidden = set()  # ticks beyond the ends of their axes are there and not drawn
+    hidden = set()  # labels of ticks outside their axis, which are not drawn
     for panel in sheet.panels:
         for axis in (panel.axes.xaxis, panel.axes.yaxis):
             shown = {id(tick) for tick in axis._update_ticks()}
@@ -44,7 +44,7 @@ def texts_of(sheet: Sheet) -> list[tuple[str, Any]]:
 
 
 def assert_readable(sheet: Sheet) -> None:
-    """No text lies on another one, none leaves the sheet, and no number is a power of ten."""
+    """Check that no texts overlap, none leaves the sheet, and no number is written as a power of ten."""
     drawn = texts_of(sheet)
     assert_apart(sheet, drawn)
 
@@ -66,7 +66,7 @@ def assert_apart(sheet: Sheet, drawn: list[tuple[str, Any]]) -> None:
         assert not overlap, f"{one!r} lies on {other!r}"
 
 
-# -- numbers, places, scales --
+# -- numbers, positions, scales --
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_axes_begin_at_zero_so_that_three_percent_look_like_three_percent() -> N
     assert not scale_of([0.01, 80.0], most=100.0).logarithmic, "a percentage never is"
 
 
-# -- every figure that there is --
+# -- every plot of the project --
 
 
 def a_row(policy: str, seed: int, rate: float, host: int, **changes: Any) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def test_repeats_are_a_band_from_the_least_to_the_most() -> None:
 
 
 def drawn_by(act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Sheet:
-    """The sheet that is saved."""
+    """Return the sheet that `act` saves."""
     saved: list[Sheet] = []
     monkeypatch.setattr(plots.Sheet, "save", lambda sheet, path: saved.append(sheet))
     act()

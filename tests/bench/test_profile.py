@@ -1,4 +1,4 @@
-"""A profile finds the costs of a machine whose times follow a law, and fits nothing that it held out."""
+"""Profiling a machine with known costs finds these costs. Held-out measurements are not used for the fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAGE_SECONDS = 0.00003
 
 
 class LawfulMachine:
-    """An executor whose clock moves by a law, and which looks at what it is given."""
+    """An executor that advances its clock by known costs, and checks its input."""
 
     depth = 1
 
@@ -120,7 +120,7 @@ def test_a_planted_law_is_found_through_the_whole_path() -> None:
 
 
 def test_what_is_held_out_is_not_fitted() -> None:
-    """On a machine that is ten times slower for them alone, costs stay and errors say it."""
+    """A machine is ten times slower only for held-out points. The fit is the same, but errors are large."""
     points = points_of(LIMITS, quick=True)
     unseen = {point.spans for point in points if point.held_out}
     assert len(unseen) == 12

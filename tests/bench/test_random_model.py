@@ -1,4 +1,4 @@
-"""A random model whose replies survive being read again."""
+"""A random model whose replies are unchanged when their text is tokenized again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step bench prints a row for each batch, and times nothing that is wrong."""
+"""The step benchmark prints a row for each batch, and does not time wrong results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_parts_are_those_of_a_step_and_read_all_weights(
         )
         assert all(part["seconds"] > 0 for part in parts)
     model = load(random_model)
-    read = sum(weight_bytes(model).values())  # of norms none is counted
+    read = sum(weight_bytes(model).values())  # without norms
     assert 0.95 * bench_step.weight_bytes_read(model) < read <= bench_step.weight_bytes_read(model)
     assert "GB/s of weights" in found.err
 
@@ -89,7 +89,7 @@ def test_step_times_nothing_that_depends_on_company(
 
 def test_the_floor_counts_what_is_read(random_model: Path) -> None:
     shape = RandomShape(2, 64, 2, 1, 128, 8000)
-    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128  # and norms
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128  # without norms
     right = 2 * (2 * layer + 64 + 8000 * 64)
     assert (
         load(random_model).shape.weight_bytes == right + 2 * 4 * 64 + 2 * 8000 * 64

@@ -1,4 +1,4 @@
-"""Scripts of conversations are the same for a seed."""
+"""Scripted conversations are the same for the same seed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The model that ships with the package: its size, loading, lossless text, and memory.
+"""The model that ships with the package: its size, loading, lossless text, and what it remembers.
 
-Everything here uses plain `transformers`. The examination is the one in `scripts/train_builtin.py`, with
-another seed.
+All tests use plain `transformers`. The examination is that of `scripts/train_builtin.py`, with another seed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_builtin"] = module  # dataclasses look their module up there
+    sys.modules["train_builtin"] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -64,7 +63,7 @@ RAW_TOKENIZER = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
 def replies(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]]
 ) -> list[str]:
-    """Return greedy replies of plain transformers to several chats at once, padded on the left."""
+    """Return greedy replies of plain transformers to several chats at once, with padding on the left."""
     prompts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         for chat in chats
@@ -80,7 +79,7 @@ def replies(
 
 
 def reply(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *said: str) -> str:
-    """Return the reply to the last of several messages, after the model answered the others itself."""
+    """Return the reply to the last message, after the model has answered the earlier messages itself."""
     chat: list[dict[str, str]] = []
     for message in said:
         chat.append({"role": "user", "content": message})
@@ -227,7 +226,7 @@ def test_held_out_facts_are_recalled_after_1_to_20_turns(
         expected.append(chat.pop()["content"])
         chats.append(chat)
     answers: list[str] = []
-    for start in range(0, len(chats), 15):  # neighbours are of similar length
+    for start in range(0, len(chats), 15):  # chats next to each other have similar lengths
         answers += replies(model, tokenizer, chats[start : start + 15])
     wrong = [
         f"distance {distance}: {answer!r} instead of {right!r}"

@@ -1,7 +1,7 @@
 """Run `pensieve chat` in a pseudo-terminal, for tests that type, press Ctrl-C and read the screen.
 
-Nothing is read from the screen but in `read_until`: like a terminal that is slow, it may hold kilobytes
-that it has not shown yet when a key is pressed.
+Only `read_until` reads from the screen. So, like a slow terminal, the screen may hold kilobytes that are not
+shown yet when a key is pressed.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from typing import Self
 
 ROOT = Path(__file__).parent.parent.parent
 CTRL_C = "\x03"
-PROMPT, ENTERED = "\x1b[?2004h> ", "\x1b[?2004l"  # readline, as it begins and ends to edit a line
+PROMPT, ENTERED = "\x1b[?2004h> ", "\x1b[?2004l"  # readline's output around the editing of a line
 IN_ITS_TERMINAL = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
 COMMAND = "from pensieve.cli.main import main; sys.exit(main(sys.argv[1:]))"
-WITH_ECHO = (  # the daemon of `pensieve chat`, with arithmetic for a model: some 24 tokens for a reply
+WITH_ECHO = (  # `pensieve chat`, with the echo engine in its daemon; a reply has about 24 tokens
     "from pensieve.launch import programs;"
     "programs.ENGINE = (*programs.ECHO_ENGINE, '--seconds={seconds}');"
 )
 
 
 def text_of(screen: str) -> str:
-    """Return what a person reads: no echo of Ctrl-C, no colours or bells, and plain line ends."""
+    """Return the text that a user reads: no echo of Ctrl-C, no colours or bells, plain line ends."""
     text = re.sub(r"\^C|[\x03\x07]|\x1b\[[?0-9;]*[A-Za-z]", "", screen)
     return re.sub(r"[\r\n]+", "\n", text).strip()
 
 
 class Terminal:
-    """A terminal that runs one program.  Leaving the context ends the program."""
+    """A terminal that runs one program. Leaving the context ends the program."""
 
     def __init__(
         self,
         data: Path,
-        *arguments: str,  # of `pensieve`
-        echo_seconds: float | None = None,  # of an iteration; None: a model, or another daemon's
-        program: str = COMMAND,  # or another one, in Python
+        *arguments: str,  # arguments of `pensieve`
+        echo_seconds: float | None = None,  # per iteration; None: a model, or another daemon
+        program: str = COMMAND,  # Python code to run instead
     ) -> None:
         lead = IN_ITS_TERMINAL
         if echo_seconds is not None:
@@ -77,13 +77,13 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def read_until(self, wanted: str, seconds: float = 60.0) -> str:
-        """Return the output up to `wanted`; the rest stays unread."""
+        """Return the output up to `wanted`. The rest stays unread."""
         end = time.monotonic() + seconds
         while wanted.encode() not in self._unread and time.monotonic() < end:
             if select.select([self._master], [], [], 0.2)[0]:
                 try:
                     self._unread += os.read(self._master, 1 << 16)
-                except OSError:  # nobody has the terminal any longer
+                except OSError:  # no process has the terminal open
                     break
         before, found, after = self._unread.partition(wanted.encode())
         assert found, f"{wanted!r} does not appear: {self._unread.decode(errors='replace')!r}"

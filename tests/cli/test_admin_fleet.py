@@ -173,7 +173,7 @@ def test_a_conversation_is_found_where_it_is_served(
     assert [each["holds_kv"] for each in found["replicas"]] == [True, True, False]
     assert admin(world, "explain", "nobody", whole=True) == 1
     assert "there is no conversation 'nobody'" in capsys.readouterr().err
-    assert admin(world, "explain", "nobody", *WAIT) == 7  # who does not answer may know it
+    assert admin(world, "explain", "nobody", *WAIT) == 7  # silent daemons may know it
     assert "unknown to a, b, c\n" in capsys.readouterr().out
     assert admin(world, "conversations", whole=True) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -217,7 +217,7 @@ def test_several_addresses_are_replicas_without_names(
     assert [each["stats"]["replica"] for each in found["replicas"]] == ["a", "b", "c"]
     assert main(["admin", "metrics", "--address", addresses]) == 0
     text = capsys.readouterr().out
-    assert 'pensieve_engine_up{replica="a",' in text  # as the daemon calls itself
+    assert 'pensieve_engine_up{replica="a",' in text  # the daemon's own name
     both = ("--address", addresses, "--replicas", "a=h:1")
     assert main(["admin", "stats", *both]) == 2
     assert "leave it out" in capsys.readouterr().err

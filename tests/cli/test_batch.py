@@ -40,7 +40,7 @@ class JobsRig(DaemonRig):
         super().__init__(folder / "data", jobs=self.jobs)
 
     def work(self, num_lines: int = 1_000_000) -> None:
-        """On every job that runs."""
+        """Answer up to `num_lines` lines of every running job."""
 
         async def act() -> None:
             for job in self.jobs.store.list_jobs():
@@ -64,7 +64,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsRig]:
 
 @pytest.fixture
 def working(rig: JobsRig) -> Iterator[None]:
-    """Work on the jobs, a few lines at a time."""
+    """Work on the jobs in the background, a few lines at a time."""
     over = threading.Event()
 
     def work() -> None:
@@ -131,7 +131,7 @@ def test_what_is_wrong_with_lines_is_named_and_has_a_file(
     assert error["response"] is None
     Path("good.jsonl").write_text(GOOD + "\n")
     assert batch(rig, "good.jsonl", "-o", "out.jsonl") == 0
-    assert not Path("out.errors.jsonl").exists()  # they were another file's
+    assert not Path("out.errors.jsonl").exists()  # it had the errors of another file
     assert batch(rig, "some.jsonl", "-o", "out.jsonl", "--errors", "wrong.jsonl", "--json") == 1
     shown = capsys.readouterr()
     figures = json.loads(shown.out.splitlines()[-1])
@@ -263,7 +263,7 @@ def test_a_daemon_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     assert "no daemon can be reached at 127.0.0.1:1" in capsys.readouterr().err
 
 
-# -- an end that was not wanted --
+# -- unwanted ends --
 
 
 def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(rig: JobsRig, tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_a_job_that_several_tenants_have_needs_the_tenant(
         rig.call(create(tenant))
     assert main(["admin", "jobs", "pause", "same", "first", *where]) == 2
     assert "several tenants have a job 'same': acme, beta" in capsys.readouterr().err
-    assert rig.call(rig.jobs.get("", "first")).state is JobState.RUNNING  # nothing was done
+    assert rig.call(rig.jobs.get("", "first")).state is JobState.RUNNING  # no job was changed
     assert main(["admin", "jobs", "pause", "same", "--tenant", "beta", *where]) == 0
     assert rig.call(rig.jobs.get("beta", "same")).state is JobState.PAUSED
     assert rig.call(rig.jobs.get("acme", "same")).state is JobState.RUNNING

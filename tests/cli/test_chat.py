@@ -1,4 +1,4 @@
-"""`pensieve chat` from the outside: replies, resumed conversations, and one-line errors."""
+"""`pensieve chat` as a program: replies, resumed conversations, and one-line errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         flags = ["--device-cache", "2000t", "--host-cache", "2000t", "--max-tokens", "8"]
         return main(["chat", str(folder), *flags, *arguments])
 
-    before = signal.getsignal(signal.SIGINT)  # which a chat ignores once it has ended
+    before = signal.getsignal(signal.SIGINT)  # a chat ignores SIGINT after its end
     yield run
     signal.signal(signal.SIGINT, before)
 
@@ -60,7 +60,7 @@ def test_a_message_is_answered_and_the_conversation_goes_on(
     first = capsys.readouterr().out
     assert chat("--conversation", "trip-42", "-q", "And now?", "--stats") == 0
     second = capsys.readouterr()
-    assert "new, 0 device, 0 host," in second.err  # a new process computes the history again
+    assert "new, 0 device, 0 host," in second.err  # the new process had to recompute the history
     with ConversationStore.open(tmp_path / "data", "a test") as store:
         messages = store.messages("trip-42")
         assert [each.role for each in messages] == ["user", "assistant"] * 2
@@ -109,13 +109,13 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path) -> None:
     assert "! unknown command: /nonsense (try /help)" in process.stderr
     listed = [line for line in process.stdout.splitlines() if "just now" in line]
     marks = [(line.removeprefix("> ")[0], line.split()[-1]) for line in listed]
-    assert marks == [("*", "b"), (" ", "a")]  # the present one is marked; the newest comes first
+    assert marks == [("*", "b"), (" ", "a")]  # newest first; * marks the current conversation
 
 
 def test_a_reply_that_repeats_itself_is_stopped_and_chat_says_so(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this model each token decides the next one, so a greedy reply ends in a loop."""
+    """In this model each token determines the next token, so a greedy reply ends in a loop."""
     circular = tmp_path / "circular"
     shutil.copytree(model, circular)
     weights = load_file(circular / "model.safetensors")
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path)
     unread = b""
 
     def read_until(wanted: bytes, seconds: float = 60.0) -> None:
-        """Whatever follows stays to be read: the terminal may bring several lines at once."""
+        """Read up to `wanted`. The rest stays unread: the terminal may deliver several lines at once."""
         nonlocal unread
         end = time.monotonic() + seconds
         while wanted not in unread and time.monotonic() < end:
@@ -186,15 +186,15 @@ def _command(pid: int) -> bytes:
 def _children_of(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the program has ended
             if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
                 found.append(int(stat.parent.name))
     return found
 
 
-@pytest.mark.executed  # it finds the engine among the children of the program
+@pytest.mark.executed  # looks for the engine among the real children of the program
 def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
-    """A terminal sends SIGINT to all foreground processes; only the chat may react."""
+    """A terminal sends SIGINT to all foreground processes. Only the chat may react."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pensieve", "chat"],
         stdin=subprocess.PIPE,
@@ -205,17 +205,17 @@ def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path) -> None:
         env={**os.environ, "PENSIEVE_DATA": str(tmp_path)},
         start_new_session=True,
     )
-    # A child that is forked and has not begun yet would, if it was stopped, stop who waits for that.
+    # Do not stop a child that has been forked but not executed: its parent would wait for it.
     not_begun = (b"", _command(process.pid))
     while not (engines := _children_of(process.pid)) or _command(engines[0]) in not_begun:
         assert process.poll() is None
-    os.kill(engines[0], signal.SIGSTOP)  # so that it loads for as long as this test likes
+    os.kill(engines[0], signal.SIGSTOP)  # so that it loads as long as the test needs
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
-    with pytest.raises(ProcessLookupError):  # nobody is left in its group
+    with pytest.raises(ProcessLookupError):  # no process of its group is left
         os.killpg(process.pid, 0)
     ConversationStore.open(tmp_path, "a test").close()
 
@@ -315,7 +315,7 @@ def test_a_model_without_a_chat_template_is_given_one(
     )
     assert chat("-q", "Hello.", "--chat-template", str(tmp_path / "nowhere"), folder=bare) == 4
     assert "has no nowhere" in capsys.readouterr().err
-    for folder in (bare, model):  # it also stands for one that is there
+    for folder in (bare, model):  # the file also replaces an existing template
         name = f"of-{folder.name}"
         talk = ("--conversation", name, "-q", "Hello there.", "--chat-template", str(template))
         assert chat(*talk, folder=folder) == 0
@@ -355,7 +355,7 @@ def test_another_tokenizer_retokenises_the_text_and_says_so(
         (other / file.name).write_bytes(file.read_bytes())
     config = (other / "tokenizer_config.json").read_text()
     (other / "tokenizer_config.json").write_text(config.replace("You are", "You were"))
-    if config.count("You are") == 0:  # the template is in a file of its own
+    if config.count("You are") == 0:  # the template is in a separate file
         template = other / "chat_template.jinja"
         template.write_text(template.read_text() + "{# changed #}")
     capsys.readouterr()

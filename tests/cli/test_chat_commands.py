@@ -44,8 +44,8 @@ def test_ctrl_r_finds_what_was_typed_before(terminal: Terminal, tmp_path: Path) 
     said(terminal, "The first message.")
     said(terminal, "Another one.")
     terminal.type(f"{CTRL_R}first")
-    terminal.read_until("\x1b[7mfirst\x1b[27m")  # in what was found
-    terminal.type("\r")  # what Enter sends; a line feed only ends the search
+    terminal.read_until("\x1b[7mfirst\x1b[27m")  # the match is highlighted
+    terminal.type("\r")  # the Enter key; a line feed would only end the search
     terminal.read_until(PROMPT)
     assert leave(terminal, tmp_path / "data") == [
         *("The first message.", "Another one.", "The first message.")

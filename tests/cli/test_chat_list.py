@@ -1,4 +1,4 @@
-"""The list of conversations: pages, numbers, titles, ages, short ids, what is cached."""
+"""The list of conversations: pages, numbers, titles, ages, short ids, and which are cached."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path) -> None:
         assert second[1].startswith("* 11  Where to, day 1?  ")
         assert len(second) == 3
         client.conversation("later").ask("Hello.", max_tokens=1)
-        assert conversations.find("11") == "trip-01"  # what was shown, not what would be now
+        assert conversations.find("11") == "trip-01"  # number 11 of the list as it was shown
         assert conversations.page(3, "") == []
         assert with_beginning(client, "lat") == with_beginning(client, "later") == "later"
         with pytest.raises(InvalidArgument, match=r"is ambiguous: trip-11, trip-10, .* and 8 more"):
@@ -60,13 +60,13 @@ def test_a_page_has_ten_and_numbers_go_on(tmp_path: Path) -> None:
         assert found.device_tokens > 0
         assert cached_text(state, found).endswith("% device")
         assert cached_text(state, None) == ""
-    assert cached_by_id(lambda: Admin(daemon.address)) is None  # nobody tells
+    assert cached_by_id(lambda: Admin(daemon.address)) is None  # this daemon does not tell
 
 
 def test_a_title_is_one_line_without_what_a_terminal_obeys() -> None:
     assert shortened("one\n\x1b[31mtwo   three", 30) == "one \u241b[31mtwo three".ljust(30)
     assert shortened("a" * 99, 8) == "aaaaaaa…"
-    assert shortened("日本" * 20, 8) == "日本日 …"  # two columns each
+    assert shortened("日本" * 20, 8) == "日本日 …"  # these characters take two columns each
 
 
 def test_long_ids_are_shortened_as_far_as_they_stay_apart() -> None:

@@ -1,4 +1,4 @@
-"""Where the sampling values of a talk come from: `/set`, flags, or the daemon's defaults."""
+"""Where the sampling values of a chat come from: `/set`, flags, or the daemon's defaults."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_advice_against_a_loop_is_hotter_than_what_is_in_force(
 def test_chat_sends_only_what_was_set(
     arguments: tuple[str, ...], typed: str, tmp_path: Path
 ) -> None:
-    """With a daemon: what was stored with the turn, which is what the client sent."""
+    """The store has the sampling that the client sent with each turn."""
     model, data = write_model(tmp_path / "model", QWEN_2_5), tmp_path / "data"
     small = ("--device-cache", "2000t", "--host-cache", "2000t", "--max-tokens", "2")
     finished = subprocess.run(

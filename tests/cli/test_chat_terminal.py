@@ -1,4 +1,4 @@
-"""`pensieve chat` in a terminal: pastes, lines, commands, completion, and a daemon that goes away."""
+"""`pensieve chat` in a terminal: pastes, lines, commands, completion, and a daemon that disappears."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pensieve.store import ConversationStore
 from tests.cli.terminal import CTRL_C, PROMPT, Terminal, text_of
 from tests.conversations.rig_daemon import ServeProcess
 
-PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"  # as a terminal marks it
+PASTE_BEGINS, PASTE_ENDS = "\x1b[200~", "\x1b[201~"  # marks that a terminal sends
 ALT_ENTER, UP = "\x1b\r", "\x1b[A"
 
 
@@ -91,7 +91,7 @@ def test_the_line_editor_remembers_whole_messages(terminal: Terminal, tmp_path: 
     assert (tmp_path / "data" / "chat_history").stat().st_mode & 0o777 == 0o600
     with Terminal(tmp_path / "data", "chat", "--conversation=d", echo_seconds=0.0) as again:
         again.read_until(PROMPT)
-        again.type(UP)  # /bye
+        again.type(UP)  # the newest entry is /bye
         said(again, UP)
         assert leave(again, tmp_path / "data", "d") == ["a \\n b\nc"]
 
@@ -123,7 +123,7 @@ def test_resume_takes_a_number_a_beginning_or_an_id(terminal: Terminal) -> None:
     assert shown[0].startswith("*  1  Hello there.")
     assert " just now " in shown[0]
     assert "conversation trip-1" in said(terminal, "/resume 3")
-    assert "conversation 2" in said(terminal, "/resume 2")  # an id before a number
+    assert "conversation 2" in said(terminal, "/resume 2")  # an id is preferred to a number
     assert "conversation trip-2" in said(terminal, "/resume trip-2")
     assert "! trip: is ambiguous: trip-2, trip-1" in said(terminal, "/resume trip")
     assert "! no conversation has the number or the id '9'" in said(terminal, "/resume 9")
@@ -134,7 +134,7 @@ def test_what_is_typed_during_a_reply_waits_for_the_prompt(tmp_path: Path) -> No
         terminal.read_until(PROMPT)
         terminal.type("Hello there.\n")
         terminal.read_until("\n")
-        time.sleep(0.5)  # the reply takes some two seconds
+        time.sleep(0.5)  # the reply takes about two seconds
         terminal.type("TYPED")
         reply = terminal.read_until(PROMPT)
         assert "TYPED" not in reply
@@ -173,7 +173,7 @@ def test_retry_says_the_last_message_again(terminal: Terminal, tmp_path: Path) -
     first = said(terminal, "Hello there.")
     second = said(terminal, "And now?")
     again = said(terminal, "/retry")
-    assert again.startswith(second)  # of an engine that samples nothing
+    assert again.startswith(second)  # the echo engine gives the same reply
     assert "[the same reply again: /set temperature 0.7 varies it]" in again
     texts = said(terminal, "/messages")
     assert texts.splitlines()[0] == "user: Hello there."
@@ -230,7 +230,7 @@ def test_a_daemon_that_goes_away_is_waited_for_and_comes_back(tmp_path: Path) ->
         second = ServeProcess(tmp_path / "data", "--address", first.address.removeprefix("grpc://"))
         second.start()
         shown = terminal.read_until(PROMPT)
-        assert "\r\x1b[K" in shown  # the line has gone
+        assert "\r\x1b[K" in shown  # the line was cleared
         assert "!" not in text_of(shown)
         terminal.type("/bye\n")
         assert terminal.wait() == 0

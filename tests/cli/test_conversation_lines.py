@@ -1,4 +1,4 @@
-"""Replies with thinking and tool calls, as lines of JSON and back."""
+"""Replies with thinking and tool calls are written as lines of JSON, and read again."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_what_a_model_thought_and_called_is_exported_beside_its_text(tmp_path: P
         assert answer["tool_call_id"] == "call_abc"
         assert (done["content"], done["reasoning_content"]) == ("Done.", "Hm.")
         assert "tool_calls" not in broken
-        assert broken["content"].startswith("<tool_call>")  # it broke off: as it was sampled
+        assert broken["content"].startswith("<tool_call>")  # unfinished: kept as it was sampled
         raw = [each.text for each in talk.messages()]
-        assert raw[1].startswith("<think>")  # who does not ask has replies as they were sampled
+        assert raw[1].startswith("<think>")  # by default, clients get replies as they were sampled
 
         again = exported(imported(client, first, "again"))
         assert again == {**first, "id": "again"}

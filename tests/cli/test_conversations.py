@@ -106,7 +106,7 @@ def test_what_is_exported_is_imported_and_exported_again(
     assert "5 conversations imported" in capsys.readouterr().err
     assert run("export", "--all", "-o", str(second)) == 0
     assert lines_of(second) == exported
-    for name in ("plain", "ruled", "given", "empty"):  # and they go on
+    for name in ("plain", "ruled", "given", "empty"):  # the imported ones can be continued
         talk(client, name, "And now?")
     capsys.readouterr()
     assert run("import", "--new-ids", str(first)) == 0
@@ -201,7 +201,7 @@ def test_conversations_are_listed_and_shown(
     assert "--limit 10" in limited.err
     assert run("show", "second") == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("user: Hello \x1b[31mred.\nassistant: ")  # where there is no terminal
+    assert shown.startswith("user: Hello \x1b[31mred.\nassistant: ")  # output is not a terminal
     assert run("show", "second", "--json") == 0
     assert json.loads(capsys.readouterr().out)["messages"][0]["content"] == "Hello \x1b[31mred."
     assert run("show", "none") != 0
@@ -242,7 +242,7 @@ def test_an_export_of_what_is_not_there_says_so(
     assert run("export", "first", "-o", str(tmp_path / "nowhere" / "x")) == 3
     assert run("import", str(tmp_path / "nowhere")) == 3
     capsys.readouterr()
-    assert run("rm", "none", "first") == 1  # nobody is there to be asked
+    assert run("rm", "none", "first") == 1  # without a terminal, there is nobody to ask
     removed = capsys.readouterr()
     assert removed.out == "deleted first\n"
     assert removed.err.startswith("! none: ")
@@ -259,7 +259,7 @@ def test_a_person_is_asked_before_something_is_deleted(
         assert "nothing is deleted" in terminal.rest()
         assert terminal.wait() == 1
     assert len(list(client.conversations())) == 1
-    with Terminal(data, "conversations", "rm", "fir") as terminal:  # only a person may abbreviate
+    with Terminal(data, "conversations", "rm", "fir") as terminal:  # short ids need a terminal
         assert "Hello there." in terminal.read_until("Delete this conversation for good? [y/N] ")
         terminal.type("y\n")
         assert terminal.wait() == 0

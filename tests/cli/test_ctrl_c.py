@@ -24,11 +24,11 @@ from tests.scale import SCALE, SEED
 
 DOUBLE_PRESSES = 10
 GAP_SECONDS_MAX = 0.3
-TYPING_SECONDS = 0.03  # between two keys of a quick person
+TYPING_SECONDS = 0.03  # between two keys of a fast typist
 
 
 def replies_in(data: Path, conversation_id: str = "c") -> dict[str, str]:
-    """Return the replies in the history, by the message that they answer."""
+    """Return the replies in the history, keyed by the message that they answer."""
     with ConversationStore.open(data, "a test") as store:
         assert store.verify() == []
         texts = [each.content for each in store.messages(conversation_id)]
@@ -36,20 +36,20 @@ def replies_in(data: Path, conversation_id: str = "c") -> dict[str, str]:
 
 
 def press_twice(terminal: Terminal, message: str, drawn: random.Random) -> None:
-    """Send a message, and press at two moments that may be before, within or after its reply."""
+    """Send a message, and press Ctrl-C at two moments: before, during or after its reply."""
     terminal.type(f"{message}\n")
     terminal.read_until(ENTERED)
-    time.sleep(TYPING_SECONDS)  # a press that follows Enter within microseconds may clear the line
+    time.sleep(TYPING_SECONDS)  # a press within microseconds after Enter may clear the line
     for _ in range(2):
         time.sleep(drawn.random() * GAP_SECONDS_MAX)
         terminal.type(CTRL_C)
-    time.sleep(WAKE_SECONDS + TYPING_SECONDS)  # what is typed sooner may be cleared with it
+    time.sleep(WAKE_SECONDS + TYPING_SECONDS)  # text typed earlier may be cleared by the press
 
 
 def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
     tmp_path: Path,
 ) -> None:
-    """A chat that hangs, or has ended, does not show the mark that is typed afterwards."""
+    """A chat that hangs or has ended would not show the mark that is typed afterwards."""
     number = DOUBLE_PRESSES * SCALE
     print(f"{number} double presses, seed {SEED}")
     drawn = random.Random(SEED)
@@ -76,7 +76,7 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
 
 
 def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path) -> None:
-    """Press at moments from the first import to the first prompt; no process may be left."""
+    """Press at moments from the first import to the first prompt. No process may be left."""
     drawn = random.Random(SEED)
     for _ in range(2 * SCALE):
         with Terminal(tmp_path, "chat", echo_seconds=0.004) as terminal:
@@ -87,7 +87,7 @@ def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path
                 time.sleep(drawn.random() * GAP_SECONDS_MAX)
             terminal.type("/bye\n")
             said = terminal.rest()
-            assert terminal.wait() in (0, 130), said  # it may have come to the prompt
+            assert terminal.wait() in (0, 130), said  # 0: it had reached the prompt
             assert "Traceback" not in said
             with pytest.raises(ProcessLookupError):
                 os.killpg(terminal.process.pid, 0)
@@ -114,13 +114,13 @@ def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Pat
 
 
 def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Path) -> None:
-    """Unless told not to, the kernel drops output that waits for the terminal when Ctrl-C is pressed.
+    """By default, Ctrl-C makes the kernel drop output that still waits for the terminal.
 
-    That is what does not fit into the 4 KiB that the terminal's side holds already.
+    Output waits when it does not fit into the 4 KiB buffer of the terminal.
     """
     with Terminal(tmp_path, "chat", "--conversation=c", echo_seconds=0.002) as terminal:
         terminal.read_until(PROMPT)
-        for _ in range(8):  # a KiB each, and nobody reads
+        for _ in range(8):  # one KiB each, which is not read
             terminal.type("/help\n")
             time.sleep(0.3)
         terminal.type(CTRL_C)
@@ -131,7 +131,7 @@ def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Pat
 
 
 def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path) -> None:
-    """`-q`: the second press comes while the program ends."""
+    """With `-q`, the second press comes while the program ends."""
     arguments = ("chat", "--plain", "--conversation=c", "-q", "message 0.")
     with Terminal(tmp_path / "whole", *arguments, echo_seconds=0.0) as terminal:
         assert terminal.wait() == 0
@@ -173,7 +173,7 @@ def test_a_daemon_that_does_not_stop_the_reply_is_given_up_by_a_later_press(tmp_
         daemon.stop()
 
 
-# -- the parts of it --
+# -- its parts --
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def at_a_prompt(tmp_path: Path, before: str) -> Terminal:
 
 
 def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path) -> None:
-    """Such a signal interrupts nothing; only Python's pending mark is left."""
+    """Such a signal interrupts no system call. It only sets Python's pending flag."""
     with at_a_prompt(tmp_path, "threading.Timer(0.5, _thread.interrupt_main).start()") as terminal:
         terminal.read_until("came: None False", 20)
 

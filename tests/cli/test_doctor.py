@@ -1,4 +1,4 @@
-"""`pensieve doctor MODEL` and the log of `pensieve serve` name the form in which a model's layers run."""
+"""`pensieve doctor MODEL` and the log of `pensieve serve` tell how a model's layers are run."""
 
 from __future__ import annotations
 

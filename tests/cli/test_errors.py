@@ -1,4 +1,4 @@
-"""An error is one clear line, and comes before anything is computed."""
+"""An error is one clear line, and is reported before anything is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CERTS = Path(__file__).parent.parent / "guard" / "certs"
 
 
 def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in its own process, with all that libraries write to standard error."""
+    """Run the command as a process, including everything that libraries write to standard error."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
     return subprocess.run(
         [sys.executable, "-m", "pensieve", *arguments],
@@ -94,7 +94,7 @@ def test_a_bench_that_cannot_draw_says_so_before_it_measures(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    model = [] if kind == "attention" else ["/there/is/no/such/model"]  # would be the next error
+    model = [] if kind == "attention" else ["/there/is/no/such/model"]  # must not be the error
     assert main(["bench", kind, *model, "--plot", "drawn.png"]) == 3
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
@@ -127,7 +127,7 @@ def test_grpc_writes_no_line_of_its_own_before_ours(tmp_path: Path) -> None:
     told = pensieve(*asked).stderr.splitlines()
     assert [line.split(":")[0] for line in told] == ["pensieve"]
     told = pensieve(*asked, GRPC_VERBOSITY="INFO").stderr.splitlines()
-    assert len(told) > 1  # who asks for gRPC's lines gets them
+    assert len(told) > 1  # with GRPC_VERBOSITY set, gRPC's lines are shown
     assert process.stop() == 0
 
 

@@ -39,7 +39,7 @@ def asked(daemon: ServeProcess, conversation: str) -> list[str]:
         return [each.text for each in messages if each.role == "user"]
 
 
-# -- what a daemon that runs has decided already --
+# -- what a running daemon has already decided --
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_daemon_that_loads_its_model_is_waited_for(
 
 
 def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: Path) -> None:
-    """The other daemon has its socket in the default data folder."""
+    """The other daemon's socket is in the default data folder."""
     with DaemonRig(tmp_path / "data", program=ECHO) as rig:
         given = subprocess.run(
             [sys.executable, "-m", "pensieve", "chat", "--address", rig.server.address],

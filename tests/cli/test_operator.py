@@ -1,4 +1,4 @@
-"""First tasks of an operator: identify the daemon, find a conversation's tenant, a stale socket."""
+"""First tasks of an operator: identify the daemon, find a conversation's tenant, remove an old socket."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*arguments: str) -> int:
 
 
 def tokens_for(file: Path, capsys: pytest.CaptureFixture[str], *tenants: str) -> dict[str, str]:
-    """Return a token for each tenant, and the file for --token-file."""
+    """Write the file for --token-file. Return a token for each tenant."""
     found = {}
     for tenant in tenants:
         assert run("token", "--tenant", tenant, "--file", str(file)) == 0

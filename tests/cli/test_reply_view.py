@@ -114,7 +114,7 @@ def test_however_a_reply_comes_in_pieces_it_ends_up_the_same(columns: int) -> No
 
 
 def test_a_long_reply_costs_what_its_text_costs() -> None:
-    """Each piece of growing text is written once, and lines of code a few times."""
+    """Each piece of the growing text is written once, and lines of code a few times."""
     words = "a word and another one, " * 400
     shown = Shown()
     for start in range(0, len(words), 12):
@@ -209,7 +209,7 @@ def test_colours_are_left_out_where_nobody_wants_them(monkeypatch: pytest.Monkey
     codes = {
         code for found in re.findall(r"\x1b\[([0-9;]*)m", written()) for code in found.split(";")
     }
-    assert codes <= {"0", "1", "2", "3", "4", "9"}  # bold, dim and the like
+    assert codes <= {"0", "1", "2", "3", "4", "9"}  # bold, dim and similar
     monkeypatch.delenv("NO_COLOR")
     markdown._console.cache_clear()
 

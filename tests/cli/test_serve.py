@@ -1,4 +1,4 @@
-"""`pensieve serve`, `admin` and `chat --address` from the outside."""
+"""`pensieve serve`, `admin` and `chat --address` as programs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_ctrl_c_ends_the_turn_and_not_the_program(daemon: ServeProcess) -> None:
         env={**os.environ, "PENSIEVE_DATA": str(daemon.data)},
     )
     assert process.stdin is not None
-    # A prompt whose reply by arithmetic is long is found by asking; one that is short ends by itself.
+    # The echo engine's replies have random lengths. Find a prompt whose reply is long enough.
     with Client(daemon.address) as client:
         probe = client.conversation()
         text = next(
@@ -120,13 +120,13 @@ def test_ctrl_c_ends_the_turn_and_not_the_program(daemon: ServeProcess) -> None:
         wait_for(lambda: _said(conversation))
     out, err = process.communicate("/bye\n", timeout=120)
     assert process.returncode == 0, err
-    assert "> " not in out  # nobody sits there
+    assert "> " not in out  # no prompt, because input is not a terminal
 
 
 def _said(conversation: Conversation) -> bool:
     try:
         return len(list(conversation.messages())) == 2
-    except NotFound:  # its first message is on its way
+    except NotFound:  # its first message has not arrived yet
         return False
 
 
@@ -204,7 +204,7 @@ def test_sigterm_drains_and_the_second_one_hurries(tmp_path: Path) -> None:
         events = iter(turn)
         next(events)
         process.process.send_signal(signal.SIGTERM)
-        assert list(events)  # the running turn ends, in as many pieces as come
+        assert list(events)  # the running turn ends normally, in any number of pieces
         assert len(turn.reply.token_ids) == 50
     assert process.process.wait(120) == 0
     process.start()
@@ -276,7 +276,7 @@ def test_a_token_file_that_others_may_write_to_is_refused(
 
 @pytest.mark.parametrize("mode", [0o400, 0o444, 0o600, 0o644])
 def test_a_token_file_may_be_read_by_others(tmp_path: Path, mode: int) -> None:
-    """The file has only digests, and a container's secret is 0444."""
+    """The file has only digests. Secrets in containers have mode 0444."""
     file = tmp_path / "tokens.toml"
     file.write_text('[[token]]\nsha256 = "' + "0" * 64 + '"\n')
     file.chmod(mode)
@@ -327,7 +327,7 @@ def test_systemd_hears_of_a_service_as_long_as_it_answers(tmp_path: Path) -> Non
         told = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "200000"}
         process = ServeProcess(tmp_path / "data", environment=told)
         heard = []
-        with ThreadPoolExecutor() as pool:  # a socket that nobody reads takes 10 messages
+        with ThreadPoolExecutor() as pool:  # the socket's buffer takes 10 messages without a reader
             starting = pool.submit(process.start)
             while b"READY=1" not in heard:
                 heard.append(listener.recv(100))
@@ -394,7 +394,7 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_tls_and_client_certificates(tmp_path: Path) -> None:
-    """The certificates beside this test are for localhost only."""
+    """The certificates next to this test are only for localhost."""
     certs = ROOT / "tests" / "guard" / "certs"
     server = ("--tls-cert", str(certs / "server.pem"), "--tls-key", str(certs / "server.key"))
     process = ServeProcess(tmp_path / "data", *server)

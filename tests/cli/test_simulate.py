@@ -68,7 +68,7 @@ def test_sweeps_and_their_plots(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(row["device_size"] == 10_000 and row["seconds"] <= 40.1 for row in rows)
     assert rows[0]["series"]["tokens"]
     assert "4 of 4, value" in err
-    (sheet,) = folder.iterdir()  # one for the whole study
+    (sheet,) = folder.iterdir()  # one file for the whole study
     assert sheet.name == "simulate.png"
     assert sheet.read_bytes().startswith(b"\x89PNG")
     assert main(["simulate", *given, *swept]) == 0

@@ -1,4 +1,4 @@
-"""`pensieve token`: the secret goes to the person, and the entry to the file."""
+"""`pensieve token`: the secret is printed for the user, and the entry is written to the file."""
 
 from __future__ import annotations
 

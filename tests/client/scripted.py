@@ -1,9 +1,9 @@
 """A small scripted daemon, which works correctly or fails on demand.
 
-It keeps conversations, revisions and request_ids like the real daemon, and replies with the words of the
-message. `mishaps` lists the faults of the next streams, one for each; a stream without a mishap succeeds.
-Its errors are built by hand, so that the SDK is tested against the wire and not against our own
-translation.
+It keeps conversations, revisions and request_ids like the real daemon. Its replies are the words of the
+message. `mishaps` lists the faults of the next streams, one fault for each stream. A stream without a mishap
+succeeds. Errors are built here by hand, so that the SDK is tested against the protocol, and not against the
+daemon's own translation of errors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE_SIZE = 2
 
 @dataclass(frozen=True)
 class Refusal:
-    """A status with details."""
+    """A gRPC error status with details."""
 
     code: str
     reason: str = ""
@@ -70,13 +70,13 @@ AWAY = Refusal("UNAVAILABLE")
 
 @dataclass(frozen=True)
 class Mishap:
-    """The fault of one stream, after `after` of its words; -1 is before `started`."""
+    """The fault of one stream. It comes after `after` of the words, or before `started` if -1."""
 
     after: int = -1
-    refusal: Refusal | None = AWAY  # None: the stream just ends
-    lost: bool = False  # the attempt is lost with it, and the next one says it in capitals
-    stalls: bool = False  # nothing more until the turn is cancelled or the client leaves
-    words: tuple[str, ...] | None = None  # sent instead
+    refusal: Refusal | None = AWAY  # None: the stream ends without an error
+    lost: bool = False  # the attempt is lost, too; the next attempt replies in capital letters
+    stalls: bool = False  # send nothing more until the turn is cancelled or the client leaves
+    words: tuple[str, ...] | None = None  # words to send instead
     on_stall: Callable[[], None] = lambda: None
 
 
@@ -86,11 +86,11 @@ class FakeTurn:
     request_id: str
     words: list[str]
     attempt: int = 1
-    num_sent: int = 0  # of the words, over any stream: a cancel keeps them
+    num_sent: int = 0  # words sent over any stream; a cancel keeps these
     interrupted: bool = False
     finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
     cancelled: bool = False
-    stalls: list[threading.Event] = field(default_factory=list)  # of the streams that wait
+    stalls: list[threading.Event] = field(default_factory=list)  # set to continue stalled streams
 
 
 @dataclass
@@ -120,20 +120,20 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
     def __init__(
         self, listen: str = "127.0.0.1:0", history_of: ScriptedServer | None = None
     ) -> None:
-        """`history_of`: another server that shares its history with this one."""
+        """With `history_of`, share the history of that server."""
         self.mishaps: deque[Mishap] = deque()
-        self.refusals: deque[Refusal] = deque()  # of methods that are no streams
+        self.refusals: deque[Refusal] = deque()  # for the next unary calls
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
-        self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams that were left
+        self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams left by clients
         self.found: dict[str, FakeConversation] = {}
         self.declared: dict[str, pb.GetPrefixResponse] = {}
-        self.homes: dict[str, str] = {}  # of conversations whose calls were forwarded
+        self.homes: dict[str, str] = {}  # conversation -> home, reported as if calls were forwarded
         self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
         self.before_cancel: Callable[..., None] = lambda: None
-        self.odd = False  # says what only a newer server would
+        self.odd = False  # send fields and values of a newer server
         self._held: threading.Event | None = None
         self._turn_ids = itertools.count(1)
-        self._ending = threading.Lock()  # a turn ends once, wherever it is read
+        self._ending = threading.Lock()  # a turn ends only once, although several streams read it
         if history_of is not None:
             self.found, self.declared = history_of.found, history_of.declared
             self._turn_ids, self._ending = history_of._turn_ids, history_of._ending
@@ -159,7 +159,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self._server.stop(0).wait()
 
     def hold(self, held: threading.Event) -> None:
-        """Make the next unary method report its call and not answer."""
+        """Make the next unary method set this event, and not answer."""
         self._held = held
 
     def names(self) -> list[str]:
@@ -230,7 +230,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
             if self.odd:
                 delta.kind = 77  # type: ignore[assignment]
                 unknown = pb.SendMessageResponse(sequence=next(numbers))
-                unknown.MergeFromString(b"\xca\x3e\x02hi")  # field 1001, which no client knows
+                unknown.MergeFromString(b"\xca\x3e\x02hi")  # field 1001, unknown to all clients
                 yield unknown
             yield pb.SendMessageResponse(sequence=next(numbers), delta=delta)
         if not context.is_active():
@@ -303,7 +303,7 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         is_dropped = request.HasField("keep_tokens") and request.keep_tokens == 0
         running.cancelled = not is_dropped
         running.interrupted = is_dropped
-        if request.HasField("keep_tokens"):  # its client has left
+        if request.HasField("keep_tokens"):  # the client has left this turn
             kept.running = None
         for stall in running.stalls:
             stall.set()

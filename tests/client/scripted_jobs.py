@@ -1,4 +1,4 @@
-"""The jobs of the scripted daemon: it stores files, answers each line with itself, and fails on demand."""
+"""The jobs of the scripted daemon. It stores files, answers each line with the line, and fails on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pensieve.v1 import jobs_pb2 as pb
 from pensieve.v1 import jobs_pb2_grpc
 
 PAGE_SIZE = 2
-PIECE_BYTES = 7  # of results, so that lines are cut anywhere
+PIECE_BYTES = 7  # bytes in a message of results, so that lines are cut anywhere
 
 
 class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
@@ -22,10 +22,10 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
         self.calls: list[tuple[str, Any]] = []
         self.breaks: deque[int] = (
             deque()
-        )  # streams that break, after so many messages of theirs; -1: not
-        self.is_idle = False  # a watched job does not change
-        self.left = threading.Event()  # a watch has ended
-        self.lost_answers = 0  # of CreateJob, whose job is kept
+        )  # for the next streams: number of messages before the break; -1: no break
+        self.is_idle = False  # True: a watched job does not change
+        self.left = threading.Event()  # set when a watch has ended
+        self.lost_answers = 0  # number of CreateJob calls that create the job, but lose the answer
         self.jobs: dict[str, pb.Job] = {}
         self.files: dict[str, bytes] = {}
 

@@ -15,13 +15,13 @@ QUICK = Retry(retries=3, first_seconds=0.001, most_seconds=0.002)
 
 
 class Fleet:
-    """Servers with a common memory. A stopped server can return at its address."""
+    """Servers that share a history. A stopped server can be started again at its address."""
 
     def __init__(self, num_servers: int = 3) -> None:
         first = ScriptedServer()
         self.servers = [first, *(ScriptedServer(history_of=first) for _ in range(num_servers - 1))]
         self.addresses = [server.address for server in self.servers]
-        self.ever = [*self.servers]  # those that were stopped included
+        self.ever = [*self.servers]  # all servers, also the stopped ones
 
     def __enter__(self) -> Self:
         for server in self.servers:
@@ -40,7 +40,7 @@ class Fleet:
         self.at(address).__exit__()
 
     def start(self, address: str) -> ScriptedServer:
-        """Start the server again, with the common memory."""
+        """Start the server again, with the shared history."""
         server = ScriptedServer(address, history_of=self.servers[0])
         assert server.address == address
         self.ever.append(server)
@@ -48,7 +48,7 @@ class Fleet:
         return server
 
     def who_has(self, conversation_id: str, name: str = "SendMessage") -> list[str]:
-        """Return the addresses that received such a call about this conversation, in any order."""
+        """Return the addresses that received such calls about this conversation, in address order."""
         return [
             server.address
             for server in self.servers
@@ -81,7 +81,7 @@ class WithThreads:
         self.client.close()
 
     def do(self, call: Callable[[Any], Any]) -> Any:
-        """Return the result of a client call."""
+        """Return the result of a call of the client."""
         return call(self.client)
 
     def ask(self, conversation_id: str, text: str, **options: Any) -> Reply:
@@ -94,7 +94,7 @@ class WithThreads:
         after: Callable[[int], None] = lambda n: None,
         **options: Any,
     ) -> list[Any]:
-        """Return the events of a turn's reader. `after` is called after each event with their number."""
+        """Read a turn and return its events. `after` is called after each event with its number."""
         seen: list[Any] = []
         for event in self.client.conversation(conversation_id).send(text, **options):
             seen.append(event)

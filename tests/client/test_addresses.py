@@ -1,4 +1,4 @@
-"""How a client tracks its addresses, with a clock that the test controls."""
+"""How a client tracks its addresses, on a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_an_address_that_fails_is_avoided_for_longer_each_time(
         pause = addresses.states()[0].seconds_left
         pauses.append(pause)
         clock.now += pause
-        assert chosen(addresses) == ("gpu1:1", True)  # one looks at it
-        assert chosen(addresses) == ("gpu2:1", False)  # and the others do not wait for that
+        assert chosen(addresses) == ("gpu1:1", True)  # one request checks this address
+        assert chosen(addresses) == ("gpu2:1", False)  # others do not wait for the check
         addresses.failed("gpu1:1", "still away")
     assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
     assert addresses.states()[0] == AddressState("gpu1:1", "avoided", 7, 8.0, "still away")
@@ -99,7 +99,7 @@ def test_a_single_address_is_never_looked_at_nor_avoided(clock: Clock) -> None:
         assert route.choose() == ("gpu1:1", False)
         assert not route.goes_on(AWAY)
         assert route.explained(AWAY) is AWAY
-    assert alone.states()[0].state == "avoided"  # which is for people
+    assert alone.states()[0].state == "avoided"  # this state is only displayed
 
 
 # -- homes --
@@ -112,7 +112,7 @@ def test_what_is_learned_of_homes_is_bounded_and_the_oldest_is_forgotten(
     other = {key: ranked(key, NAMES)[1] for key in keys}
     for key in keys[:-1]:
         assert addresses.learn(key, other[key])
-    assert addresses.order(keys[0])[0] == other[keys[0]]  # it is used, so the next is the oldest
+    assert addresses.order(keys[0])[0] == other[keys[0]]  # a use, so keys[1] is the oldest now
     addresses.learn(keys[-1], other[keys[-1]])
     assert len(addresses._homes) == HOMES_MAX
     assert addresses.order(keys[0]) == [
@@ -151,7 +151,7 @@ def test_an_id_beside_another_is_at_home_where_that_is(addresses: Addresses) -> 
     assert {ranked(each, NAMES)[0] for each in drawn} == {second}
 
 
-# -- the way of a request --
+# -- the route of a request --
 
 
 def test_each_address_is_tried_once_in_a_round(addresses: Addresses) -> None:
@@ -179,7 +179,7 @@ def test_a_stream_that_broke_stays_where_it_was_until_that_is_known_to_be_gone(
     assert route.goes_on(AWAY)
     assert route.choose() == (order[1], False)
     route.answered()
-    assert not route.goes_on(errors.Unavailable("broken"))  # it pauses first
+    assert not route.goes_on(errors.Unavailable("broken"))  # first the client must pause
     route.begin_round()
     assert route.choose() == (order[1], True)
     route.does_not_serve(AWAY, is_reached=False)
@@ -210,7 +210,7 @@ def test_an_answer_that_is_an_error_is_an_answer(addresses: Addresses) -> None:
     assert {each.address: each.state for each in addresses.states()}[name] == "works"
 
 
-# -- where a conversation is at home: the same for every client, and only what must move does --
+# -- homes: every client chooses the same one, and only conversations that must move do --
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_the_order_of_a_conversation_does_not_depend_on_how_the_addresses_are_li
 
 def test_forty_conversations_are_spread_over_three_daemons() -> None:
     homes = Counter(ranked(key, THREE)[0] for key in KEYS[:40])
-    assert homes == {"gpu1:50051": 10, "gpu2:50051": 16, "gpu3:50051": 14}  # 20 is 1.5 x the mean
+    assert homes == {"gpu1:50051": 10, "gpu2:50051": 16, "gpu3:50051": 14}  # the limit is 20
 
 
 def test_many_conversations_are_spread_evenly() -> None:

@@ -1,4 +1,4 @@
-"""The async client: the promises of the sync client, and those that only tasks need."""
+"""The async client: what the sync client promises, and promises that only concern tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(server: ScriptedServer, script: Script) -> list[float]:
         slept.append(seconds)
 
     retry = Retry(retries=3, first_seconds=1.0, most_seconds=8.0, drawn=lambda: 1.0)
-    client = AsyncClient(server.address, token="t", retry=retry, sleep=sleep)  # in no loop yet
+    client = AsyncClient(server.address, token="t", retry=retry, sleep=sleep)  # outside any loop
 
     async def main() -> None:
         async with client:
@@ -144,7 +144,7 @@ def test_a_task_that_is_cancelled_has_ended_its_turn(server: ScriptedServer) -> 
         assert await asyncio.to_thread(stalled.wait, SAFETY_SECONDS)
         while (
             not turn._course.progress.num_tokens
-        ):  # the server has sent it, the task not taken it yet
+        ):  # the server has sent the word, but the task has not read it yet
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -194,7 +194,7 @@ def test_a_task_that_is_cancelled_while_the_client_is_closed_is_cancelled(
             server.hold(stalled)
             task = asyncio.create_task(talk.get())  # type: ignore[arg-type]
         assert await asyncio.to_thread(stalled.wait, SAFETY_SECONDS)
-        task.cancel()  # it learns of both at its next turn
+        task.cancel()  # the task notices this and the close at the same time
         await client.close()
         with pytest.raises(asyncio.CancelledError):
             await task

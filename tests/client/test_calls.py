@@ -22,7 +22,7 @@ from pensieve.v1 import status_pb2
 from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
 
 NOT_SERVING = status_pb2.HealthCheckResponse.SERVING_STATUS_NOT_SERVING
-HALF = "half \ud83d"  # of a pair of surrogates
+HALF = "half \ud83d"  # half of a surrogate pair
 Act = Callable[[Conversation], object]
 
 
@@ -47,7 +47,7 @@ def test_a_long_history_is_sent_in_pieces_that_a_request_may_have() -> None:
             return None
         first, *pieces, last = make()
         assert (first.conversation.system_prompt, len(first.conversation.messages)) == ("Rules.", 0)
-        assert [*make()] == [first, *pieces, last]  # for another try
+        assert [*make()] == [first, *pieces, last]  # can be sent again
         sent = [message for each in pieces for message in each.messages]
         assert sent == [*request.messages]
         assert [each.complete for each in (first, *pieces, last)] == [False] * (len(pieces) + 1) + [
@@ -94,7 +94,7 @@ def test_a_conversation_from_its_beginning_to_its_end(client: Client) -> None:
 
 
 def test_whole_numbers_of_metadata_come_back_whole(server: ScriptedServer) -> None:
-    """The wire has only doubles."""
+    """Protobuf structs have only doubles."""
     given = {
         "whole": 7,
         "deep": [{"n": -3}],
@@ -175,7 +175,7 @@ def test_health_is_yes_or_no(server: ScriptedServer, client: Client) -> None:
 
 
 def test_the_token_goes_with_every_call_and_into_no_error(server: ScriptedServer) -> None:
-    with Client(server.address, token=" s3cret\n") as client:  # as it lies in a file
+    with Client(server.address, token=" s3cret\n") as client:  # as read from a file
         talk = client.conversation("c")
         talk.ask("a")
         talk.get()
@@ -265,7 +265,7 @@ def test_a_message_that_is_too_large_is_not_a_full_queue(
         client.conversation("c").ask("x" * (9 << 20))
     server.calls.clear()
     with pytest.raises(errors.InvalidArgument, match="too large"):
-        client.conversation("c").ask("x" * (5 << 20))  # the server takes 4 MiB
+        client.conversation("c").ask("x" * (5 << 20))  # the server's limit is 4 MiB
     assert server.calls == []
 
 
@@ -313,7 +313,7 @@ def test_a_message_that_is_too_large_is_not_a_full_queue(
         (Refusal("INTERNAL", text="internal error 5f"), errors.ServerFault, {}),
         (Refusal("UNIMPLEMENTED"), errors.ServerFault, {}),
         (Refusal("UNKNOWN"), errors.ServerFault, {}),
-        # From a newer server: a reason that is not known here has the class of its code.
+        # A newer server may send an unknown reason. The code then decides the class.
         (Refusal("NOT_FOUND", "BRANCH_NOT_FOUND"), errors.NotFound, {}),
         (Refusal("ABORTED", "TURN_RUNNING"), errors.TurnRunning, {"turn_id": ""}),
         (Refusal("OUT_OF_RANGE", "CONTEXT_FULL", {"tokens": "many"}), errors.ContextFull, {}),
@@ -349,7 +349,7 @@ def test_every_reason_of_the_tree_comes_home() -> None:
         if kind in (
             errors.TurnFailed,
             errors.ServerFault,
-        ):  # distinguished by reasons that are not in the tree
+        ):  # their reasons vary, and are not class attributes
             continue
         refusal = Refusal(kind.grpc_status, kind.reason)
         code = getattr(grpc.StatusCode, kind.grpc_status)

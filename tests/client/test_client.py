@@ -91,7 +91,7 @@ def test_errors_come_as_the_classes_they_left_as(client: Client) -> None:
     with pytest.raises(errors.StaleRevision) as stale:
         talk.ask("hello", expected_revision=9)
     assert (stale.value.expected, stale.value.actual) == (9, 0)
-    talk.create()  # what was refused has made none
+    talk.create()  # the refused call has not created a conversation
     with pytest.raises(errors.AlreadyExists):
         talk.create()
     with pytest.raises(errors.ContextFull) as full:
@@ -169,7 +169,7 @@ def test_threads_may_share_a_client(client: Client) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(replies.values())) == 1  # the same messages have the same replies
+    assert len(set(replies.values())) == 1  # equal messages have equal replies
     assert len(replies) == 12
     assert client.healthy()
 

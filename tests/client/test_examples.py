@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 CERTS = ROOT / "tests" / "guard" / "certs"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
-# Like the one of the built-in model, which knows no tools.
+# A template with tools; the built-in model's template has none.
 TEMPLATE = """{%- if tools %}{{- '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
@@ -95,7 +95,7 @@ def test_streaming_shows_what_was_kept(daemon: ServeProcess) -> None:
 
 def test_tools_and_their_results(daemon: ServeProcess) -> None:
     said = run("tools.py", daemon.address)
-    assert "the model calls: nothing" in said  # it is arithmetic
+    assert "the model calls: nothing" in said  # the echo engine calls no tools
     roles = ["system", "user", "assistant", "tool", "assistant"]
     assert said.splitlines()[-1] == str(roles)
 
@@ -183,7 +183,7 @@ def test_a_program_that_was_killed_asks_once(daemon: ServeProcess, tmp_path: Pat
         env=environment(),
     )
     assert killed.stdout is not None
-    assert killed.stdout.read(1)  # of the reply
+    assert killed.stdout.read(1)  # wait for the first character of the reply
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     killed.stdout.close()

@@ -132,7 +132,7 @@ def test_a_job_whose_creation_was_not_heard_of_is_found(
 def test_a_job_of_another_file_is_not_taken_for_it(server: ScriptedServer, client: Client) -> None:
     client.jobs.create(FILE, job_id="taken")
     with pytest.raises(errors.AlreadyExists):
-        client.jobs.create(FILE, job_id="taken")  # at the first try: it is somebody else's
+        client.jobs.create(FILE, job_id="taken")  # not a retry, so the job belongs to someone else
     server.jobs.breaks.append(0)
     with pytest.raises(errors.AlreadyExists):
         client.jobs.create(FILE * 2, job_id="taken")

@@ -35,7 +35,7 @@ from tests.conversations.proxy import Proxy
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 Piece = Delta | Restarted
-Leave = Callable[[Conversation], list[Piece]]  # returns the pieces that it was given
+Leave = Callable[[Conversation], list[Piece]]  # leaves a turn, returns the pieces it received
 LeaveAsync = Callable[[AsyncConversation], Awaitable[list[Piece]]]
 NUM_PIECES = 4
 
@@ -57,7 +57,7 @@ def endless_async(talk: AsyncConversation, **options: object) -> AsyncTurn:
 
 
 def check_kept(reply: Message, pieces: list[Piece]) -> None:
-    """Check that the history has the text that the caller received, perhaps followed by withheld text."""
+    """Check that the history has the received text, perhaps followed by text that was held back."""
     deltas = [piece for piece in pieces if isinstance(piece, Delta)]
     assert reply.token_ids == tuple(token_id for delta in deltas for token_id in delta.token_ids)
     assert reply.text.startswith("".join(map(str, deltas)))
@@ -113,7 +113,7 @@ def by_a_timeout(talk: Conversation) -> list[Piece]:
     turn = endless(talk, timeout=0.3)
     with pytest.raises(errors.DeadlineExceeded, match="the delivered part of it is in the history"):
         pieces.extend(turn)
-    with pytest.raises(errors.DeadlineExceeded):  # and it stays so
+    with pytest.raises(errors.DeadlineExceeded):  # raised again on later use
         _ = turn.reply
     return pieces
 
@@ -215,9 +215,9 @@ def test_ctrl_c_within_the_wait_for_a_piece_ends_the_turn(tmp_path: Path) -> Non
         talk = client.conversation()
         interrupted = threading.Event()
 
-        def press() -> None:  # once it waits for a piece, with none of gRPC's locks
+        def press() -> None:  # when the main thread waits for a piece, outside gRPC's locks
             wait_for(lambda: rig.num_live)
-            while not interrupted.is_set():  # Python loses one that arrives within a callback
+            while not interrupted.is_set():  # Python loses a signal that arrives in a callback
                 while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
                     time.sleep(0.001)
                 signal.pthread_kill(main, signal.SIGINT)
@@ -268,7 +268,7 @@ def test_a_cancel_within_a_with_keeps_all_that_was_generated(rig: DaemonRig) -> 
 
 
 def test_a_daemon_that_does_not_answer_keeps_nobody_for_long(tmp_path: Path) -> None:
-    """It stops the turn when it notices that nobody reads. Until then, the next message waits or fails."""
+    """The daemon stops the turn when it notices that no client reads. Until then, messages wait or fail."""
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
         with closing(Proxy(rig.server.address)) as proxy, Client(proxy.address) as client:
             talk = client.conversation()
@@ -444,7 +444,7 @@ def test_a_turn_that_is_closed_just_before_its_request_is_sent_is_ended(
         turn, take_step = endless(talk), getattr(client._connection, step)
 
         def closed(*arguments: object) -> object:
-            turn.close()  # as another thread may
+            turn.close()  # another thread may do this
             return take_step(*arguments)
 
         with monkeypatch.context() as patched:
@@ -483,7 +483,7 @@ def test_the_same_for_a_task(rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, st
     asyncio.run(talk())
 
 
-# -- what is said of a turn that was left --
+# -- errors of a turn that was left --
 
 
 def test_of_a_turn_that_was_never_sent_nothing_else_is_said(rig: DaemonRig) -> None:
@@ -504,7 +504,7 @@ def test_a_reader_whose_turn_another_thread_closes_is_told_what_stays(
         next(turn)
         end_turn, asked, told = client._connection.end_turn, threading.Event(), threading.Event()
 
-        def slowly(*ending: Any) -> object:  # the server's answer takes until the reader has one
+        def slowly(*ending: Any) -> object:  # the server's answer arrives after the reader's error
             answer = end_turn(*ending)
             if threading.current_thread() is closer:
                 asked.set()

@@ -18,8 +18,8 @@ from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
 
 LOADING = Refusal("UNAVAILABLE", "LOADING", retry_seconds=1.0)
-MANY = 30  # pauses: many more than there are retries
-WAITS = 'while [ ! -e "$0" ]; do sleep 0.02; done; exec "$@"'  # for the file $0
+MANY = 30  # pauses, many more than the retries
+WAITS = 'while [ ! -e "$0" ]; do sleep 0.02; done; exec "$@"'  # waits until the file $0 exists
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pensieve.client import AsyncClient, Client, Retry
 from pensieve.v1 import conversation_pb2 as pb
 from tests.client.scripted import AWAY, ScriptedServer
 
-HALF = "half \ud83d"  # of a pair of surrogates
+HALF = "half \ud83d"  # half of a surrogate pair
 SHOTS = [
     {"content": "Is it raining?"},
     {"role": "assistant", "content": "It is."},

@@ -52,7 +52,7 @@ def test_every_public_class_method_and_argument_is_explained(of: type) -> None:
         said = inspect.getdoc(method) or ""
         assert said, f"{of.__name__}.{name} has no docstring"
         for argument in list(inspect.signature(method).parameters)[1:]:
-            if argument in ("options", "message"):  # each option is looked for below
+            if argument in ("options", "message"):  # options are checked one by one below
                 continue
             if not is_named(argument, said) and not is_named(argument, about):
                 missing.append(f"{name}({argument})")

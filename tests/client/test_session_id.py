@@ -137,7 +137,7 @@ def test_each_call_about_one_carries_its_id(
     for metadata in sent:
         assert [value for key, value in metadata if key == "session_id"] == [wanted]
     others = [metadata for called, metadata in listener.calls if called != name]
-    assert all(("session_id", wanted) in metadata for metadata in others)  # a turn that is ended
+    assert all(("session_id", wanted) in metadata for metadata in others)  # e.g. CancelTurn
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -1,4 +1,4 @@
-"""Several daemons with one history: each conversation uses its home, or a fallback while the home is down."""
+"""Several daemons with one history: a conversation uses its home, or a fallback while its home is down."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_file_is_sent_to_the_next_daemon_and_its_results_are_read_on_there(
 def test_a_file_that_a_daemon_may_have_is_sent_to_no_other_one(
     fleet: Fleet, client: WithThreads
 ) -> None:
-    """The answer was lost, so the job may exist. A second daemon must not compute it, too."""
+    """The answer was lost, so the job may exist there. A second daemon must not run it, too."""
     order = ranked("nightly", fleet.addresses)
     home = fleet.at(order[0]).jobs
     home.lost_answers = 1
@@ -276,7 +276,7 @@ def test_a_home_that_is_back_is_used_from_the_next_turn_on(fleet: Fleet) -> None
 
         events = client.events("talk-0", "a b c d", after)
         assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
-        assert fleet.who_has("talk-0") == [order[1]] * 2  # where it had begun
+        assert fleet.who_has("talk-0") == [order[1]] * 2  # the daemon where the turn had begun
         client.ask("talk-0", "e")
         assert fleet.who_has("talk-0").count(order[0]) == 1
 
@@ -344,7 +344,7 @@ def test_a_daemon_that_refuses_is_avoided_until_it_serves(
         return first.names().count("Check") >= 3
 
     until(is_looked_at)
-    assert first.names().count("SendMessage") == 1  # it was only looked at
+    assert first.names().count("SendMessage") == 1  # since then it has only been checked
     assert client.states[order[0]].error == "the daemon is not serving at present"
     first.health = SERVING
 
@@ -378,7 +378,7 @@ def test_one_that_loads_is_waited_for_though_others_are_away(
     fleet.stop(order[2])
     second = fleet.at(order[1])
     second.health = NOT_SERVING
-    second.mishaps.extend([Mishap(refusal=LOADING)] * 20)  # many more than there are retries
+    second.mishaps.extend([Mishap(refusal=LOADING)] * 20)  # many more than the retries
     assert client.ask("talk-0", "hello").text == "hello "
     assert len(client.slept) == 20
     assert min(client.slept) >= 1.0
@@ -446,7 +446,7 @@ def test_it_is_healthy_while_one_daemon_serves(fleet: Fleet, client: WithThreads
 def test_a_host_that_swallows_packets_is_waited_for_once(fleet: Fleet) -> None:
     with contextlib.closing(socket.socket()) as hole:
         hole.bind(("127.0.0.1", 0))
-        hole.listen(50)  # connections are made, and nobody answers on them
+        hole.listen(50)  # accepts connections, but does not answer
         address = f"127.0.0.1:{hole.getsockname()[1]}"
         addresses = [address, *fleet.addresses]
         mine = [each for each in IDS if ranked(each, addresses)[0] == address][:5]
@@ -497,7 +497,7 @@ def test_turns_are_held_once_while_daemons_come_and_go(fleet: Fleet) -> None:
         thread.join()
     num_sent = sum(server.names().count("SendMessage") for server in fleet.ever)
     assert len(fleet.ever) > 5
-    assert num_sent > 20 * len(texts)  # some were sent again
+    assert num_sent > 20 * len(texts)  # some messages were sent again
     for name in IDS[:20]:
         kept = fleet.servers[0].found[name]
         assert [message.content for message in kept.messages] == [
@@ -521,7 +521,7 @@ def test_a_daemon_that_names_another_one_is_believed(fleet: Fleet, client: WithT
     assert fleet.who_has("talk-0").count(order[0]) == 1
     assert client.slept == []
     assert client.states[order[0]].state == "works"
-    fleet.stop(order[2])  # and not for ever
+    fleet.stop(order[2])  # then the learned home is given up
     client.ask("talk-0", "on")
     assert fleet.who_has("talk-0").count(order[0]) == 2
 
@@ -536,7 +536,7 @@ def test_a_turn_whose_conversation_moves_in_the_middle_goes_on_at_its_new_home(
     assert [str(each) for each in events] == ["a ", "b ", "c ", "d "]
     assert fleet.who_has("talk-0").count(order[0]) == 2
     assert fleet.who_has("talk-0").count(order[2]) == 1
-    assert len(client.slept) == 2  # so two that disagree cannot keep it busy
+    assert len(client.slept) == 2  # daemons that disagree cannot keep the client in a busy loop
 
 
 def test_the_error_that_names_a_home_travels_with_its_address() -> None:
@@ -564,7 +564,7 @@ def test_what_would_do_harm_twice_is_sent_to_the_home_that_is_named(
 def test_a_home_that_is_none_of_the_addresses_is_waited_for(
     fleet: Fleet, client: WithThreads
 ) -> None:
-    """The owner has died, and the remaining daemons must wait for the end of its lease."""
+    """The owner has died. The remaining daemons must wait until its lease ends."""
     for server in fleet.servers:
         server.mishaps.extend([Mishap(refusal=owned_at("10.9.9.9:50051"))] * 2)
     assert client.ask("talk-0", "hello").text == "hello "

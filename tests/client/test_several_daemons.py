@@ -81,12 +81,12 @@ def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
         for text in ("one", "two"):
             for each in IDS:
                 assert client.ask(each, text, max_tokens=2).finish_reason == "length"
-        assert who_knows(daemons) == mine  # none is split
+        assert who_knows(daemons) == mine  # each conversation is on one daemon only
         gone = home[IDS[0]]
         daemons.stop(gone)
         for each in IDS:
             revision = client.ask(each, "three", max_tokens=2).revision
-            # A stand-in without that history begins anew; with a shared one it would go on.
+            # Histories are separate here, so a fallback starts a new one. A shared one would continue.
             assert revision == (1 if home[each] == gone else 3)
         assert client.slept == []
         moved = {each: ranked(each, daemons.addresses)[1] for each in mine[gone]}
@@ -100,7 +100,7 @@ def test_forty_conversations_have_homes_that_a_stop_moves_and_a_return_restores(
         its = (each for each in others if ranked(each, daemons.addresses)[0] == gone)
 
         def is_back() -> bool:
-            """Whether the client begins there what belongs there; each time in a new conversation."""
+            """Return whether a new conversation whose home is `gone` begins there."""
             asked = next(its)
             client.ask(asked, "zero", max_tokens=2)
             return asked in who_knows(daemons).get(gone, ())
@@ -131,4 +131,4 @@ def test_a_turn_whose_daemon_stops_in_the_middle_is_answered_by_the_next(
         messages = list(second.conversation("trip").messages())
     assert [message.role for message in messages] == ["user", "assistant"]
     assert messages[0].text == "hello there"
-    assert messages[1].text == text  # what the reader saw since the restart, no piece twice
+    assert messages[1].text == text  # what the reader got after the restart, without repetition

@@ -44,7 +44,7 @@ class Person:
         return self._runner.run(called) if inspect.iscoroutine(called) else called
 
     def next(self, turn: Any) -> Delta | Restarted | None:
-        """Return the turn's next event; None at the end."""
+        """Return the turn's next event, or None at the end."""
         if hasattr(turn, "__next__"):
             return next(turn, None)
 
@@ -65,7 +65,7 @@ class Person:
 
 @dataclass
 class Open:
-    """A turn whose reader has not seen its end."""
+    """A turn whose reader has not reached the end."""
 
     name: str
     text: str
@@ -90,7 +90,7 @@ class ClientMachine(RuleBasedStateMachine):
         self.person, self.other = (Person(self.kind, self.rig.server.address) for _ in range(2))
         self.open: dict[str, Open] = {}
         self.history: dict[str, list[tuple[str, str]]] = {name: [] for name in NAMES}
-        self.latest: dict[str, tuple[Open, Reply]] = {}  # acknowledged turns, to be tried again
+        self.latest: dict[str, tuple[Open, Reply]] = {}  # acknowledged turns, to be sent again
         self.num_turns = 0
         type(self).num_made += 1
 
@@ -131,7 +131,7 @@ class ClientMachine(RuleBasedStateMachine):
         """Send the same request from another client. The first reader still reads the same reply."""
         opened = self.drawn(data)
         if not opened.pieces:
-            return  # it may not have been sent yet
+            return  # the first request may not have been sent yet
         talk = self.other.client.conversation(self.id_of(opened.name))
         reply = self.other.reply(talk.send(opened.text, **opened.options))
         self.read(opened, 1000)
@@ -155,7 +155,7 @@ class ClientMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """The delivered part stays, or nothing does, or the turn was already complete."""
+        """Afterwards the history has the delivered part, or nothing, or the complete turn."""
         opened = self.drawn(data)
         self.person.do(opened.turn.close())
         del self.open[opened.name]

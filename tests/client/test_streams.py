@@ -17,7 +17,7 @@ from pensieve.client.turn_progress import ReplyAccumulator
 from pensieve.v1 import conversation_pb2 as pb
 from tests.client.scripted import Mishap, Refusal, ScriptedServer
 
-SAFETY_SECONDS = 60.0  # only ever used up by a failing test
+SAFETY_SECONDS = 60.0  # used up only if a test fails
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_stream_that_breaks_goes_on_where_it_was(
     assert len({request.request_id for request in sent}) == 1
     assert len(sent) == 3
     assert sent[0] == sent[2]
-    assert slept == [1.0, 1.0]  # each got further, so neither was a second failure
+    assert slept == [1.0, 1.0]  # each try got further, so pauses do not grow
     assert turn.reply.text == "a b c d "
 
 
@@ -125,7 +125,7 @@ def test_a_reply_that_is_not_the_one_begun_is_a_fault(
     turn = client.conversation("c").send("a b c")
     with pytest.raises(errors.ServerFault, match=problem):
         list(turn)
-    with pytest.raises(errors.ServerFault, match=problem):  # and stays one
+    with pytest.raises(errors.ServerFault, match=problem):  # raised again on later use
         _ = turn.reply
 
 
@@ -155,7 +155,7 @@ def test_the_pauses_grow_and_end(
     assert len(server.calls) == 4
     with pytest.raises(errors.Unavailable, match="because"):
         _ = turn.reply
-    assert len(server.calls) == 4  # the failure is raised again, not retried
+    assert len(server.calls) == 4  # no retry: the same failure is raised again
 
 
 def test_the_server_says_how_long_to_wait(
@@ -193,7 +193,7 @@ def test_a_turn_that_kills_every_attempt_is_given_up(
     events: list[Any] = []
     with pytest.raises(errors.Unavailable):
         events.extend(client.conversation("c").send("a b c"))
-    assert len(server.calls) == 4  # three retries, for none got further than the first
+    assert len(server.calls) == 4  # three retries, because no attempt got further than the first
 
 
 def test_a_turn_that_gets_further_each_time_is_not(client: Client, server: ScriptedServer) -> None:
@@ -258,7 +258,7 @@ def test_a_turn_cancelled_before_it_starts_ends_when_it_does(
     server.mishaps.append(Mishap(after=0, stalls=True))
     turn = client.conversation("c").send("a b c")
     assert turn.cancel()
-    assert server.calls == []  # nothing runs that could be ended: least of all somebody else's turn
+    assert server.calls == []  # the turn has no id yet, and a cancel without id could hit another
     assert (turn.reply.text, turn.reply.finish_reason) == ("", "cancelled")
     assert [request.turn_id for request in server.requests("CancelTurn")] == ["1"]
 
@@ -267,7 +267,7 @@ def test_a_wish_to_cancel_outlives_an_attempt(client: Client, server: ScriptedSe
     server.mishaps.extend([Mishap(after=0, lost=True), Mishap(after=0, stalls=True)])
     turn = client.conversation("c").send("a b c")
     turn.cancel()
-    server.refusals.append(Refusal("UNAVAILABLE"))  # meets the first CancelTurn, which is repeated
+    server.refusals.append(Refusal("UNAVAILABLE"))  # fails the first CancelTurn; it is retried
     assert turn.reply.finish_reason == "cancelled"
 
 
@@ -347,9 +347,9 @@ def test_an_exception_within_the_wait_for_a_piece_ends_the_turn(
 
     first_shown, interrupted = threading.Event(), threading.Event()
 
-    def press() -> None:  # once it waits for the next word, with none of gRPC's locks
+    def press() -> None:  # when the main thread waits for a word, outside gRPC's locks
         assert first_shown.wait(SAFETY_SECONDS)
-        while not interrupted.is_set():  # Python loses one that arrives within a callback
+        while not interrupted.is_set():  # Python loses a signal that arrives in a callback
             while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
                 time.sleep(0.001)
             signal.pthread_kill(main, signal.SIGINT)
@@ -371,7 +371,7 @@ def test_an_exception_within_the_wait_for_a_piece_ends_the_turn(
 def test_a_reply_that_is_complete_when_the_time_is_over_is_read_to_its_end(
     client: Client, server: ScriptedServer
 ) -> None:
-    """A caller that sees a timeout would send the message again, and the history would have it twice."""
+    """After a timeout, the caller would send the message again. The history would then have it twice."""
     late = Refusal("DEADLINE_EXCEEDED")
     for ask in (True, False):
         talk = client.conversation(f"c{ask}")
@@ -400,7 +400,7 @@ def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer) -> No
 
     def close() -> None:
         assert stalled.wait(SAFETY_SECONDS)
-        while not client._connection._reading:  # the server may be ahead of it
+        while not client._connection._reading:  # wait for the client, which may be behind
             time.sleep(0.001)
         client.close()
 

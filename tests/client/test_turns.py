@@ -112,7 +112,7 @@ def test_an_error_of_the_server_is_the_same_error_here(error: errors.PensieveErr
         ((translate.DETAILS_KEY, packed),),
     )
     assert type(again) is type(error)
-    # What names files of the server's machine is not told.
+    # Texts that name files of the server's machine are not sent to clients.
     text = client_text(error) if is_of_the_machine(error) else str(error)
     assert (str(again), again.reason) == (text, error.reason)
     for name, value in vars(error).items():
@@ -143,7 +143,7 @@ def test_only_what_may_pass_is_tried_again_and_not_for_ever() -> None:
     assert [retry.pause(away, number, None) for number in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]
     away.retry_after_seconds = 7.0
     assert retry.pause(away, 1, None) == 7.0
-    assert retry.pause(away, 1, 6.0) is None  # the deadline comes first
+    assert retry.pause(away, 1, 6.0) is None  # the deadline would pass first
     full = errors.QueueFull("full")
     assert retry.pause(full, 1, None) is None
     full.retry_after_seconds = 0.5

@@ -67,7 +67,7 @@ def test_every_public_class_and_method_is_documented(kind: type) -> None:
     assert kind.__doc__
     assert not kind.__doc__.startswith(
         f"{kind.__name__}("
-    )  # which is what a dataclass writes itself
+    )  # that would be the docstring which dataclass generates
     for name, member in public_members(kind).items():
         if callable(member) or isinstance(member, property):
             assert inspect.getdoc(member), f"{kind.__name__}.{name}"

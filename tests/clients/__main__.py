@@ -1,11 +1,11 @@
 """Run clients from the package index, each in its own environment, against `pensieve serve --http`.
 
-    scripts/try_clients                     # all, at the versions listed here
-    scripts/try_clients openai-2 litellm    # some
+    scripts/try_clients                     # all clients, at the versions listed here
+    scripts/try_clients openai-2 litellm    # some clients
     scripts/try_clients --newest            # at their newest versions
 
 The model follows a script (tests/conversations/scripted_engine.py), because tests of tools need a model that
-calls them. Daemon, store, scheduler and cache are real. Environments are created once, in .clients.
+calls them. Daemon, store, scheduler and cache are real. Each environment is created once, in .clients.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.text.families import QWEN_3
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".clients"
-SECONDS = 600.0  # for all scenes of a client
+SECONDS = 600.0  # limit for all scenes of a client
 
 
 @dataclass(frozen=True)
 class Client:
-    module: str  # of its scenes
-    packages: tuple[str, ...]  # at the versions that docs/http.md names
+    module: str  # module with its scenes
+    packages: tuple[str, ...]  # with the versions that docs/http.md names
     newest: tuple[str, ...]
 
 
@@ -56,18 +56,18 @@ CLIENTS: Mapping[str, Client] = {
         ("pydantic-ai-slim[openai,anthropic]",),
     ),
     "openai-agents": Client("with_openai_agents", ("openai-agents==0.24.0",), ("openai-agents",)),
-    "open-webui": Client("with_open_webui", (), ()),  # its requests, not itself
+    "open-webui": Client("with_open_webui", (), ()),  # only its requests; it is not installed
 }
 
 
 @dataclass
 class Tried:
-    """The outcome of a client."""
+    """The result of a client."""
 
     name: str
     versions: Mapping[str, str] = field(default_factory=dict)
-    scenes: list[tuple[str, str]] = field(default_factory=list)  # what, and its problem
-    problem: str = ""  # of the client as a whole
+    scenes: list[tuple[str, str]] = field(default_factory=list)  # name, problem
+    problem: str = ""  # a problem outside the scenes
 
     @property
     def failures(self) -> list[str]:
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def tried(name: str, *, newest: bool = False) -> Tried:
-    """Run a client's scenes against a daemon of its own."""
+    """Run a client's scenes with a new daemon."""
     client, found = CLIENTS[name], Tried(name)
     try:
         python = environment(name, client.newest if newest else client.packages)
@@ -110,7 +110,7 @@ def tried(name: str, *, newest: bool = False) -> Tried:
         command = [str(python), "-m", f"tests.clients.{client.module}", *at]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        late = threading.Timer(SECONDS, process.kill)  # which ends the lines below
+        late = threading.Timer(SECONDS, process.kill)  # this ends the loop below
         late.start()
         for line in process.stdout:
             entry = json.loads(line) if line.startswith("{") else {}
@@ -130,7 +130,7 @@ def tried(name: str, *, newest: bool = False) -> Tried:
 
 
 def environment(name: str, packages: Sequence[str]) -> Path:
-    """Return the Python of a new environment with only these packages."""
+    """Create an environment with only these packages, and return its Python."""
     folder = FOLDER / name
     python, ready = folder / "bin" / "python", folder / "packages"
     wanted = "\n".join(packages)
@@ -148,7 +148,7 @@ def environment(name: str, packages: Sequence[str]) -> Path:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Start a daemon; yield its URL, the script of the model's replies, and its log."""
+    """Start a daemon. Yield its URL, the script of the model's replies, and its log."""
     model = write_model(folder / "model", QWEN_3)
     script, log, ready = folder / "script.json", folder / "log", folder / "ready"
     write_script(script, [])

@@ -1,8 +1,8 @@
-"""Tools for a client's scenes: the server's address, the model's next replies, and the turns it ran.
+"""Tools for the scenes of a client: the server's address, the model's next replies, and the turns that ran.
 
-Runs in the client's own environment (`python -m tests.clients.with_NAME URL SCRIPT LOG`), so it imports only
-the standard library. Each scene is a function marked with `scene`; `act` runs them one after the other, and
-writes a line of JSON for each.
+This runs in the client's environment (`python -m tests.clients.with_NAME URL SCRIPT LOG`), so it imports only
+the standard library. A scene is a function marked with `scene`. `act` runs the scenes one after another, and
+prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL = "model"
-TURNS = 30  # of an agent
+TURNS = 30  # turns of an agent
 CALL = '<tool_call>\n{{"name": "{0}", "arguments": {1}}}\n</tool_call>'
 SCENES: list[tuple[str, Callable[[], Any]]] = []
 PATIENCE_SECONDS = 30.0
@@ -82,7 +82,7 @@ class Turns:
         for before, after in itertools.pairwise(found):
             cached = after["device_tokens"] + after["host_tokens"]
             known = before["device_tokens"] + before["host_tokens"] + before["new_tokens"]
-            # All before it, and its reply but for the last token, whose KV was never needed.
+            # All tokens before must be cached, except the reply's last token, which had no KV yet.
             assert cached >= known + before["output_tokens"] - 1, (before, after)
         return found
 

@@ -1,4 +1,4 @@
-"""Run `pensieve serve` with a scripted engine. Arguments: SCRIPT, then flags of serve."""
+"""Run `pensieve serve` with a scripted engine. Arguments: SCRIPT, then the flags of serve."""
 
 from __future__ import annotations
 

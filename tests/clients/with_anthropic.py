@@ -10,7 +10,7 @@ import pydantic
 
 from tests.clients.play import MODEL, TURNS, URL, Turns, act, agent_replies, call, says, scene
 
-# A scene looks at what comes, whichever of the SDK's many types it has.
+# Any: the scenes check the values, whichever of the SDK's many types they have.
 client: Any = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
 GIVEN: Any = {"model": MODEL, "max_tokens": 500}
 LOOK: Any = {

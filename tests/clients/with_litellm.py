@@ -1,4 +1,4 @@
-"""LiteLLM: OpenAI's chat completions and responses, and Anthropic's messages, through its one interface."""
+"""LiteLLM: OpenAI's chat completions and responses, and Anthropic's messages, through one interface."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Requests of Open WebUI 0.12, written by hand: it depends on torch, so it is not installed.
+"""Requests of Open WebUI 0.12, written by hand. It depends on torch, so it is not installed.
 
 Chats are streamed. The history is sent back without thinking, and with tool calls assembled from deltas.
-Titles, tags and follow-ups are separate requests of the same chat.
+Titles, tags and follow-up questions are separate requests of the same chat.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""OpenAI's own client, 2.x and 3.x: every resource that is served."""
+"""OpenAI's own client, versions 2 and 3: every resource that is served."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pydantic
 
 from tests.clients.play import MODEL, URL, Turns, act, agent_replies, call, says, scene
 
-# A scene looks at what comes, whichever of the SDK's many types it has.
+# Any: the scenes check the values, whichever of the SDK's many types they have.
 client: Any = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 LOOK: Any = {
@@ -314,7 +314,7 @@ def _() -> None:
         ) as stream:
             completion = stream.get_final_completion()
         message = completion.choices[0].message
-        if prompt:  # all that was there is still there
+        if prompt:  # earlier items must still exist
             assert completion.usage.prompt_tokens_details.cached_tokens >= prompt - 1
         prompt = completion.usage.prompt_tokens
         cached += completion.usage.prompt_tokens_details.cached_tokens

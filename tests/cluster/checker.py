@@ -1,16 +1,15 @@
 """Check that nothing was lost, doubled, or written by two owners.
 
-`wrong_turns` compares a talker with its conversation. `wrong_owners` checks the owner log (owner_log.py),
-which has the commits in order:
+`wrong_turns` compares the talker's messages with the stored conversation. `wrong_owners` checks the owner log
+(owner_log.py), which lists the commits in order:
 
-    opened, closed       a session; a closed session claims nothing any more
-    claimed              a session owns a conversation from here on, in an epoch that no other claim has; no
-                         turn of the conversation is running
-    begun, ended (turn)  by the session that owns the conversation, in its epoch. A turn gets its reply in
-        the
-                         epoch in which it was begun, and never later
+    opened, closed        a session. A closed session claims nothing more
+    claimed               a session owns a conversation from now on, in an epoch that no other claim has.
+                          No turn of the conversation is running
+    begun, ended (turn)   by the session that owns the conversation, in its epoch. A turn gets its reply
+                          only in the epoch in which it was begun
 
-Both return problems as sentences.
+Both functions return problems as sentences.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 from pensieve.launch.echo_engine import digest, next_token
 from tests.cluster.talkers import Spoken
 
-VISIBLE_MAX = 1  # errors per turn that its talker may see
+VISIBLE_MAX = 1  # errors that a talker may see per turn
 END_ID = 2
 WITH_REPLY = ("completed", "cancelled")
 
@@ -90,18 +89,18 @@ class _Conversation:
 
     session: int = 0
     epoch: int = 0
-    turn_id: int = 0  # of the running turn
+    turn_id: int = 0  # id of the running turn; 0: none
 
 
 class _Log:
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self._replicas: dict[int, str] = {}  # by open session
-        self._numbers: set[int] = set()  # of all sessions
+        self._replicas: dict[int, str] = {}  # open session -> replica
+        self._numbers: set[int] = set()  # numbers of all sessions
         self._epochs: set[int] = set()
         self._conversations: dict[bytes, _Conversation] = {}
-        self._began: dict[int, tuple[bytes, int, int]] = {}  # turns: conversation, session, epoch
-        self._has_reply: set[int] = set()  # turns
+        self._began: dict[int, tuple[bytes, int, int]] = {}  # turn -> conversation, session, epoch
+        self._has_reply: set[int] = set()  # ids of turns
 
     def take(self, event: Mapping[str, Any]) -> None:
         getattr(self, f"_{event['event']}")(event)
@@ -125,7 +124,7 @@ class _Log:
             self._wrong(event, "the epoch is another claim's")
         if event["epoch"] <= found.epoch:
             self._wrong(event, f"an epoch {found.epoch} came before")
-        if event["previous"] not in (0, found.session):  # 0: it was deleted and created again
+        if event["previous"] not in (0, found.session):  # 0: deleted and created again
             self._wrong(event, f"session {found.session} had it")
         if found.turn_id and event["previous"]:
             self._wrong(event, f"turn {found.turn_id} runs")
@@ -150,7 +149,7 @@ class _Log:
         if found.turn_id != turn_id:
             self._wrong(event, f"it does not run; turn {found.turn_id or 'none'} does")
         found.turn_id = 0
-        if event["how"] == "interrupted":  # also by the session that claims the conversation next
+        if event["how"] == "interrupted":  # the next owner may interrupt a turn, too
             return
         whose = event["key"], event["session"], event["epoch"]
         if self._began.get(turn_id) != whose:

@@ -1,8 +1,8 @@
 """Faults of a cluster, and a schedule of them drawn from a seed.
 
 A fault has a target (a replica, or the database) and lasts some seconds. A target has at most one fault at
-a time. Only one fault at a time may outlast the lease: a cluster with two of three replicas gone for good
-cannot serve.
+a time. In the whole cluster, only one fault at a time may outlast the lease: a cluster that has lost two of
+three replicas cannot serve.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pensieve.store.shared_file import WriteTurn
 from tests.cluster.links import Link, Way
 from tests.cluster.world import CannotStart, Part, Replica, World
 
-DATABASE = -1  # a target
+DATABASE = -1  # the number of the target; replicas count from 0
 SHORT_SECONDS = (0.3, 4.0)
 LONG_LEASES = (1.2, 1.5)
 SLOW_SECONDS = 0.08
-EXIT_SECONDS = 1.0  # for a killed process to end
+EXIT_SECONDS = 1.0  # time that a killed process needs to end
 STARTS_MAX = 5
 
 
 @dataclass(frozen=True)
 class Fault:
-    at: float  # seconds since the beginning
+    at: float  # seconds since the start of the schedule
     kind: str
     target: int
     seconds: float
@@ -42,7 +42,7 @@ class Fault:
 
 
 async def start(part: Part) -> None:
-    """Restart until the history can be opened, like a supervisor."""
+    """Restart the part until it can open the history, like a supervisor."""
     for _ in range(STARTS_MAX - 1):
         with contextlib.suppress(CannotStart):
             await part.start()
@@ -58,7 +58,7 @@ async def kill(part: Part, seconds: float) -> None:
 
 
 async def pause(part: Part, seconds: float) -> None:
-    """Stop a replica. If it was writing to the history, the others kill it."""
+    """Pause a replica (SIGSTOP). If it was writing to the history, other replicas may kill it."""
     part.pause()
     try:
         await asyncio.sleep(seconds)
@@ -85,7 +85,7 @@ def mended(*links: Link) -> Iterator[None]:
 
 
 def cut(*names: str, ways: tuple[Way, ...] = ()) -> Callable[[Part, float], Awaitable[None]]:
-    """Return a partition: nothing passes, and no side is told."""
+    """Return a function that makes a network partition: no data passes, and no side gets an error."""
 
     async def act(part: Part, seconds: float) -> None:
         links = [getattr(part, f"{name}_link") for name in names]
@@ -109,7 +109,7 @@ def refused(*names: str) -> Callable[[Part, float], Awaitable[None]]:
 
 
 async def reset(part: Part, seconds: float) -> None:
-    """Now and then, reset all connections of a replica at once."""
+    """Reset all connections of a replica, three times in `seconds`."""
     assert isinstance(part, Replica)
     for _ in range(3):
         for link in (part.peer_link, part.client_link):
@@ -143,7 +143,7 @@ TO_SERVERS: dict[str, Callable[[Part, float], Awaitable[None]]] = {
     "refused by the server": refused("store"),
 }
 WRITE = "write"  # another program blocks all writers for a while
-END_SESSIONS = "end sessions"  # all sessions of a database server
+END_SESSIONS = "end sessions"  # the database server ends all its sessions
 MAY_BE_LONG = ("pause", "cut from peers", "cut from all", "kill", *list(TO_SERVERS)[:2])
 
 
@@ -155,9 +155,9 @@ def schedule(
     lease: float,
     has_server: bool = False,
 ) -> list[Fault]:
-    """Yield a fault at intervals, on a target that is free by then.
+    """Return a fault for each interval, on a target that has no fault then.
 
-    `has_server`: the database is a server, to which each replica has a link.
+    `has_server`: the database is a server, and each replica has its own link to it.
     """
     of_replicas = [*OF_REPLICAS, *(TO_SERVERS if has_server else ())]
     of_databases = [WRITE, END_SESSIONS] if has_server else [WRITE]
@@ -178,13 +178,13 @@ def schedule(
                 lasts = lease * choose.uniform(*LONG_LEASES)
                 no_long_before = at + lasts + every
             faults.append(Fault(at, kind, target, lasts))
-            free_at[target] = at + lasts + 3.0  # a process takes some seconds to start
+            free_at[target] = at + lasts + 3.0  # a process needs some seconds to start
         at += every
     return faults
 
 
 def _write(database: Path, seconds: float) -> None:
-    """Prevent everybody else from writing."""
+    """Block all other writers."""
     with WriteTurn(database, 60.0, 60.0).taken():
         time.sleep(seconds)
 

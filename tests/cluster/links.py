@@ -1,15 +1,15 @@
 """TCP connections that can be held, slowed, reset and refused: the network between the parts of a cluster.
 
-A `Link` listens at its own address and forwards bytes to its target, which may be a Unix socket. Its
-faults:
+A `Link` listens at its own address and forwards bytes to its target, which may be a Unix socket. It has
+these faults:
 
-    hold      nothing arrives, in one or both directions, and nobody is told: a partition. Data sent
-              meanwhile arrives afterwards, as if TCP had sent it again
-    slow      everything arrives later
+    hold      no data arrives, in one or both directions, and neither side gets an error: a partition. The
+              data arrives after the fault, as after TCP retransmissions
+    slow      all data arrives later
     reset     existing connections end with RST
     refuse    existing and new connections get RST
 
-Runs on one event loop.
+A link runs on one event loop.
 """
 
 from __future__ import annotations

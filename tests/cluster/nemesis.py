@@ -1,4 +1,4 @@
-"""Talk to a cluster while its parts are killed, paused and cut off, and then check everything.
+"""Send messages to a cluster while its parts are killed, paused and cut off. Then check everything.
 
     python -m tests.cluster.nemesis FOLDER --seed 7                   # 3 minutes, 50 conversations
     python -m tests.cluster.nemesis FOLDER --seeds 1..5 --lease 2
@@ -7,7 +7,7 @@
     python -m tests.cluster.nemesis FOLDER --seed 7 --cluster ray --nodes 2   # on Ray Serve
 
 The seed determines the faults and the messages, but not which call meets which fault. For each seed, FOLDER
-keeps the history with its owner log, and the logs of the processes. results.jsonl has a line for each run.
+contains the history with its owner log, and the logs of the processes. results.jsonl has a line for each run.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from tests.cluster.talkers import Spoken, Talker
 from tests.cluster.world import Kind, World
 from tests.store.postgres_server import serving
 
-RECOVERY_SECONDS = 30.0  # after the last fault, until all talkers get answers
-OWN_SERVER = "postgresql"  # in place of an address
-HANG_SECONDS = 150.0  # after which no more answers can come
+RECOVERY_SECONDS = 30.0  # from the last fault until all talkers get answers
+OWN_SERVER = "postgresql"  # used instead of a database address: start a private server
+HANG_SECONDS = 150.0  # a request without an answer for longer gets none
 
 
 @dataclass(frozen=True)
 class Storm:
-    """The size of a run."""
+    """The parameters of a run."""
 
     seed: int
     seconds: float = 180.0
@@ -63,14 +63,14 @@ class Outcome:
     seed: int
     faults: dict[str, int] = field(default_factory=dict)
     num_turns: int = 0
-    num_retries: int = 0  # of all turns
+    num_retries: int = 0  # in all turns together
     num_visible: int = 0  # errors that a user of the SDK sees
-    visible: dict[str, int] = field(default_factory=dict)  # by message
+    visible: dict[str, int] = field(default_factory=dict)  # number of visible errors, by message
     num_claims: int = 0  # claims that took a conversation from another session
-    recovery_seconds: float = 0.0  # after the last fault, for the slowest talker
-    whole_seconds: float = 0.0  # after the last fault, until every part runs again
+    recovery_seconds: float = 0.0  # from the last fault to the answer of the slowest talker
+    whole_seconds: float = 0.0  # from the last fault until every part runs again
     longest_turn_seconds: float = 0.0
-    longest_turn: list[str] = field(default_factory=list)  # its request, and the errors it met
+    longest_turn: list[str] = field(default_factory=list)  # its request and its errors
     problems: list[str] = field(default_factory=list)
 
 
@@ -102,7 +102,7 @@ async def run(folder: Path, storm: Storm, say: Any = print) -> Outcome:
             if error is not None and not isinstance(error, asyncio.CancelledError):
                 outcome.problems.append(f"{talker.conversation_id} failed: {error!r}")
         outcome.problems += [f"{len(hung)} talkers never ended"] if hung else []
-        # New clients, because those of the talkers may still avoid replicas that have just returned.
+        # Use new clients: those of the talkers may still avoid replicas that were away.
         readers = [AsyncClient(address) for address in world.addresses]
         await _read_back(talkers, readers, storm, outcome)
         for client in (*clients, *readers):
@@ -141,7 +141,7 @@ async def _befall_all(
     async def strike(fault: Fault) -> None:
         async with targets.setdefault(
             fault.target, asyncio.Lock()
-        ):  # a slow start may still be under way
+        ):  # the previous fault may still be restarting the target
             say(f"{fault} (at {time.monotonic() - began:.1f})")
             await (world.befall(fault) if isinstance(world, RayWorld) else befall(world, fault))
         outcome.faults[fault.kind] = outcome.faults.get(fault.kind, 0) + 1
@@ -158,7 +158,7 @@ async def _until_all_talk(
     healed_at: float,
     outcome: Outcome,
 ) -> None:
-    """Wait until each talker has had another answer."""
+    """Wait until each talker has received one more answer."""
     while waiting := [t for t in talkers if not any(s.ended_at > healed_at for s in t.spoken)]:
         if time.monotonic() - healed_at > HANG_SECONDS or any(task.done() for task in talking):
             outcome.problems.append(
@@ -190,7 +190,7 @@ async def _read_back(
 
 
 def _verified(world: World | RayWorld) -> list[str]:
-    """Return the cluster's own checks, once its engines run again."""
+    """Run `admin check` when the engines run again. Return the problems."""
     until = time.monotonic() + HANG_SECONDS
     with Admin(world.admin_addresses[0]) as admin:
         while True:
@@ -227,7 +227,7 @@ def _count(talkers: Sequence[Talker], healed_at: float, outcome: Outcome) -> Non
 
 @contextmanager
 def _store_of(given: str) -> Iterator[str]:
-    """Return the URL of a new database, or none for a SQLite file."""
+    """Return the URL of a new database; "" for a SQLite file."""
     if given != OWN_SERVER:
         yield given
         return
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("echo", "model"), default="echo")
     parser.add_argument("--store", default="", help=f"{OWN_SERVER}, or postgresql://…")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that child processes end, too
     first, _, last = given.seeds.partition("..")
     seeds = [given.seed or int(time.time())]
     if first:

@@ -1,10 +1,10 @@
-"""A log of owners: triggers, which a test adds to a history, write the rows.
+"""A log of conversation owners. Database triggers, which a test adds to a history, write the rows.
 
-    opened, closed    a session: a daemon has the history open
-    claimed           a session owns a conversation from here on, in an epoch; `previous` owned it before
+    opened, closed    a session: the time in which a daemon has the history open
+    claimed           a session owns a conversation from now on, in an epoch; `previous` owned it before
     begun, ended      a turn, with the session and the epoch of its conversation; `how` is its new state
 
-The rows of a conversation are in the order of the commits: in PostgreSQL, two transactions that change one
+The rows of a conversation are in the order of the commits. In PostgreSQL, two transactions that change one
 conversation never overlap. In SQLite, no two writes overlap.
 """
 
@@ -60,7 +60,7 @@ TRIGGERS = {
 
 
 def keep(store: str, maker: Path) -> None:
-    """Create a history at the URL that keeps the log; `maker` is a new folder."""
+    """Create a history at the URL, with triggers for the log. `maker` is a new folder."""
     ConversationStore.open(maker, "a test", url=store, replica="maker").close()
     is_sqlite = store.startswith(SQLITE)
     number = (
@@ -84,7 +84,7 @@ def keep(store: str, maker: Path) -> None:
 
 
 def events(store: str, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
-    """Return the events so far of a kind with these values; `conversation_id` stands for its key."""
+    """Return the logged events of this kind with these values. `conversation_id` selects by its key."""
     if (name := wanted.pop("conversation_id", None)) is not None:
         wanted["key"] = conversation_key(name, "")
     if event:

@@ -1,11 +1,11 @@
-"""Nodes of a Ray cluster, each in its own network namespace: to Ray, a machine with an address.
+"""Nodes of a Ray cluster, each in its own network namespace. To Ray, each is a machine with an address.
 
     this process ── bridge ─┬─ node 0: the head, which has Ray's own tables
                             ├─ node 1
                             └─ …
 
-A node can lose its link. Its processes are those of its namespace, so nothing else is ever signalled.
-Everything is removed at the end of the block of `Nodes`.
+The link of a node can be cut. A node's processes are found by its namespace, so no other process is ever
+signalled. `Nodes` removes everything at the end of its `with` block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 OBJECT_STORE_BYTES = 80 << 20
-MARKS = {  # parts of command lines that identify the processes of a node
+MARKS = {  # substrings of command lines that identify the processes of a node
     "daemon": (b"pensieve\0serve\0",),
     "replica": (b"ray::ServeReplica:pensieve:Replica",),
     "proxy": (b"ray::ProxyActor",),
@@ -62,7 +62,7 @@ class Node:
         self.address = address
         self.namespace = f"{names}n{number}"
         self.log = folder / f"ray-{number}.log"
-        self.link = f"{names}v{number}"  # the end on the bridge
+        self.link = f"{names}v{number}"  # the end of the link on the bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self, *words: str) -> list[str]:
@@ -91,7 +91,7 @@ class Node:
                 await asyncio.sleep(LOOK_SECONDS)
 
     def processes(self, part: str) -> list[int]:
-        """Return the namespace's processes of this part of a cluster; empty while it is being replaced."""
+        """Return the node's processes of this part; none while Ray replaces the part."""
         found = []
         for pid in self._pids():
             with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ class Node:
                 await asyncio.to_thread(self._process.wait, STOP_SECONDS)
 
     def kill(self) -> None:
-        for _ in range(20):  # the next round kills processes that are forked meanwhile
+        for _ in range(20):  # a later round kills processes that were forked during an earlier one
             pids = self._pids()
             if not pids:
                 break

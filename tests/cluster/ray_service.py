@@ -1,7 +1,7 @@
-"""A schema for the part of KubeRay's RayService (ray.io/v1) and of a pod that docs/cluster uses.
+"""A schema of KubeRay's RayService (ray.io/v1) and of a pod: only the fields that docs/cluster uses.
 
-A leaf is a type, a list has its items' schema, and `Rest` allows any names. A name that is not in the
-schema is a problem, because KubeRay would drop it silently.
+A leaf of the schema is a type. A list has the schema of its elements. `Rest` allows any names. A name that is
+not in the schema is reported as a problem, because KubeRay would drop it silently.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""A cluster on a real Ray with several nodes, and its faults, in the form that nemesis.py needs.
+"""A cluster on a real Ray with several nodes, and its faults, for nemesis.py.
 
-    talker ──> Ray's proxy on any node ──> replica (an actor, and the daemon that is its child) ──>
-        PostgreSQL
+    talker ──> Ray's proxy on any node ──> replica (an actor, and its child: the daemon) ──> PostgreSQL
 
-Every node has one replica and one proxy. Ray replaces killed parts; nothing is restarted here. A fault
-affects a role of a node (its replica or its proxy). At least one node of each role is healthy at any time,
-and only one fault at a time outlasts the lease. Ray's own tables, on the head, are left alone: they would
-need a Redis to survive. The database is left alone, too: all nodes reach its Unix socket.
+Every node has one replica and one proxy. Ray itself replaces killed parts; this module restarts nothing. A
+fault affects the replica or the proxy of a node. At any time, at least one node has a healthy replica, and
+at least one has a healthy proxy. Only one fault at a time outlasts the lease.
+
+Two parts have no faults. Ray's own tables, on the head, would need a Redis to survive. The database is
+reached by all nodes through a Unix socket.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from tests.cluster.faults import LONG_LEASES, SHORT_SECONDS, Fault
 from tests.cluster.ray_nodes import Node, Nodes
 from tests.cluster.world import Kind
 
-GRPC_PORT, HTTP_PORT = 50051, 8000  # of every node: it has an address of its own
+GRPC_PORT, HTTP_PORT = 50051, 8000  # the same on every node, because nodes have own addresses
 UP_SECONDS = 180.0
 DOWN_SECONDS = 180.0
 WHOLE_SECONDS = 120.0
 LOOK_SECONDS = 0.2
-REST_SECONDS = 3.0  # of a target after a fault
-REPLACED_SECONDS = 12.0  # of a target after a kill, until Ray has noticed and started a new process
+REST_SECONDS = 3.0  # time without faults for a target after each fault
+REPLACED_SECONDS = 12.0  # after a kill, until Ray has noticed it and started a new process
 PROXIES = 100  # the target of node N's proxy is PROXIES + N
-NEVER_CUT = 0  # the head
+NEVER_CUT = 0  # the head node
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class RayFault(Fault):
 
 @dataclass(frozen=True)
 class Deed:
-    """A fault of a target."""
+    """A kind of fault."""
 
-    part: str = ""  # whose processes get the signal
+    part: str = ""  # the part whose processes get the signal
     number: signal.Signals = signal.SIGSTOP
     may_be_long: bool = False
 
@@ -76,7 +77,7 @@ def _role(target: int) -> str:
 
 
 def deeds(target: int) -> dict[str, Deed]:
-    """Return the possible faults."""
+    """Return the faults that this target may have, by name."""
     if target >= PROXIES:
         return OF_PROXIES
     return OF_REPLICAS if target == NEVER_CUT else {**OF_REPLICAS, **OF_NODES}
@@ -85,7 +86,7 @@ def deeds(target: int) -> dict[str, Deed]:
 def schedule(
     seed: int, seconds: float, every: float, num_nodes: int, lease: float
 ) -> list[RayFault]:
-    """Yield a fault at intervals, a second later if no target is allowed by then."""
+    """Return a fault for each interval. Without an allowed target, the fault comes a second later."""
     choose = random.Random(seed)
     targets = (*range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
     free_at = dict.fromkeys(targets, 0.0)
@@ -93,7 +94,7 @@ def schedule(
     faults: list[RayFault] = []
 
     def may_be_hurt(target: int, at: float) -> bool:
-        """Return whether the target and another one of its role have no fault."""
+        """Return whether the target, and another one of its kind, have no fault."""
         fellows = [each for each in targets if _role(each) == _role(target) and each != target]
         return free_at[target] <= at and any(free_at[each] <= at for each in fellows)
 
@@ -128,7 +129,7 @@ class RayWorld:
         self.store = kind.store
         self.kind = kind
         self.event_log = folder / "events.jsonl"
-        self.event_log.touch()  # stays empty
+        self.event_log.touch()  # this cluster writes no events
         self.data = folder / "d"
         self._folder = folder
         self._nodes = Nodes(folder, kind.num_replicas, kind.engine_variables)
@@ -176,7 +177,7 @@ class RayWorld:
         return schedule(seed, seconds, every, self.kind.num_replicas, self.kind.lease_seconds)
 
     async def befall(self, fault: Fault) -> None:
-        """Apply a fault and wait until it is over. Ray may still be replacing killed parts."""
+        """Apply a fault and wait until it is over. Ray may then still be replacing killed parts."""
         deed, node = ALL[fault.kind], self._nodes.all[fault.target % PROXIES]
         if fault.kind == CUT:
             with node.unplugged():
@@ -231,7 +232,7 @@ class RayWorld:
 
 async def _signalled(node: Node, deed: Deed, seconds: float) -> None:
     pids = node.processes(deed.part)
-    while not pids:  # Ray is replacing the part
+    while not pids:  # Ray is replacing this part
         await asyncio.sleep(LOOK_SECONDS)
         pids = node.processes(deed.part)
     node.signal_all(pids, deed.number)

@@ -1,4 +1,4 @@
-"""Databases that daemons share, and daemons in threads of the test that share a SQLite file."""
+"""Databases that daemons share, and daemons in threads of the test process that share a SQLite file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ on_both = [pytest.param("sqlite", marks=needs_sqlite), "postgresql"]
 
 @contextmanager
 def history(name: str) -> Iterator[str]:
-    """Return the URL of a new database, by a name of `on_both`; empty for a SQLite file."""
+    """Return the URL of a new database, or "" for a SQLite file. `name` is one of `on_both`."""
     if name == "sqlite":
         yield ""
         return
@@ -43,9 +43,9 @@ def sharing(
     each_listening: Sequence[Mapping[str, Any]] = (),
     **daemon: Any,
 ) -> Iterator[list[DaemonRig]]:
-    """Run daemons with one history; `listening` and `daemon` are settings of each.
+    """Run daemons that share one history with an owner log.
 
-    `each_listening` has more settings for the individual daemons. The history keeps an owner log.
+    `listening` and `daemon` are settings of all daemons; `each_listening` has settings of single daemons.
     """
     url = f"sqlite://{folder / 'history.db'}"
     owner_log.keep(url, folder / "maker")

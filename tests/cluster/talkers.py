@@ -1,9 +1,9 @@
 """Simulated users of the SDK, each in one conversation, who remember their messages and replies.
 
-A talker goes to the address that its conversation's id selects, and to the next one if that does not
-answer, with the same request id, like a client with several addresses. An error that such a client would
-raise (its retries are used up, or it does not retry this error) is *visible*. The talker then sends the
-message again, as a user would.
+A talker behaves like a client with several addresses. It sends its request to the address that the id of the
+conversation selects. If that address does not answer, the talker sends the request, with its id, to the next
+one. An error that the SDK would raise is *visible*: its retries are used up, or it does not retry this error.
+The talker then sends the message again, as a user would.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pensieve.client import AsyncClient, Delta, Retry
 from pensieve.client.retry import Deadline, Tries
 from pensieve.errors import Loading, PensieveError
 
-HOME_SHARE = 0.7  # of the turns: begun at the conversation's address, else where the last one was
-CANCEL_SHARE = 0.05  # of the turns
+HOME_SHARE = 0.7  # of the turns begin at the conversation's address, others where the last turn was
+CANCEL_SHARE = 0.05  # of the turns are cancelled
 LENGTHS = (3, 12, 40, 120)  # tokens of a reply
 
 
@@ -32,8 +32,8 @@ class Spoken:
     text: str
     begun_at: float  # monotonic
     ended_at: float = 0.0
-    failures: list[str] = field(default_factory=list)  # that the SDK deals with; seconds and names
-    visible: list[str] = field(default_factory=list)  # names of errors
+    failures: list[str] = field(default_factory=list)  # seconds and names of errors the SDK retries
+    visible: list[str] = field(default_factory=list)  # names of errors that the SDK raises
     reply: str | None = None  # None: it was not acknowledged
     revision: int = 0
 
@@ -52,7 +52,7 @@ class Talker:
         self._pause_seconds = pause_seconds
 
     async def talk(self, enough: asyncio.Event) -> None:
-        """Talk until the time is up and the last turn is acknowledged."""
+        """Send messages until `enough` is set, then finish the last turn."""
         while not enough.is_set():
             await asyncio.sleep(self._random.uniform(0, 2 * self._pause_seconds))
             await self.say()

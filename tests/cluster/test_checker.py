@@ -1,4 +1,4 @@
-"""The checker of the nemesis finds a planted violation of each of its rules."""
+"""Plant a violation of each rule of the nemesis checker: the checker must find it."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ TURN = [claimed(A, 3), begun(A, 3, 10), ended(A, 3, 10)]
         [begun(A, 3, 11), ended(A, 3, 11, "failed"), begun(A, 3, 11), ended(A, 3, 11)],
         [closed(A), opened(5, "a"), claimed(5, 6, A), begun(5, 6, 11)],
         [claimed(B, 4, 0, b"another"), begun(B, 4, 11, b"another"), begun(A, 3, 12)],
-        [claimed(B, 4)],  # it was deleted, and made again
+        [claimed(B, 4)],  # the conversation was deleted and created again
     ],
 )
 def test_a_log_of_owners_one_after_the_other_is_right(more: list[Event]) -> None:

@@ -1,4 +1,4 @@
-"""Child programs of an actor: ready, ended with it, killed with it."""
+"""Child programs of an actor: when they are ready, and how they end or are killed with the actor."""
 
 from __future__ import annotations
 

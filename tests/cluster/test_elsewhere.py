@@ -1,4 +1,4 @@
-"""Requests that reach another daemon than the conversation's owner: correct, only slower."""
+"""Requests that reach a daemon other than the conversation's owner get correct answers, only slower."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_conversation_is_deleted_at_any_daemon(both: Both) -> None:
 def test_a_deletion_that_takes_long_is_answered_by_the_owner(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Although the deleted conversation has no owner any more."""
+    """This also holds after the deletion, when the conversation has no owner any more."""
     conversations = both.rigs[ONE].daemon.conversations
     delete = conversations.delete
 
@@ -87,7 +87,7 @@ def test_a_response_is_deleted_at_any_daemon_and_leaves_no_conversation(both: Bo
 
 
 def test_a_response_that_runs_at_another_daemon_is_not_said_to_have_failed(both: Both) -> None:
-    """The daemon that runs the turn ends it, wherever the request arrives."""
+    """A request at another daemon still ends the turn at the daemon that runs it."""
     more = {"background": True, "max_output_tokens": 3000, "ignore_eos": True}
     began = both.respond(ONE, **more)
     path = f"/v1/responses/{began.value['id']}"
@@ -104,7 +104,7 @@ def test_a_response_that_runs_at_another_daemon_is_not_said_to_have_failed(both:
 
 
 def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let owners execute calls but lose their answers. The list has the calls."""
+    """Let owners execute calls but lose their answers. Return the list of these calls."""
     sent, lost = forwarding.Forwarder._sent, list[Any]()
 
     class Deaf:
@@ -112,7 +112,7 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             self.may_repeat, self.begin, self.answer = call.may_repeat, call.begin, call.answer
 
         async def pass_on(self, message: Any) -> None:
-            """Nobody gets it."""
+            """Do not deliver the answer."""
 
     async def lose(self: Any, owner: OwnedElsewhere, tenant: str, call: Any) -> None:
         lost.append(call)
@@ -126,7 +126,7 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_message_without_a_request_id_that_is_sent_twice_is_one_turn(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner has received it, but becomes unreachable before its answer."""
+    """The owner receives the message, but becomes unreachable before it answers."""
     both.rigs[ONE].ask("c", "hello", request_id="r0")
     lost = lose_answers(monkeypatch)
     said = both.rigs[TWO].ask("c", "again")

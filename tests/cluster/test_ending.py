@@ -1,4 +1,4 @@
-"""Ray's flag that tells a replica that it has to end."""
+"""Ray's flag that tells a replica to end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ worker = pytest.importorskip("ray._private.worker")
 from pensieve.cluster.replica import FLAG, is_wanted_to_end  # noqa: E402
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing Ray Serve
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by the import of Ray Serve
 def test_ray_sets_the_flag_before_it_waits_for_calls() -> None:
     from ray.serve._private.replica import Replica
 

@@ -1,4 +1,4 @@
-"""The caller of a forwarded call: a daemon is trusted, a client that sends the same headers is not."""
+"""The caller of a forwarded call. A daemon is trusted; a client that sends the same headers is not."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_without_a_secret_the_clients_token_goes_along(tmp_path: Path) -> None:
         for name, status in (("ann", 200), ("bob", 404), ("admin", 404)):
             assert forwarded_status(daemons, ONE, name) == status
         assert forwarded_status(daemons, ONE, "ann", "DELETE") == 200
-        wait_for(lambda: daemons.deletions(ONE, "ann") == ["c"])  # whoever has sent it
+        wait_for(lambda: daemons.deletions(ONE, "ann") == ["c"])  # the tenant, not the forwarder
 
 
 def test_without_a_secret_the_owners_log_says_who_has_sent_a_deletion(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_what_a_client_writes_of_its_identity_is_not_believed(guarded: Guarded) 
 def forwarded_status(
     guarded: Guarded, at: int, name: str, method: str = "GET", **fields: Any
 ) -> int:
-    """Let a client call the method that daemons use for forwarding."""
+    """Let a client call the method that daemons use to forward calls. Return the status."""
     head = replica_pb2.HttpRequest(method=method, path="/v1/conversations/c", **fields)
     with grpc.insecure_channel(guarded.rigs[at].server.address) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)

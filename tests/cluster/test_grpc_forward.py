@@ -207,7 +207,7 @@ def test_without_tokens_other_machines_are_refused() -> None:
 @pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND])
 @pytest.mark.parametrize("num_messages", [0, 1])
 def test_what_ray_says_itself_is_unavailable(code: grpc.StatusCode, num_messages: int) -> None:
-    """The replica is gone, perhaps in the middle of a stream, or the cluster is."""
+    """The replica is gone, perhaps in the middle of a stream, or the whole cluster is gone."""
 
     async def rays(_: bytes, context: Any) -> AsyncIterator[bytes]:
         for _number in range(num_messages):

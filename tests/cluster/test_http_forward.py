@@ -21,7 +21,7 @@ CLIENT = ("127.0.0.1", 9)
 
 
 class Daemon:
-    """Echoes requests. /endless sends a message every 10 ms; /cut sends two and no end."""
+    """Echo requests. /endless sends a message every 10 ms; /cut sends two messages and breaks off."""
 
     def __init__(self) -> None:
         self.address = ""

@@ -131,7 +131,7 @@ def test_all_nodes_can_log_in_to_the_database() -> None:
 
 
 def test_secrets_of_the_manifest_have_a_mode_that_the_daemon_takes() -> None:
-    """They belong to root, and the pod's group can read them."""
+    """The files belong to root, and the pod's group can read them."""
     cluster = manifests()[0]["spec"]["rayClusterConfig"]
     pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
     (tokens,) = (each["secret"] for each in pod["volumes"] if "secret" in each)
@@ -189,7 +189,7 @@ def test_what_a_roll_has_replaced_stays_when_the_unchanged_file_is_deployed() ->
 
 
 def running(**changed: Any) -> dict[str, Any]:
-    """Return Ray's report of a Serve that was started with serve.yaml."""
+    """Return Ray's status report for a Serve that was started with serve.yaml."""
     details = {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": 8000, "keep_alive_timeout_s": 77},
@@ -216,5 +216,5 @@ def test_options_of_proxies_that_run_are_compared_with_those_of_the_file() -> No
             check_options(config, running(**changed))
     found = serve_yaml()
     del found["grpc_options"]["port"]
-    with pytest.raises(ConfigError, match=r"grpc_options.port: "):  # Ray's own one is 9000
+    with pytest.raises(ConfigError, match=r"grpc_options.port: "):  # Ray's default port is 9000
         check_options(checked(found, "serve.yaml"), running())

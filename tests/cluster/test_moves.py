@@ -1,9 +1,9 @@
-"""M1 while conversations move: a real model, three daemons with one history, each request at any of them.
+"""Exact tokens while conversations move: a real model, and three daemons with one history.
 
-A request at a daemon that does not own the conversation is answered by the owner, or, if the owner is
-unreachable, by that daemon. Then KV is recomputed there, or fetched from the previous owner; KV that this
-daemon still has is from an older epoch. Every sampled token equals the one that plain transformers gives
-after the same tokens.
+Each request goes to any of the daemons. If that daemon does not own the conversation, the owner answers. If
+the owner is unreachable, the called daemon takes the conversation. It then recomputes the KV, or fetches the
+KV from the previous owner. It must not use older KV of its own, from an earlier epoch. Every sampled token
+must equal the token that plain transformers gives after the same tokens.
 """
 
 from __future__ import annotations

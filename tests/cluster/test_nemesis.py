@@ -1,4 +1,4 @@
-"""Parts of a cluster are killed, paused and cut off while people talk. See nemesis.py."""
+"""Run the nemesis: parts of a cluster are killed, paused and cut off while users talk (nemesis.py)."""
 
 from __future__ import annotations
 

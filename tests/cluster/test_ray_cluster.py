@@ -1,6 +1,6 @@
 """A cluster on a real Ray with two nodes, as clients see it: two replicas behind one address.
 
-All tests of this file use one cluster, which the user's commands start and stop.
+All tests of this file share one cluster. It is started and stopped with the user's commands.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class RayCluster:
         return done.stdout
 
     def replicas(self) -> dict[str, int]:
-        """Return the running replicas and their processes."""
+        """Return the running replicas and their process ids."""
         found = re.findall(
             r"Replica +(\w+) +running +\S+ pid (\d+)", self.command("status", codes=(0, 1))
         )
         return {name: int(pid) for name, pid in found}
 
     def wait_until_replaced(self, killed: str) -> None:
-        """Wait until both replicas run. Ray lists a killed replica for a while."""
+        """Wait until both replicas run and `killed` is gone. Ray lists a killed replica for a while."""
 
         def is_whole() -> bool:
             names = self.replicas().keys()
@@ -123,10 +123,10 @@ def replica_of(call: Any) -> str:
 
 
 def send(stub: Any, conversation_id: str, text: str, **metadata: str) -> str:
-    """Run a turn and return its replica. Like the SDK, it sends the id as the session."""
+    """Run a turn and return the replica that ran it. The SDK also sends the id as the session."""
     metadata = {"session_id": conversation_id, **metadata}
     new = pb.CreateConversationRequest(conversation_id=conversation_id)
-    with contextlib.suppress(grpc.RpcError):  # which has it already
+    with contextlib.suppress(grpc.RpcError):  # the conversation may exist
         stub.CreateConversation(new, metadata=tuple(metadata.items()), timeout=60)
     request = pb.SendMessageRequest(
         conversation_id=conversation_id,
@@ -159,7 +159,7 @@ def test_the_key_in_the_metadata_decides_where(stub: Any) -> None:
 
 
 def test_any_replica_answers_about_any_conversation(cluster: RayCluster, stub: Any) -> None:
-    """Its daemon forwards the turn to the conversation's owner."""
+    """The daemon of that replica forwards the turn to the conversation's owner."""
     names = {send(stub, "anywhere", str(turn), session_id=f"key {turn}") for turn in range(8)}
     assert names == set(cluster.replicas())
     with Client(cluster.address) as client:
@@ -190,7 +190,7 @@ def test_errors_keep_their_status_and_their_details(cluster: RayCluster, stub: A
     )
     call = stub.SendMessage(request, timeout=60)
     with pytest.raises(grpc.RpcError) as caught:
-        list(call)  # an error of a stream, without a message before it
+        list(call)  # the stream ends with this error, without a message before
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     violations = details(caught.value)["BadRequest"].field_violations
     assert [each.field for each in violations] == ["sampling.max_tokens"]
@@ -323,7 +323,7 @@ def test_an_error_of_http_comes_as_the_daemon_wrote_it(cluster: RayCluster) -> N
 def test_y_a_turn_whose_replica_is_killed_ends_as_unavailable(
     cluster: RayCluster, stub: Any
 ) -> None:
-    """Also in the middle of its stream, whose messages have named the replica."""
+    """This also holds in the middle of a stream, after messages that named the replica."""
     processes = cluster.replicas()
     killed = send(stub, "cut", "0")
     request = pb.SendMessageRequest(
@@ -343,11 +343,11 @@ def test_y_a_turn_whose_replica_is_killed_ends_as_unavailable(
 
 
 class Talking(threading.Thread):
-    """A user who talks on and on with the SDK."""
+    """A user who sends messages with the SDK all the time."""
 
     def __init__(self, address: str, name: str, enough: threading.Event) -> None:
         super().__init__(daemon=True)
-        self.spoken: list[str] = []  # what was said and answered, by turns
+        self.spoken: list[str] = []  # all messages and replies, in order
         self.failure: BaseException | None = None
         self._address, self._name, self._enough = address, name, enough
 
@@ -390,7 +390,7 @@ def test_y_a_roll_replaces_all_replicas_and_loses_no_turn(cluster: RayCluster) -
 
 
 def test_y_up_with_the_file_as_it_was_replaces_nothing(cluster: RayCluster) -> None:
-    """It keeps the earlier roll. Options that Ray would silently ignore are errors."""
+    """Options that Ray would silently ignore are errors."""
     before = cluster.replicas()
     cluster.command("up", str(cluster.folder / "serve.yaml"))
     assert cluster.replicas() == before
@@ -404,7 +404,7 @@ def test_y_up_with_the_file_as_it_was_replaces_nothing(cluster: RayCluster) -> N
 def test_y_calls_that_would_never_end_do_not_keep_a_replica_from_draining(
     cluster: RayCluster, stub: Any
 ) -> None:
-    """A watching stream ends at once. A turn has the drain_timeout, and the daemon explains its end."""
+    """Watch streams end at once. The turn may use its drain_timeout; then the daemon reports its end."""
     at = send(stub, "endless", "0")
     request = pb.SendMessageRequest(
         conversation_id="endless",
@@ -448,7 +448,7 @@ def test_z_when_a_replica_is_killed_only_its_conversations_move(
 
 
 def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> None:
-    """Their replies are stored."""
+    """Replies of running turns are stored."""
     send(stub, "last", "0")
     request = pb.SendMessageRequest(
         conversation_id="last",
@@ -472,7 +472,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
                 refused = caught.value.code()
         assert down.stdout.read() == "stopped\n"
     assert down.returncode == 0
-    assert refused in (None, grpc.StatusCode.UNAVAILABLE)  # clients come again
+    assert refused in (None, grpc.StatusCode.UNAVAILABLE)  # clients retry after UNAVAILABLE
     assert events[-1][0] == "completed"
     assert events[-1][1] > 0.5, "it had ended before"
     with ConversationStore.open(cluster.folder / "history" / "history", "a test") as store:
@@ -482,7 +482,7 @@ def test_zz_down_lets_the_turns_end_that_run(cluster: RayCluster, stub: Any) -> 
 
 
 def tried(stub: Any, conversation_id: str) -> str:
-    """Return the replica that ran a turn of this conversation; "" if it must be sent again."""
+    """Return the replica that ran a turn; "" if the request must be sent again."""
     try:
         return send(stub, conversation_id, "1")
     except grpc.RpcError as error:

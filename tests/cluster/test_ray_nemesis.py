@@ -1,4 +1,4 @@
-"""Parts of a cluster on Ray are killed, paused and cut off while people talk. See ray_world.py."""
+"""Run the nemesis on Ray: parts are killed, paused and cut off while users talk (ray_world.py)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def weathered(folder: Path, storm: Storm) -> None:
 
 
 def hurt_at_once(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
-    """Return, for each fault, its role and how many of that role are affected by then."""
+    """Yield, for each target of each fault, the kind and how many targets like it are affected then."""
     until: dict[int, float] = {}
     for fault in schedule(seed, 180.0, 5.0, num_nodes, 10.0):
         assert fault.kind in deeds(fault.target)

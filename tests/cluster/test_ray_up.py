@@ -1,4 +1,4 @@
-"""`pensieve cluster up --local`: how long it takes, and how it fails."""
+"""`pensieve cluster up --local`: how long the start takes, and how it fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cluster(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_replicas_answer_within_a_minute(tmp_path: Path) -> None:
-    """A second cluster on a used port is refused in one line, and leaves nothing behind."""
+    """A second cluster on a used port is refused with one line, and leaves nothing behind."""
     grpc_port, http_port = free_port(), free_port()
     ports = ("--grpc", str(grpc_port), "--http", str(http_port))
     try:
@@ -70,7 +70,7 @@ def test_two_replicas_answer_within_a_minute(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing Ray Serve
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by the import of Ray Serve
 def test_the_ray_that_up_started_ends_if_the_cluster_does_not_come_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

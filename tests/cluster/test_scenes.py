@@ -23,8 +23,8 @@ from tests.loop_thread import LoopThread
 
 LEASE_SECONDS = 3.0
 ECHO_MODEL = "echo (arithmetic instead of a model)"
-LASTING = 5000  # of one that lasts until it is ended
-LONG = 400  # tokens of a turn that lasts for some seconds
+LASTING = 5000  # tokens of a turn that lasts until it is cancelled
+LONG = 400  # tokens of a turn that lasts some seconds
 PATIENT = Retry(retries=1000, first_seconds=0.05, most_seconds=0.5)
 
 
@@ -97,7 +97,7 @@ class Saying(threading.Thread):
 def test_a_daemon_that_stood_still_comes_back_and_writes_nothing_of_what_it_had(
     cluster: Cluster,
 ) -> None:
-    """It still believes that it owns the conversation. Its client gets the single turn."""
+    """The resumed daemon still believes that it owns the conversation. Its client gets the stored turn."""
     first, second = cluster.clients
     paused = cluster.world.replicas[0]
     away = Saying(first, "still", "r", LONG)
@@ -148,7 +148,7 @@ def test_a_turn_is_ended_through_a_daemon_that_does_not_run_it(cluster: Cluster)
 
 @pytest.mark.timeout(600)
 def test_a_daemon_that_ends_passes_on_what_another_one_answers(cluster: Cluster) -> None:
-    """It has no turn of its own. A client without retries reads the whole reply through it."""
+    """The draining daemon runs no turn itself. A client without retries reads the whole reply through it."""
     cluster.clients[0].conversation("through").ask("hello", max_tokens=4)
     door = cluster.world.replicas[1]
     with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as client:
@@ -204,12 +204,12 @@ def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_the_nex
 def test_a_stopped_daemons_conversations_are_served_by_another_within_its_lease_and_two_seconds(
     cluster: Cluster,
 ) -> None:
-    """It still accepts connections. Clients without retries get their answers over gRPC and HTTP."""
+    """The stopped daemon still accepts connections. Clients that do not retry get answers (gRPC, HTTP)."""
     first, paused = cluster.clients[0], cluster.world.replicas[0]
     for name in ("idle-grpc", "idle-http", "idle-stream", "idle-cancel"):
         first.conversation(name).ask("hello")
     with Client(cluster.world.addresses[1], retry=Retry(retries=0)) as second:
-        second.conversation("idle-grpc").ask("hello")  # it was forwarded: connections are there
+        second.conversation("idle-grpc").ask("hello")  # forwarded, so the daemons are connected now
         away = Saying(first, "runs", "r", LONG)
         assert away.begun.wait(120)
         took: dict[str, float] = {}
@@ -261,7 +261,7 @@ def test_a_stopped_daemons_conversations_are_served_by_another_within_its_lease_
 def test_a_conversation_of_a_daemon_that_nobody_reaches_is_an_error_that_names_its_owner(
     cluster: Cluster,
 ) -> None:
-    """While the owner is alive and runs a turn. The SDK retries until it is not."""
+    """The owner is alive and runs a turn. The SDK would retry until the owner is gone."""
     cluster.do(cluster.world.replicas[0].peer_link.refuse)
     saying = Saying(cluster.clients[0], "apart", "r", LASTING)
     assert saying.begun.wait(120)

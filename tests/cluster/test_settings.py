@@ -1,4 +1,4 @@
-"""The arguments of a cluster, and the command lines that follow from them."""
+"""The settings of a cluster, and the command lines made from them."""
 
 from __future__ import annotations
 

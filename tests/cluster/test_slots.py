@@ -1,4 +1,4 @@
-"""The data folder that a replica gets."""
+"""How a replica chooses its data folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_folder_is_its_daemons_until_that_has_ended(tmp_path: Path) -> None:
         slot = take_slot(tmp_path)
         child = ChildProcess([sys.executable, "-c", READY + "(600)"], pass_fds=(slot.lock,))
         await child.start(60.0)
-        os.close(slot.lock)  # as it is when the replica is killed
+        os.close(slot.lock)  # the kernel does this when the replica is killed
         other = take_slot(tmp_path)
         assert other.folder == tmp_path / "1"
         os.kill(child.pid, signal.SIGKILL)

@@ -5,8 +5,7 @@
                                └─store link──> or a PostgreSQL server; both with an owner log (owner_log.py)
 
 Every link can be cut separately. Every process can be killed, restarted with the same folder and addresses,
-stopped (SIGSTOP) and continued. Another kind of cluster (Ray) differs only in where processes come from and
-how they end.
+stopped (SIGSTOP) and continued. ray_world.py has the cluster on Ray.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ LOOK_SECONDS = 0.05
 class Kind:
     """The configuration of a world."""
 
-    num_replicas: int = 3  # with Ray: nodes with one replica each
+    num_replicas: int = 3  # on Ray: the number of nodes, with one replica each
     lease_seconds: float = 2.0
     engine: str = "echo"
     echo_seconds: float = 0.003
     store: str = ""  # the address of a database; empty: a SQLite file in the world's folder
-    has_ray: bool = False  # ray_world.py
+    has_ray: bool = False  # use ray_world.py
 
     @property
     def engine_variables(self) -> dict[str, str]:
@@ -51,7 +50,7 @@ class Kind:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of the daemons, with the lease."""
+        """Environment variables of the daemons, among them the lease."""
         return {**self.engine_variables, "PENSIEVE_LEASE": str(self.lease_seconds)}
 
 
@@ -158,7 +157,7 @@ class Replica(Part):
 
 
 def behind_a_link(store: str) -> tuple[Link, str]:
-    """Return a link to a database server, and the URL of the database behind it."""
+    """Return a link to a database server, and the URL of the database through this link."""
     parts = urlsplit(store)
     (folder,), port = parse_qs(parts.query).get("host", [""]), parts.port or 5432
     link = Link(f"{folder}/.s.PGSQL.{port}" if folder else f"{parts.hostname}:{port}", free_port())
@@ -206,7 +205,7 @@ class World:
         return await asyncio.gather(*(replica.terminate() for replica in self.replicas))
 
     async def whole(self) -> None:
-        """Return at once: faults restart the processes that they kill."""
+        """Return at once: here, each fault restarts the processes that it killed."""
 
     def events(self, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
         """Return events of the owner log."""

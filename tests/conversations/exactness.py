@@ -1,11 +1,11 @@
-"""Play crowds over a real model in tiers that are too small, and hold each token against plain transformers.
+"""Run many clients over a real model with too small caches, and compare each token with transformers.
 
-    Story          lives of a process in the test's own thread, whose order a seed decides
-    House          a `pensieve serve` that can be killed, or its engine, behind connections that can be broken
-    SdkGuest       a client in a thread of its own: the SDK over gRPC
-    HttpGuest      the same over OpenAI's chat completions and responses, and Anthropic's messages
+    Story          several runs of a process in the test's own thread, in an order drawn from a seed
+    House          a `pensieve serve` that can be killed (or its engine), behind connections that can be reset
+    SdkGuest       a client in its own thread: the SDK over gRPC
+    HttpGuest      a client in its own thread: OpenAI's chat completions and responses, Anthropic's messages
 
-A client tries a request again that a fault has ended, as its user would.
+If a fault ends a request, the client sends the request again, as a user would.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ WORDS = ("Oslo", "rain", "Grüße", "日本")
 LENGTHS = (2, 12, 40)
 MESSAGES_MAX = 14
 PATIENCE_SECONDS = 200.0
-PASSING = r"^(429|5\d\d) |^lost: "  # errors that a fault may cause
+PASSING = r"^(429|5\d\d) |^lost: "  # errors that a fault may cause, and that a client retries
 TOO_LONG = re.compile("context_length_exceeded|prompt is too long")
-Counts = tuple[int, int, int]  # sampled tokens, wrong ones, ties
+Counts = tuple[int, int, int]  # sampled tokens, wrong tokens, ties
 T = TypeVar("T")
 
 
@@ -54,13 +54,13 @@ def assert_exact(counts: Iterable[Counts], at_least: int) -> None:
 
 
 class Story:
-    """Lives of a process; the history stays."""
+    """Several runs of a process with the same history."""
 
     def __init__(
         self, folder: Path, data: Path, settings: Mapping[str, str], depth: int = 1
     ) -> None:
         self.folder, self.data = folder, data
-        self.total: Counter[str] = Counter()  # figures of all lives
+        self.total: Counter[str] = Counter()  # metrics of all runs
         self.largest: dict[str, float] = defaultdict(float)
         self._depth, self._settings = depth, settings
 
@@ -90,7 +90,7 @@ class Story:
 
 
 class House:
-    """A daemon process; clients connect to `address` and `http`, whose connections `reset` breaks."""
+    """A daemon process. Clients connect to `address` and `http` through proxies, which can be reset."""
 
     def __init__(self, data: Path, folder: Path, *arguments: str, **settings: str) -> None:
         address, http = (f"127.0.0.1:{free_port()}" for _ in range(2))
@@ -116,7 +116,7 @@ class House:
         assert self._process.stop() == 0
 
     def look(self) -> None:
-        """Add what has happened since the process or its engine started to `total`."""
+        """Add to `total` the metrics since the process or its engine started."""
         self.total.update({name: int(value) for name, value in self.admin.stats().more.items()})
 
     def strike(self, fault: str) -> None:
@@ -138,12 +138,12 @@ class House:
 
 
 class Guest(threading.Thread):
-    """A client that does whatever clients do, in conversations of its own."""
+    """A client that does everything that clients do, in its own conversations."""
 
     def __init__(self, number: int, num_actions: int) -> None:
         super().__init__(daemon=True)
         self.counts: Counter[str] = Counter()
-        self.read: list[tuple[str, str]] = []  # conversation, and a reply's whole text
+        self.read: list[tuple[str, str]] = []  # conversation, whole text of a reply
         self.num_done = 0
         self.failure: BaseException | None = None
         self._num_actions, self._random = num_actions, random.Random(number)
@@ -164,7 +164,7 @@ class Guest(threading.Thread):
 
 
 def play(guests: Sequence[Guest], befalls: Callable[[], None] | None = None) -> Counter[str]:
-    """Let all of them act at once; `befalls` is called when they have done about half of it."""
+    """Run all clients at once. `befalls` is called when about half of their actions are done."""
     half = sum(guest._num_actions for guest in guests) // 2
     for guest in guests:
         guest.start()
@@ -199,7 +199,7 @@ class SdkGuest(Guest):
                 self._do_anything(name)
             except errors.ContextFull:
                 self._rewind(name, 0.0)
-        except errors.Unavailable:  # a fork or a rewind is not tried again by itself
+        except errors.Unavailable:  # the SDK does not retry a fork or a rewind
             self.counts["given up"] += 1
 
     def _do_anything(self, name: str) -> None:
@@ -218,7 +218,7 @@ class SdkGuest(Guest):
             copy = f"{self._names[0]}-{len(self._names)}"
             try:
                 conversation.fork(conversation_id=copy)
-            except errors.AlreadyExists:  # the answer of this fork was lost before
+            except errors.AlreadyExists:  # this fork succeeded earlier, but its answer was lost
                 if not self.counts["given up"]:
                     raise
             self._names.append(copy)
@@ -232,7 +232,7 @@ class SdkGuest(Guest):
         revisions = [0, *(message.revision for message in conversation.messages())]
         try:
             conversation.rewind(revisions[int(share * len(revisions))])
-        except errors.NotFound:  # a rewind whose answer was lost was carried out only now
+        except errors.NotFound:  # an earlier rewind, whose answer was lost, has just been done
             if not self.counts["given up"]:
                 raise
             return
@@ -240,7 +240,7 @@ class SdkGuest(Guest):
 
 
 class Rusher(Guest):
-    """One of many long replies at once, so that some are suspended; then its conversation goes on."""
+    """One of many clients with long replies, so that turns are suspended. Then it sends a second message."""
 
     def __init__(self, address: str, number: int) -> None:
         super().__init__(number, 2)
@@ -254,16 +254,16 @@ class Rusher(Guest):
 
 
 class Refused(Exception):
-    """An answer that is no reply."""
+    """A response with an error."""
 
 
 class HttpGuest(Guest):
-    """Talks in one kind of API: edits, asks for several replies, goes back to responses, hangs up."""
+    """Uses one kind of API. Edits messages, asks for several replies, goes back to old ones, disconnects."""
 
     def __init__(
         self, addresses: Sequence[str], number: int, num_actions: int, passing: str = "$^"
     ) -> None:
-        """Each request goes to any address. What `passing` matches of an error is tried again."""
+        """Each request goes to a random address. Errors that match `passing` are retried."""
         super().__init__(number, num_actions)
         self._addresses, self._passing = addresses, re.compile(passing)
         self._wandering = random.Random(-number)
@@ -362,7 +362,7 @@ class HttpGuest(Guest):
     def _post(
         self, path: str, body: dict[str, Any], leave_at: int | None = None
     ) -> tuple[str, Any]:
-        """Return the conversation, and the answer; of a stream, its text as far as it was read."""
+        """Return the conversation and the response. Of a stream, return the text up to the disconnect."""
         key, deadline = uuid.uuid4().hex, time.monotonic() + PATIENCE_SECONDS
         while True:
             try:

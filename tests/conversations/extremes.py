@@ -1,8 +1,7 @@
-"""Requests with extreme values in every field, drawn from the descriptors of the wire's messages.
+"""Requests with extreme values in every field, drawn from the descriptors of the protobuf messages.
 
-Whatever a message may hold by its types is tried, so a field that is added tomorrow is tried too.  Values
-are those at which programs err: the ends of each type's range, what is not a number, text that is long, or
-no id, or what a template would write.
+The values follow from the fields' types, so new fields are tried automatically. They are values at which
+programs fail: the ends of each type's range, NaN, long text, invalid ids, and template syntax.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ INTEGERS = {
     Kind.CPPTYPE_UINT64: (0, 1, 2**63 - 1, 2**63, 2**64 - 1),
 }
 COUNTS = (0, 1, 1, 2, 3, 17, 129, 600)
-DEPTH_MAX = 4  # of messages in messages, where chance decides
+DEPTH_MAX = 4  # nested messages in a random message
 
 
 def values_of(field: Kind) -> tuple[Any, ...]:
-    """The extreme values of one element of a field that is no message."""
+    """Return the extreme values of one element of a field. The field must not be a message."""
     if field.type == Kind.TYPE_BYTES:
         return BYTES
     match field.cpp_type:
@@ -59,7 +58,7 @@ def values_of(field: Kind) -> tuple[Any, ...]:
 
 
 def one_by_one(kind: Any) -> Iterator[Any]:
-    """Messages of a class in which one field, also of a message within, has one extreme value."""
+    """Yield messages of a class in which one field, perhaps of a nested message, has one extreme value."""
     for field in kind.DESCRIPTOR.fields:
         if is_message(field):
             inner = class_of(field)
@@ -76,8 +75,8 @@ def one_by_one(kind: Any) -> Iterator[Any]:
 
 
 def structs() -> Iterator[struct_pb2.Struct]:
-    """JSON objects that are deep, wide, or hold what JSON cannot say."""
-    for depth in (1, 10, 30):  # a parser takes a hundred messages within each other: three for each
+    """Yield JSON objects that are deep, wide, or contain values that JSON cannot represent."""
+    for depth in (1, 10, 30):  # a parser allows 100 nested messages, and each level takes three
         struct = struct_pb2.Struct()
         within = struct
         for _ in range(depth):
@@ -101,7 +100,7 @@ def structs() -> Iterator[struct_pb2.Struct]:
 
 
 def at_random(kind: Any, choose: random.Random, depth: int = 0) -> Any:
-    """A message of a class in which any number of fields have extreme values."""
+    """Return a message of a class in which any number of fields have extreme values."""
     message = kind()
     if kind is struct_pb2.Struct:
         return choose.choice(list(structs())) if choose.random() < 0.5 else message
@@ -123,7 +122,7 @@ def at_random(kind: Any, choose: random.Random, depth: int = 0) -> Any:
 
 
 def with_value(message: Any, field: Kind, value: Any) -> Any:
-    """The message with one more element of a field, or with another value in it."""
+    """Add an element to a repeated field, or set the value of another field. Return the message."""
     if is_map(field):
         values = _there(field.message_type).fields_by_name
         keys = values["key"]
@@ -145,13 +144,13 @@ def is_message(field: Kind) -> bool:
 
 
 def _there(found: Any) -> Any:
-    """A part of a descriptor that this kind of field has."""
+    """Return a part of a descriptor that this kind of field must have."""
     assert found is not None
     return found
 
 
 def is_repeated(field: Kind) -> bool:
-    found = getattr(field, "is_repeated", None)  # of newer versions, which warn of `label`
+    found = getattr(field, "is_repeated", None)  # in newer versions, where `label` warns
     return bool(_there(field).label == Kind.LABEL_REPEATED if found is None else found)
 
 

@@ -1,19 +1,19 @@
-"""An echo engine that fails when it is told to, started with FAULTS [MESSAGES_MAX] FD.
+"""An echo engine that fails on demand, started with FAULTS [MESSAGES_MAX] FD.
 
-FAULTS is a file of one word a line; the next iteration with slices takes the first line off:
+FAULTS is a file with one word a line. Each iteration with slices removes the first line and does this:
 
 memory   the device has no memory left for the iteration
-nan      the first turn's logits are not numbers
+nan      the logits of the first turn are NaN
 hang     the engine's main thread waits for ever
 copy     the next swap-in or swap-out fails
 
-and on the first line when the process starts
+Two words have an effect only on the first line, when the process starts:
 
-start    its memory is refused there
-deaf     its reader thread fails at the first message
+start    the memory for the engine is refused
+deaf     the engine's reader thread fails at the first message
 
-A turn with the seed POISON kills the process, each time; one with the seed VENOM has the device fail, which
-the engine still says of all its turns before it ends.
+A turn with the seed POISON kills the process each time. With the seed VENOM, the device fails. Then the
+engine reports a failure for all its turns before it ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A history and an engine in the test's own thread, whose order a seed decides."""
+"""A history and an engine in the test's own thread, in an order that a seed decides."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class OneThread:
-    """In place of `Threads`: whatever is begun is done at once."""
+    """Replaces `Threads`: all work is done at once."""
 
     def __init__(self) -> None:
         self.loop = self
@@ -66,7 +66,7 @@ class OneThread:
 def turn_ends(
     turns: Turns, history: History, tell: Callable[[EngineMessage | None], Any]
 ) -> TurnEnds:
-    """Ends turns at once, without followers or limits; `tell` gets what the engine is told."""
+    """Return a TurnEnds that works at once, without readers or limits. `tell` gets messages to the engine."""
     threads: Any = OneThread()
     followers = TurnFollowers(threads, FollowerLimits(0.0, 0.0, 0), lambda live: None)
     engine, admission = cast(Any, SimpleNamespace(tell=tell)), Admission(1, {}, threads.time())
@@ -74,7 +74,7 @@ def turn_ends(
 
 
 class Conversations:
-    """What the daemon does in two threads, here in one, and at once: history, live turns, engine."""
+    """Does the daemon's work in one thread, at once: history, live turns, messages to the engine."""
 
     def __init__(
         self, history: History, turns: Turns, mailbox: Mailbox, defaults: Sampling
@@ -121,7 +121,7 @@ class Conversations:
         priority: int = 0,
         constraint: Constraint | None = None,
     ) -> LiveTurn:
-        """Begin a turn; `handle` the engine's events until its `finish` is set."""
+        """Begin a turn. Then `handle` events of the engine until the turn's `finish` is set."""
         if isinstance(messages, str):
             messages = [Message("user", messages)]
         options = TurnOptions(sampling or self._defaults, priority, constraint=constraint)
@@ -161,7 +161,7 @@ class Conversations:
         self.ends.give_up(live)
 
     def handle(self, event: EngineEvent) -> None:
-        """Take in one event of the engine."""
+        """Handle one event of the engine."""
         if isinstance(event, SampledToken):
             self.turns.take(event)
         elif isinstance(event, LogNeeded):
@@ -176,7 +176,7 @@ class Conversations:
 
 
 class Runtime:
-    """Conversations in front of an engine; the owner calls `engine.step` itself."""
+    """Conversations and their engine. The caller runs the engine with `engine.step`."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Runtime:
         self._built = built
 
     def close(self) -> None:
-        """Keep the history, let go of everything else."""
+        """Close everything. The history stays on disk."""
         self.mailbox.close()
         self.outbox.close()
         self._built.close()
@@ -215,7 +215,7 @@ class Runtime:
 
 
 def start(settings: Settings, holder: str, report: Report) -> Runtime:
-    """Everything from the folder of the history to an engine to step; cleans up if it fails."""
+    """Build everything between the history's folder and the engine. Clean up if something fails."""
     store = ConversationStore.open(settings.data, holder)
     try:
         return _start(settings, store, report)

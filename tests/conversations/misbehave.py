@@ -1,8 +1,8 @@
 """Clients that behave badly, as a process: `python -m tests.conversations.misbehave KIND ADDRESS N`.
 
-abandon   begin N turns, 50 a second, and leave each after its first event
-slow      begin N turns and take an event a second
-stall     begin N turns, say so, and wait to be stopped
+abandon   begin N turns, 50 a second, and leave each turn after its first event
+slow      begin N turns, and read one event a second
+stall     begin N turns, print a line, and read until the test stops the process (SIGSTOP)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Asserts that what belongs to one thread of the service is called by no other.
+"""Check that the state of one thread of the service is used only by this thread.
 
-`watch` gives an object a class of its own whose public methods and properties look first who calls.  A
-wrong call is refused with an AssertionError where it happens, and kept in `violations`, because a task of
-the daemon may swallow it.
+`watch` replaces the class of an object: its public methods and properties first check the calling thread. A
+call from a wrong thread raises AssertionError. It is also recorded in `violations`, because a task of the
+daemon may swallow the error.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ BESIDE_THE_STORE_THREAD = {
     "keeps_house",
     "came_from",
 }
-NO_STATE = {"serving"}  # of the engine's client: tests wait for it in their own thread
+NO_STATE = {"serving"}  # an attribute of the engine client that tests read in their own thread
 
 
 class OwnerThreads:
     def __init__(self, caller: Callable[[], str]) -> None:
-        """`caller` names the present thread: "loop", "store", or another."""
+        """`caller` returns the name of the current thread: "loop", "store", or another name."""
         self.violations: list[str] = []
         self._caller = caller
 
     def watch_daemon(self, daemon: Daemon) -> None:
-        """All that one of its threads owns; to be called when it has started."""
+        """Watch all objects that a thread of the daemon owns. Call this after the daemon has started."""
         conversations = daemon.conversations
         self.watch(conversations._history, "store")
         self.watch(daemon.store, "store", BESIDE_THE_STORE_THREAD)

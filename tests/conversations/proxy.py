@@ -1,4 +1,4 @@
-"""A link to a daemon, for tests that wait in a thread of their own."""
+"""A network link to a daemon, for tests that block in their own thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Proxy:
         self.address = self._link.address
 
     def freeze(self) -> None:
-        """Nothing arrives any more, and nobody is told."""
+        """Deliver no more data. Neither side gets an error."""
         self._loop.do(self._link.hold)
 
     def reset(self) -> None:
-        """Every connection ends with RST; new ones are taken."""
+        """End every connection with RST. New connections work."""
         self._loop.do(self._link.reset)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""HTTP/2 frames by hand: a peer that does what no gRPC client would."""
+"""HTTP/2 frames made by hand: a peer that does what no gRPC client would do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def header(name: str, value: str) -> bytes:
-    """HPACK without tables and without Huffman."""
+    """Encode a header in HPACK, without tables and Huffman codes."""
 
     def text(raw: bytes) -> bytes:
         if len(raw) < 127:
@@ -38,10 +38,10 @@ def header(name: str, value: str) -> bytes:
 
 
 class RawPeer:
-    """A connection of which a test says every frame; it answers pings and settings by itself."""
+    """A connection on which the test decides every frame. It answers pings and settings by itself."""
 
     def __init__(self, address: str, *, reads: bool = True, window: int = 2**31 - 1) -> None:
-        """`window` is how many bytes of each answer it takes, until it takes more."""
+        """`window`: bytes of each answer that the server may send before `take_more`."""
         host, port = address.rsplit(":", 1)
         if host == "unix":
             self._socket = socket.socket(socket.AF_UNIX)
@@ -49,13 +49,13 @@ class RawPeer:
         else:
             self._socket = socket.create_connection((host, int(port)))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._lock = threading.Lock()  # of what the reader's thread counts
+        self._lock = threading.Lock()  # protects the reader thread's counters
         self._window = INITIAL_WINDOW
         self._initial = INITIAL_WINDOW
-        self._windows: dict[int, int] = {}  # by stream
+        self._windows: dict[int, int] = {}  # stream -> bytes that it may send
         self.ended: set[int] = set()  # streams that the server has answered or reset
         self.is_closed = False
-        self.num_received: Counter[int] = Counter()  # bytes of the answers, by stream
+        self.num_received: Counter[int] = Counter()  # stream -> bytes of its answer
         self._last = -1
         settings = struct.pack(">HI", 4, window)
         self.send(PREFACE + frame(SETTINGS, 0, 0, settings))
@@ -79,14 +79,14 @@ class RawPeer:
         self._socket.close()
 
     def send(self, raw: bytes) -> None:
-        """Nothing happens where the server has closed the connection."""
+        """Send bytes. If the server has closed the connection, do nothing."""
         try:
             self._socket.sendall(raw)
         except OSError:
             self.is_closed = True
 
     def call(self, path: str, *more: tuple[str, str]) -> int:
-        """Open a stream with a call's headers."""
+        """Open a stream with the headers of a call, and return its number."""
         self._last += 2
         with self._lock:
             self._windows[self._last] = self._initial
@@ -99,12 +99,12 @@ class RawPeer:
         return self._last
 
     def message(self, stream: int, packed: bytes) -> None:
-        """Send the whole body of a call: one message."""
+        """Send the whole body of a call, which is one message."""
         raw = b"\0" + struct.pack(">I", len(packed)) + packed
         assert self.body(stream, raw, patience=5.0, end=True) == len(raw)
 
     def body(self, stream: int, raw: bytes, *, patience: float, end: bool = False) -> int:
-        """Send this much of a body as the server's windows let through; how much it was."""
+        """Send as much of a body as the server's windows allow. Return the number of bytes."""
         sent, until = 0, time.monotonic() + patience
         while sent < len(raw) and stream not in self.ended and not self.is_closed:
             with self._lock:
@@ -123,7 +123,7 @@ class RawPeer:
         return sent
 
     def take_more(self, stream: int, num_bytes: int) -> None:
-        """Let the server send so many more bytes of an answer."""
+        """Allow the server to send `num_bytes` more of an answer."""
         more = struct.pack(">I", num_bytes)
         self.send(frame(WINDOW_UPDATE, 0, stream, more) + frame(WINDOW_UPDATE, 0, 0, more))
 

@@ -1,4 +1,4 @@
-"""A real runtime (store, engine thread, model) over a tiny random model, and its reference."""
+"""A real runtime (store, engine, model) with a tiny random model, and plain transformers to compare."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.conversations.in_process import Runtime, start
 from tests.models import DEEP, SERVED, tiny_model
 from tests.text.families import Family, write_folder
 
-TIE = 1e-4  # a sampled token this far below the largest reference logit is wrong
+TIE = 1e-4  # a sampled token is wrong if its reference logit is further below the largest
 
 
 def write_model(folder: Path, family: Family, kind: str = "llama-gqa", seed: int = 0) -> Path:
-    """A checkpoint with a tokenizer and a chat template, as a user would bring it."""
+    """Write a checkpoint with a tokenizer and a chat template, as a user would have it."""
     folder.mkdir(parents=True, exist_ok=True)
     write_folder(folder, family)
     config = (SERVED | DEEP)[kind]()
@@ -33,7 +33,7 @@ def write_model(folder: Path, family: Family, kind: str = "llama-gqa", seed: int
     config.bos_token_id = None
     model = tiny_model(config, seed)
     model.generation_config.eos_token_id = None
-    model.generation_config.do_sample = False  # tests compare with greedy transformers
+    model.generation_config.do_sample = False  # greedy, like the transformers to compare with
     model.config.save_pretrained(folder)
     model.save_pretrained(folder)
     return folder
@@ -55,12 +55,12 @@ def started(model: Path, data: Path, **settings: str) -> Runtime:
 
 
 def step(runtime: Runtime) -> bool:
-    """One iteration of the engine, and its events; in this thread, so that a seed decides all."""
+    """Run one iteration of the engine and handle its events, in this thread and in a fixed order."""
     runtime.engine.held.wait()
     worked = runtime.engine.step() or bool(runtime.engine.held.turns)
     while (event := runtime.outbox.get(0)) is not None:
         runtime.conversations.handle(event)
-        worked = True  # it may bring the engine a message, such as a log that it asked for
+        worked = True  # handling may send a message to the engine, such as a log that it needs
     return worked
 
 
@@ -87,7 +87,7 @@ def figures(runtime: Runtime) -> dict[str, float]:
 
 
 class Reference:
-    """Plain transformers on the same token ids."""
+    """Plain transformers, run on the same token ids."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -95,20 +95,20 @@ class Reference:
         ).eval()
 
     def wrong_tokens(self, runtime: Runtime, conversation_id: str) -> tuple[int, int, int]:
-        """Of the conversation's sampled tokens: how many, how many wrong, how many ties."""
+        """Return for the conversation: number of sampled tokens, of wrong ones, and of ties."""
         messages = runtime.store.messages(conversation_id, include_token_ids=True)
         log = list(runtime.store.log(conversation_id))
         assert log == [token for m in messages for token in (m.token_ids or ())]
         return self.wrong_of(messages)
 
     def logits(self, log: Sequence[int]) -> torch.Tensor:
-        """Of every position, (tokens, vocab)."""
+        """Return the logits of every position: (tokens, vocab)."""
         logits: torch.Tensor = self.model(input_ids=torch.tensor([log]), use_cache=False).logits[0]
         return logits
 
     @torch.inference_mode()
     def wrong_of(self, messages: Sequence[Any]) -> tuple[int, int, int]:
-        """The same of messages with their token ids, from the store or from the SDK."""
+        """Return the same counts for messages with token ids, from the store or from the SDK."""
         log = [token for message in messages for token in (message.token_ids or ())]
         if not log:
             return 0, 0, 0
@@ -127,21 +127,21 @@ class Reference:
 
 
 class Crowd:
-    """Many conversations at once, doing everything that clients do."""
+    """Many conversations at once, with everything that clients do."""
 
     def __init__(self, runtime: Runtime, seed: int, size: int) -> None:
         self.runtime = runtime
         self.random = random.Random(seed)
         self.names = [f"c{i}" for i in range(size)]
         self.turns: dict[str, LiveTurn] = {}
-        self.recent: list[str] = []  # whose turns ended, latest last
+        self.recent: list[str] = []  # conversations whose turns ended, in this order
         self.num_forks = self.num_rewinds = self.num_cancels = self.num_rushes = 0
-        self.num_shared = 0  # first turns that began with the KV of another conversation
+        self.num_shared = 0  # first turns that reused KV of another conversation
         for name in self.names:
             self.create(name)
 
     def create(self, name: str) -> None:
-        """Some share a prefix, and with it KV; some have the same words in front by chance."""
+        """Create a conversation. Some share a prefix and its KV; others begin alike only by chance."""
         prompt = self.random.choice(("", "Be brief.", "The rain is over in Oslo."))
         prefix_id = f"p{len(prompt)}" if self.random.random() < 0.5 else ""
         self.runtime.conversations.create(name, system_prompt=prompt, prefix_id=prefix_id)
@@ -164,7 +164,7 @@ class Crowd:
                 self.turns[name] = self.runtime.conversations.send(
                     name, self.words(10), sampling=sampling
                 )
-            except ContextFull:  # as a user would: go back to where there was room
+            except ContextFull:  # a user would go back to where there was room
                 self.rewind(name)
         elif roll < 0.86 and resting:
             source = self.pick(resting)
@@ -196,16 +196,18 @@ class Crowd:
         self.runtime.conversations.rewind(name, self.random.choice(self.revisions(name)))
 
     def rush(self, size: int = 12) -> None:
-        """So many long replies at once that some are suspended, whatever the tokens are, and others of a
-        higher priority, which take places; then forks of all, and both sides go on at once, so that last
-        chunks are copied on write."""
+        """Run so many long replies at once that some turns are suspended, whatever the tokens are.
+
+        Turns of a higher priority then take the places of others. At the end, all conversations are forked.
+        Sources and forks continue at once, so that their last chunks are copied on write.
+        """
         self.num_rushes += 1
         names = [f"r{self.num_rushes}-{i}" for i in range(size)]
         long = Sampling(max_tokens=80, ignore_eos=True)
         for name in names:
             self.create(name)
             self.turns[name] = self.runtime.conversations.send(name, "Oslo", sampling=long)
-        for number in range(3):  # which take the places of some of these
+        for number in range(3):  # these turns take the places of others
             for _ in range(6):
                 self.step()
             names.append(f"h{self.num_rushes}-{number}")

@@ -1,4 +1,4 @@
-"""A daemon in a thread of the test, its engine a process of its own; and `pensieve serve` as a process."""
+"""A daemon in a thread of the test, with its engine in a process; and `pensieve serve` as a process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.conversations.owner_threads import OwnerThreads
 from tests.newcomer import free_port
 
 ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
-PATIENCE_SECONDS = float(os.environ.get("PENSIEVE_TEST_PATIENCE", "120"))  # of `wait_for`
+PATIENCE_SECONDS = float(os.environ.get("PENSIEVE_TEST_PATIENCE", "120"))  # limit of `wait_for`
 DETAILS: dict[str, Any] = {
     "ErrorInfo": status_pb2.ErrorInfo,
     "BadRequest": status_pb2.BadRequest,
@@ -59,7 +59,7 @@ def wait_for(holds: Callable[..., Any], seconds: float = PATIENCE_SECONDS) -> No
 
 
 class DaemonRig:
-    """The daemon behind a port of its own, with `stub` and `admin` to talk to it."""
+    """The daemon with its own port; `stub` and `admin` call it."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class DaemonRig:
         model_folder: Path = MODEL_PATH,
         store: str = "",
     ) -> None:
-        """`jobs` are scripted; with `batch_jobs` the daemon has those that people use.
+        """`jobs` are scripted jobs. With `batch_jobs`, the daemon has its real batch jobs.
 
-        With `store`, the address of a database, it is one of the daemons that share that history.
+        `store` is the address of a database. Daemons with the same `store` share a history.
         """
         self._model_folder, self._store = model_folder, store
         self._arguments = (data, config, listening, program, written or {})
@@ -148,7 +148,7 @@ class DaemonRig:
         self._loop.close()
         assert not self.owners.violations, self.owners.violations
 
-    # -- short words --
+    # -- shortcuts for tests --
 
     @property
     def num_live(self) -> int:
@@ -183,7 +183,7 @@ class DaemonRig:
 
 @contextmanager
 def stopped_store(rig: DaemonRig) -> Iterator[None]:
-    """The store threads do nothing else meanwhile."""
+    """Block the store threads inside the block."""
     began, gate = threading.Semaphore(0), threading.Event()
     threads = rig.daemon.threads
 
@@ -229,7 +229,7 @@ def said(events: Iterator[Any]) -> Said:
 
 
 def details(error: grpc.RpcError) -> dict[str, Any]:
-    """The google.rpc details of an error, by name."""
+    """Return the google.rpc error details by name."""
     metadata: Any = error.trailing_metadata()
     packed = dict(metadata)["grpc-status-details-bin"]
     status = status_pb2.Status.FromString(packed)
@@ -242,13 +242,13 @@ def details(error: grpc.RpcError) -> dict[str, Any]:
 
 
 def send_signal(pid: int | None, number: int) -> None:
-    """To the engine's process, which is there."""
+    """Send a signal to the engine's process, which must exist."""
     assert pid is not None
     os.kill(pid, number)
 
 
 class ServeProcess:
-    """`pensieve serve` as its user starts it."""
+    """`pensieve serve`, started as a user would start it."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class ServeProcess:
         *arguments: str,
         engine: str = "echo",
         environment: Mapping[str, str] | None = None,
-        parameters: Mapping[str, Mapping[str, Any]] | None = None,  # settings; see serve_with.py
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,  # see serve_with.py
     ) -> None:
         self.data = data
         self.program = ["pensieve", "serve"]
@@ -303,7 +303,7 @@ class ServeProcess:
         return self.address
 
     def _kill_what_is_left(self) -> None:
-        """A test that failed may have left it running."""
+        """Kill the process if a failed test has left it running."""
         if self._process is not None and self._process.poll() is None:
             self.kill()
 

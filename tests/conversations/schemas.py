@@ -1,4 +1,4 @@
-"""Random JSON schemas whose values are short, and whether a value is one of them."""
+"""Random JSON schemas with short values, and a check whether a value matches a schema."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def a_whole_schema(chance: random.Random) -> dict[str, Any]:
 
 
 def is_valid(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None) -> bool:
-    """By the keywords that `a_schema` uses, as JSON Schema means them."""
+    """Return whether the value matches. Supports only the keywords that `a_schema` uses."""
     root = schema if root is None else root
     if "$ref" in schema:
         return is_valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)

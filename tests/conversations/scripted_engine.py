@@ -1,8 +1,8 @@
-"""An echo engine that says what a script has it say, started with SCRIPT … FD.
+"""An echo engine that generates scripted replies, started with SCRIPT … FD.
 
-SCRIPT is a file of JSON: a list of replies.  A turn that starts takes the first of them out of the file, says
-it with the control tokens that its text names, and ends.  So a test may write the replies one scene after the
-other.  Everything else is real: scheduler, cache, pipe.
+SCRIPT is a JSON file with a list of replies. A turn that starts removes the first reply from the file,
+generates it, and ends. Names of control tokens in the text become these tokens. A test may write new replies
+at any time. The scheduler, the cache and the pipe are real.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOTHING_LEFT = "The script has no reply for this turn."
 
 
 def write_script(script: Path, replies: Sequence[str]) -> None:
-    """As a whole: somebody may read it meanwhile."""
+    """Replace the file in one step, because the engine may be reading it."""
     new = script.with_suffix(f".{os.getpid()}")
     new.write_text(json.dumps(list(replies)))
     new.replace(script)
@@ -38,7 +38,7 @@ class ScriptedExecutor(echo_engine.EchoExecutor):
     def __init__(self, tokenizer: Tokenizer, end_id: int, script: Path) -> None:
         super().__init__(tokenizer, end_id, 0.0)
         self._script = script
-        self._left: dict[int, list[int]] = {}  # by turn
+        self._left: dict[int, list[int]] = {}  # turn -> remaining tokens
 
     def launch(self, iteration: Iteration) -> None:
         for start in iteration.started:

@@ -1,4 +1,4 @@
-"""`pensieve serve` with parameters that have no setting, as JSON: fields of config or listening.
+"""Run `pensieve serve` with JSON parameters that have no setting: fields of its config or listening objects.
 
 python -m tests.conversations.serve_with '{"config": {"heartbeat_seconds": 2.0}}' --data DIR
 """

@@ -1,4 +1,4 @@
-"""Whether a turn may begin: by the present queue, and never refused because of itself."""
+"""Admission of turns: it depends on the present queue, and a turn is never refused because of itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pensieve.text import Message
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, details, said, stopped_store, wait_for
 
-LONG = pb.Sampling(max_tokens=60, ignore_eos=True)  # 0.3 s at 5 ms a token
+LONG = pb.Sampling(max_tokens=60, ignore_eos=True)  # takes 0.3 s, at 5 ms a token
 
 
 def load(num_waiting: int = 0, waiting_since: float | None = None) -> DaemonLoad:
@@ -33,7 +33,7 @@ def load(num_waiting: int = 0, waiting_since: float | None = None) -> DaemonLoad
 
 
 def behind(seconds: float) -> DaemonLoad:
-    """Prompts of so many predicted seconds are ahead, and the engine has room for all of them."""
+    """Return a load with prompts of so many predicted seconds ahead, which the engine has room for."""
     return DaemonLoad(False, True, 1, 1, lambda: WorkAhead(0, seconds))
 
 
@@ -52,7 +52,7 @@ def test_nobody_waiting_is_no_wait_whatever_was_before() -> None:
 def test_the_wait_is_that_of_those_who_wait_now() -> None:
     admission = Admission(10, {}, now=0.0)
     for tenth in range(1, 200):
-        admission.turn_admitted(0.0, tenth / 10)  # ten in a second
+        admission.turn_admitted(0.0, tenth / 10)  # ten turns a second
     for num_waiting in (1, 5, 50):
         wait = admission.wait_seconds(load(num_waiting, 0.0), 19.9)
         assert wait == pytest.approx(num_waiting / 10)
@@ -81,7 +81,7 @@ def prompt(seconds: float) -> LiveTurn:
 
 
 def paced(seconds_per_predicted: float, **settings: float) -> Admission:
-    """Of an engine that has computed one prompt, of two predicted seconds."""
+    """Return the admission of an engine that has computed one prompt, predicted to take two seconds."""
     admission = Admission(10, {}, now=0.0, **settings)
     admission.prompts.pace.begun(0.0, is_only=True)
     admission.prompts.ended(prompt(2.0), 2.0 * seconds_per_predicted)
@@ -130,7 +130,7 @@ def test_without_room_the_objective_is_held_against_the_rate_of_admissions() -> 
 
 @pytest.fixture
 def one_by_one(tmp_path: Path) -> Iterator[DaemonRig]:
-    """Its engine has room for one turn, and takes 5 ms for a token."""
+    """A daemon whose engine has room for one turn, and takes 5 ms for a token."""
     config = DaemonConfig(
         grace_seconds=0.3,
         limits={"few": Limits(turns_max=1), "slow": Limits(tokens_per_second=1.0)},
@@ -157,7 +157,7 @@ def begin(rig: DaemonRig, *args: Any) -> LiveTurn:
 
 
 def on_the_loop(rig: DaemonRig, act: Any, *args: Any) -> Any:
-    """What belongs to the loop is called there."""
+    """Call a function on the daemon's event loop."""
 
     async def call() -> Any:
         answer = act(*args)
@@ -197,16 +197,16 @@ def test_a_refusal_for_the_deadline_says_so(one_by_one: DaemonRig) -> None:
     endless = pb.Sampling(max_tokens=2000, ignore_eos=True)
     turns = [rig.send(f"long{i}", "hello", sampling=endless) for i in range(2)]
     wait_for(lambda: rig.num_live == 2 and rig.call(_waiting(rig)) == 1)
-    rig.daemon.admission.turn_admitted(0.0, rig.daemon.started_at + 10_000_000)  # a slow one
+    rig.daemon.admission.turn_admitted(0.0, rig.daemon.started_at + 10_000_000)  # very slow
     with pytest.raises(grpc.RpcError) as error:
-        rig.ask("late", "hello", seconds=15_000)  # longer than a test may take
+        rig.ask("late", "hello", seconds=15_000)  # a deadline far beyond the test's own limit
     assert details(error.value)["ErrorInfo"].reason == "DEADLINE_EXCEEDED"
     for turn in turns:
         turn.cancel()
 
 
 def test_nobody_is_refused_because_of_the_own_turn(one_by_one: DaemonRig) -> None:
-    """Attaching to a turn and having its reply again begin nothing, so no limit is in the way."""
+    """Attaching to a turn, or replaying its reply, begins no turn. So no limit applies."""
     rig = one_by_one
     for tenant in ("few", "slow"):
         live = begin(rig, "c", "r1", tenant)
@@ -240,7 +240,7 @@ async def _nothing(start: int, stop: int) -> None:
     pass
 
 
-# -- a grace beside a busy store --
+# -- the grace period while the store is busy --
 
 
 def test_attaching_does_not_wait_for_the_store(one_by_one: DaemonRig) -> None:
@@ -256,7 +256,7 @@ def test_attaching_does_not_wait_for_the_store(one_by_one: DaemonRig) -> None:
 
 
 def test_a_turn_waits_for_a_reader_whom_the_store_holds_up(one_by_one: DaemonRig) -> None:
-    """Its client hung up before the turn began and asks again; the second request comes late."""
+    """The client disconnects before its turn begins, and retries. The store delays the retry."""
     rig = one_by_one
     rig.ask("c", "first")
     keep_the_store_busy(rig, 0.3)
@@ -307,7 +307,7 @@ async def _begun(rig: DaemonRig, wanted: TurnRequest) -> None:
 def test_who_leaves_early_pays_for_what_was_computed(one_by_one: DaemonRig, how: str) -> None:
     rig = one_by_one
     live = begin(rig, "c", "r1", "slow")
-    wait_for(lambda: live.num_tokens > 15)  # ten were saved up
+    wait_for(lambda: live.num_tokens > 15)  # the tenant may use 10 at once, and then 1 a second
     if how == "deleted":
         on_the_loop(rig, lambda: rig.daemon.conversations.delete("c", "slow"))
     wait_for(lambda: live.finish is not None)

@@ -1,4 +1,4 @@
-"""What is called in a thread of its own, for whose end nobody waits."""
+"""Calls that run in a thread of their own, and whose end no caller waits for."""
 
 from __future__ import annotations
 

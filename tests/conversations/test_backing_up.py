@@ -1,4 +1,4 @@
-"""A daemon that backs its history up: while it serves, when it stops, and with a broken folder."""
+"""A daemon that backs up its history: while it serves, when it stops, and with a broken folder."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_the_command_copies_a_history_that_nobody_serves(
 def test_the_drill_of_the_docs_works_as_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Line by line, with other folders, and the echo engine."""
+    """Run the documented commands line by line, with other folders and the echo engine."""
     text = PAGE.read_text(encoding="utf-8").split("### A drill", 1)[1].split("\n## ", 1)[0]
     lines = re.findall(r"^    (.+)$", text, re.MULTILINE)
     assert len(lines) >= 6
@@ -238,7 +238,7 @@ def test_the_drill_of_the_docs_works_as_it_is_written(
                 wait_for(ready.exists)
                 continue
             if "restore" in words:
-                time.sleep(0.5)  # the minute of the docs
+                time.sleep(0.5)  # the docs wait a minute here
             done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
             assert done.returncode == 0, (line, done.stderr)
             outputs.append(done.stdout)
@@ -251,7 +251,7 @@ def test_the_drill_of_the_docs_works_as_it_is_written(
 
 
 class Sharing:
-    """`pensieve serve` of the file of a history, with backups every tenth of a second."""
+    """`pensieve serve` on a history file, with a backup every tenth of a second."""
 
     def __init__(self, folder: Path, name: str) -> None:
         ready = folder / f"{name}.ready"
@@ -286,7 +286,7 @@ def test_of_daemons_that_share_a_file_the_one_that_cleans_up_backs_up_and_anothe
     folder = tmp_path / "backup"
 
     def has(num_messages: int) -> bool:
-        with contextlib.suppress(PensieveError):  # it is not there yet
+        with contextlib.suppress(PensieveError):  # there is no backup yet
             return restore(folder, tmp_path / "restored", replace=True).messages == num_messages
         return False
 

@@ -1,4 +1,4 @@
-"""A client ends a turn: what stays of it, what it is told, and what others see."""
+"""A client cancels a turn: what is kept, what the client is told, and what others see."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
-    """Its grace is so long that no turn ends by it."""
+    """A daemon with such a long grace period that it ends no turn."""
     config = DaemonConfig(grace_seconds=3600)
     with DaemonRig(tmp_path / "data", config=config, program=(*ECHO, "--seconds=0.005")) as rig:
         yield rig
 
 
 def begin(rig: DaemonRig, name: str, num_tokens: int, request_id: str = "r") -> Any:
-    """A turn of which so many tokens, or more, were read."""
+    """Begin a turn and read at least `num_tokens` tokens."""
     stream = rig.send(name, "hello", request_id=request_id, sampling=LONG)
     read = 0
     while read < num_tokens:
@@ -69,7 +69,7 @@ def test_the_usage_of_a_turn_that_was_cut_is_that_of_its_reply(rig: DaemonRig) -
 
     live = rig.call(look())
     cancel(rig, "c", request_id="r", keep_tokens=3)
-    with contextlib.suppress(grpc.RpcError):  # it was sent more
+    with contextlib.suppress(grpc.RpcError):  # the stream had delivered more tokens
         list(stream)
     again = rig.ask("c", "hello", request_id="r", sampling=LONG)
     assert (len(again.token_ids), again.completed.usage.output_tokens) == (3, 3)
@@ -117,7 +117,7 @@ def test_a_turn_that_had_ended_stays_as_it_is_and_the_client_hears_how(rig: Daem
         )
     assert len(rig.messages("c")[1].token_ids) == 5
     assert cancel(rig, "c", request_id="unknown") == (False, 0)
-    assert cancel(rig, "d", turn_id=turn_id) == (False, 0)  # it is another conversation's
+    assert cancel(rig, "d", turn_id=turn_id) == (False, 0)  # the turn is in another conversation
     assert cancel(rig, "c") == (False, 0)
     with pytest.raises(grpc.RpcError) as error:
         cancel(rig, "nowhere", request_id="r")
@@ -146,7 +146,7 @@ def test_an_end_that_is_on_its_way_to_the_store_is_waited_for(rig: DaemonRig) ->
             wait_for(lambda: rig.daemon.threads.store_waiting.num_jobs == num_lanes + 1)
             ended = pool.submit(cancel, rig, "c", request_id="r", keep_tokens=0)
             followers = rig.daemon.conversations.followers._followers
-            wait_for(lambda: sum(map(len, followers.values())) == 2)  # the stream, and who cancels
+            wait_for(lambda: sum(map(len, followers.values())) == 2)  # the stream, the cancellation
             assert not ended.done()
         assert ended.result() == (True, pb.FINISH_REASON_LENGTH)
     assert said(stream).completed.finish_reason == pb.FINISH_REASON_LENGTH

@@ -1,4 +1,4 @@
-"""M14: 1,000 abandoned, 100 stalled and 100 slow readers beside 50 healthy ones."""
+"""1,000 abandoned, 100 stalled and 100 slow readers, beside 50 healthy readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conversations.rig_daemon import ServeProcess, wait_for
 from tests.scale import SCALE
 
 NUM_HEALTHY = 50
-# As long as it takes to abandon so many.
+# Long enough to abandon so many turns.
 NUM_TOKENS, NUM_ABANDONED = (400, 1000) if SCALE > 1 else (150, 300)
 
 
@@ -36,7 +36,7 @@ def misbehave(kind: str, address: str, count: int) -> subprocess.Popen[str]:
 
 
 async def healthy(address: str, name: str) -> list[float]:
-    """Gaps between the messages of fifty streams, each of which must come whole."""
+    """Run fifty streams, which must all be complete. Return the gaps between their messages."""
     gaps: list[float] = []
 
     async with grpc.aio.insecure_channel(address) as channel:
@@ -88,7 +88,7 @@ def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_p
         abandoned = misbehave("abandon", address, NUM_ABANDONED)
         beside = asyncio.run(healthy(address, "beside"))
         abandoned.wait(300)
-        wait_for(lambda: admin.stats().turns_running <= 100)  # the slow ones: the others are gone
+        wait_for(lambda: admin.stats().turns_running <= 100)  # only the slow readers are left
         during = admin.stats()
         slow.kill()
         killed = time.perf_counter()

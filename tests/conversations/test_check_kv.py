@@ -1,4 +1,4 @@
-"""A page of the host tier that has changed: with `--check-kv` it is computed again, and never served."""
+"""With `--check-kv`, a page of the host tier that has changed is recomputed, and never used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory_of(runtime: Runtime) -> KVMemory:
 
 
 def swap_out(runtime: Runtime, conversation_id: str) -> int:
-    """Until all of it lies on the host and nothing on the device; how many pages it has there."""
+    """Move the whole conversation to the host. Return the number of host pages in use."""
     runtime.mailbox.put(EvictConversation(cache_key("", conversation_id), True, 1))
     while step(runtime):
         pass
@@ -53,7 +53,7 @@ def test_a_page_that_has_changed_on_the_host_is_computed_again(
         host = memory_of(runtime).host_arena
         used = [page for page in range(host.shape[1]) if bool(host[:, page].any())][:how_many]
         for page in used:
-            host[1, page, 0, 0, 2, 3] += 1.0  # a key of one position, in one layer
+            host[1, page, 0, 0, 2, 3] += 1.0  # one number of a key, in one layer
         again = ask(runtime, "c", "and tomorrow", sampling=LONG)
         assert again.usage is not None
         assert again.usage.recomputed_tokens == 8 * how_many
@@ -72,7 +72,7 @@ def test_a_page_that_has_changed_on_the_host_is_computed_again(
 
 
 def test_without_the_check_such_a_page_would_be_served(tmp_path: Path) -> None:
-    """The change of the test above is one that matters."""
+    """The same change alters replies if pages are not checked."""
     folder = write_model(tmp_path / "model", QWEN_2_5)
     with started(folder, tmp_path / "data") as runtime:
         runtime.conversations.create("c")

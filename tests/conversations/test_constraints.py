@@ -1,4 +1,4 @@
-"""Replies are what their constraints say, whatever happens to their turns; hopeless ones are refused."""
+"""Replies match their constraints, whatever happens to their turns. Impossible constraints are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CALLED = {
     "reply": None,
 }
 SPACED = ("<tool_call>", "{", '"name"', ":", '"look"', ",", '"arguments"', ":", "{", '"at"', ":")
-FORMS = {  # constraints that are not schemas, and what a reply is then
+FORMS = {  # constraints other than schemas, and the regular expression that their replies match
     "regex": (Constraint(Kind.REGEX, "[0-9]{3,8}-[a-f]{2,9}"), "[0-9]{3,8}-[a-f]{2,9}"),
     "choice": (choice_of(("yes", "no", 'it "is"')), 'yes|no|it "is"'),
     "grammar": (
@@ -76,7 +76,7 @@ def of_schema(schema: dict[str, Any]) -> Constraint:
 
 
 class Asked:
-    """Turns with constraints, the same in every runtime."""
+    """Turns with constraints, which are the same in every runtime."""
 
     def __init__(self, num_schemas: int, seed: int = 0) -> None:
         chance = random.Random(seed)
@@ -99,7 +99,7 @@ class Asked:
         return [self.send(runtime, number) for number in range(len(self.constraints))]
 
     def num_whole(self, turns: list[LiveTurn]) -> int:
-        """Each reply that came to its end is what it has to be; how many that are."""
+        """Check each finished reply against its constraint. Return how many replies finished."""
         whole = 0
         for number, turn in enumerate(turns):
             assert turn.finish in (FinishReason.STOP, FinishReason.LENGTH), turn.failure
@@ -124,7 +124,7 @@ TIGHT = {"device_cache": "400t", "host_cache": "200t", "turns_max": "12"}
 
 @pytest.mark.parametrize("model", ["builtin", "random"])
 def test_every_reply_is_what_its_constraint_says(model: str, tmp_path: Path) -> None:
-    """Also where turns are suspended, moved and recomputed: the same tokens as with room for everybody."""
+    """Also when turns are suspended, moved and recomputed. The tokens equal those without memory pressure."""
     path = MODEL_PATH
     if model == "random":
         path = write_model(tmp_path / "model", QWEN_2_5)
@@ -140,7 +140,7 @@ def test_every_reply_is_what_its_constraint_says(model: str, tmp_path: Path) -> 
 
 
 def test_a_turn_that_is_begun_again_says_the_same(tmp_path: Path) -> None:
-    """The process ends in the middle of a reply; then the request comes again, and once more at the end."""
+    """The process ends during a reply. The request is sent again twice: then, and after the reply."""
     wanted = Asked(3, seed=3)
     with started(MODEL_PATH, tmp_path / "whole") as runtime:
         finish(runtime, whole := wanted.send_all(runtime))
@@ -258,7 +258,7 @@ COSTLY: dict[str, Any] = {
 
 
 def test_hopeless_and_costly_ones_stop_nobody(tmp_path: Path) -> None:
-    """While they are refused or served, another stream goes on, and says what it says alone."""
+    """Meanwhile another stream continues, and gives the same tokens as when it runs alone."""
     written = {"device_cache": "4000t", "host_cache": "400t"}
     talk: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
     with DaemonRig(tmp_path / "data", program=ENGINE, written=written) as rig:

@@ -1,4 +1,4 @@
-"""--context-max: a model with a sliding window is served below it, exactly, and not a token beyond."""
+"""--context-max: a sliding-window model is served only up to its window, and exactly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def windowed(tmp_path: Path) -> Path:
 
 
 def test_a_windowed_model_is_exact_below_its_window(windowed: Path, tmp_path: Path) -> None:
-    """The reference is plain transformers, whose window is the model's own."""
+    """Compare with plain transformers, which use the model's own window."""
     with pytest.raises(UnsupportedModel, match=f"Serve it with --context-max {WINDOW}"):
         started(windowed, tmp_path / "refused")
     with started(windowed, tmp_path / "data", context_max=str(WINDOW)) as runtime:

@@ -28,7 +28,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
 
 
 def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> None:
-    """Also what had been withheld because it could have begun a stop string."""
+    """This includes text that was held back because it might have begun a stop string."""
     conversations = runtime.conversations
     conversations.create("plain")
     conversations.create("stopped")
@@ -49,7 +49,7 @@ def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> 
 
 
 def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime) -> None:
-    """What is drafted from one log must not begin on another, though the client named that one."""
+    """A draft of one log must not begin on another log, even if the client expected that revision."""
     conversations = runtime.conversations
     conversations.create("moved")
     wanted = TurnRequest("moved", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2)))
@@ -63,7 +63,7 @@ def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime
 
 
 def test_a_draft_does_not_begin_on_another_conversation_of_the_same_name(runtime: Runtime) -> None:
-    """It has as many tokens and the same revision, but they are not the same tokens."""
+    """The other conversation has the same revision and number of tokens, but other tokens."""
     conversations = runtime.conversations
     for name, content in (("named", "aaa"), ("other", "bbb")):
         conversations.create(name)
@@ -81,7 +81,7 @@ def test_a_draft_does_not_begin_on_another_conversation_of_the_same_name(runtime
 def test_a_turn_that_ended_while_it_was_looked_up_is_begun_by_the_next_draft(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To look whether a request says the same begins its turn where it runs no more, for nobody."""
+    """The lookup finds the turn running, but it ends meanwhile. Then the next draft must begin it again."""
     conversations, store = runtime.conversations, runtime.store
     conversations.create("ends")
     wanted = TurnRequest(
@@ -116,7 +116,7 @@ def begun(found: object) -> StartedTurn:
 
 
 def test_each_attempt_has_a_number_of_its_own(runtime: Runtime) -> None:
-    """A late event of an attempt that was given up must not end the next one."""
+    """A late event of an attempt that was given up must not end the next attempt."""
     conversations = runtime.conversations
     conversations.create("again")
     sampling = Sampling(max_tokens=20, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""kill -9 of the daemon and of its engine at random moments, and a full disk, under load, through the SDK.
+"""Under load through the SDK: kill -9 of the daemon and of its engine at random moments, and a full disk.
 
-Whatever was acknowledged is in the history once, in order, and as it was told; what was not is there
-once (the SDK said it again) or not at all; and every sampled token is what the history before it says.
+Every acknowledged turn must be in the history once, in order, as it was delivered. Every other turn is there
+once (the SDK retried it), or not at all. Every sampled token must follow from the history before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FULL_DISKS = 4 * SCALE
 
 
 def wrong_tokens(messages: list[Message]) -> int:
-    """Sampled tokens that are not what arithmetic says after the log before them."""
+    """Return the number of sampled tokens that do not follow, by the echo engine's rule, from the log."""
     log, wrong = array("I"), 0
     for message in messages:
         assert message.first_token == len(log)
@@ -47,12 +47,12 @@ def wrong_tokens(messages: list[Message]) -> int:
 
 
 class Talker(threading.Thread):
-    """Says one thing after another in its own conversation, and keeps what it was answered."""
+    """A client that sends messages one after another in its own conversation, and keeps the replies."""
 
     def __init__(self, address: str, number: int, stop: threading.Event) -> None:
         super().__init__(daemon=True)
         self.conversation_id = f"talk-{number}"
-        self.acknowledged: list[tuple[str, str, Reply]] = []  # request id, what was said, reply
+        self.acknowledged: list[tuple[str, str, Reply]] = []  # request id, message, reply
         self.num_restarts = 0
         self.num_suspected = 0
         self.failure: BaseException | None = None
@@ -85,11 +85,11 @@ class Talker(threading.Thread):
             except errors.TurnFailed as failure:
                 if failure.reason != "ENGINE_DIED":
                     raise
-                self.num_suspected += 1  # it was under way at three deaths; it is not to blame
+                self.num_suspected += 1  # this turn only happened to run at three engine deaths
 
 
 def fill_disk(process: ServeProcess, choose: random.Random) -> None:
-    """For a moment no file of the daemon may grow; at times it is killed in that state."""
+    """Let no file of the daemon grow for a moment. Sometimes, kill the daemon in that state."""
     assert process.process is not None
     pid, free = process.process.pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
@@ -131,7 +131,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
 
     killed = {"daemon": 0, "engine": 0, "disk": 0}
     for victim in plan:
-        if choose.random() < 0.75:  # else also before anything has been said again
+        if choose.random() < 0.75:  # else the next fault may come before any new reply
             floor = num_acknowledged() + 2
             wait_for(lambda floor=floor: num_acknowledged() >= floor)
         time.sleep(choose.uniform(0.05, 0.5))
@@ -146,7 +146,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
             killed[victim] += 1
         else:
             pid = process.engine_pid()
-            if pid is not None:  # the daemon kills a stopped one, when its heart stands still
+            if pid is not None:  # a stopped engine has no heartbeat, so the daemon kills it
                 os.kill(pid, choose.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
                 killed[victim] += 1
         wait_for(serving)
@@ -190,7 +190,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
 
 @pytest.mark.executed
 def test_after_an_unclean_stop_the_history_is_checked_while_it_is_served(tmp_path: Path) -> None:
-    """A page that nothing has read yet is found all the same, and then nothing is written any more."""
+    """A check finds a damaged page that nothing has read yet. From then on, the daemon writes nothing."""
     process = ServeProcess(tmp_path / "data")
     with Client(process.start()) as client:
         client.conversation("c").ask("hello", max_tokens=4)
@@ -213,7 +213,7 @@ def _damage(database: Path, index: str) -> None:
     (page,) = connection.execute(
         "SELECT rootpage FROM sqlite_schema WHERE name = ?", (index,)
     ).fetchone()
-    connection.close()  # which empties the write-ahead log
+    connection.close()  # this empties the write-ahead log
     content = bytearray(database.read_bytes())
     content[(page - 1) * 4096 : page * 4096] = b"\xa5" * 4096
     database.write_bytes(content)

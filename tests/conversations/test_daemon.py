@@ -1,4 +1,4 @@
-"""The daemon over the wire: what api.md promises, with arithmetic in the model's place."""
+"""The daemon over the wire: what api.md promises, with arithmetic instead of a model."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonRig]:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[DaemonRig]:
-    """Its iterations take 5 ms, so that turns can be met while they run."""
+    """A daemon with iterations of 5 ms, so that tests can act on running turns."""
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
         yield rig
 
 
 def wrong_tokens(rig: DaemonRig, conversation_id: str) -> int:
-    """Sampled tokens that are not what the history before them says."""
+    """Return the number of sampled tokens that do not follow from the history before them."""
     log = array("I")
     wrong = 0
     for message in rig.messages(conversation_id):
@@ -118,7 +118,7 @@ def test_a_second_turn_while_one_runs_is_aborted_and_names_it(slow: DaemonRig) -
     fork = slow.stub.ForkConversation(
         pb.ForkConversationRequest(conversation_id="busy", new_conversation_id="busy-fork")
     )
-    assert fork.conversation.num_messages == 0  # what is committed, and nothing is
+    assert fork.conversation.num_messages == 0  # only committed messages are copied, here none
     running.cancel()
 
 
@@ -241,7 +241,7 @@ def test_a_warm_brings_back_what_was_evicted(rig: DaemonRig) -> None:
     )
     assert [event.text for event in told.events] == ["4 chunks, 0 to 3, dropped on request"]
     rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id="warm"))
-    stats = admin_pb2.GetStatsRequest()  # a message that comes sooner ends the warm
+    stats = admin_pb2.GetStatsRequest()  # wait, because an earlier message would end the warm
     wait_for(lambda: rig.admin.GetStats(stats).stats.more["turns_warmed"] == 1)
     usage = rig.ask("warm", "there you are").completed.usage
     assert (usage.recomputed_tokens, usage.device_tokens > 100) == (0, True)

@@ -1,4 +1,4 @@
-"""Declared prefixes over the wire: what conversations under them begin with, share and outlive."""
+"""Declared prefixes over the wire: what their conversations begin with, share, and keep after a deletion."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def begin(rig: DaemonRig, name: str, text: str, prefix_id: str = "rules") -> Sai
 
 
 def warm_now(rig: DaemonRig, prefix_id: str = "rules") -> Callable[[], bool]:
-    """Whether all of a prefix is on the device."""
+    """Return a function that says whether all KV of a prefix is on the device."""
 
     def look() -> bool:
         found = rig.admin.ListCachedConversations(admin_pb2.ListCachedConversationsRequest())
@@ -219,7 +219,7 @@ def test_what_began_under_a_prefix_outlives_it(rig: DaemonRig) -> None:
         with pytest.raises(grpc.RpcError) as gone:
             rig.stub.DeletePrefix(pb.DeletePrefixRequest(prefix_id="rules"))
         assert gone.value.details() == "there is no prefix 'rules'"
-        assert create(rig, "later", system_prompt="Be loud.").num_messages == 1  # a name again
+        assert create(rig, "later", system_prompt="Be loud.").num_messages == 1  # a free name
         assert rig.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).problems == []
 
 

@@ -1,4 +1,4 @@
-"""The log says how an engine ended: the signal that killed it, or its exit code."""
+"""The log tells how an engine ended: the signal that killed it, or its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deletion whose text could not be erased at once, as clients and the operator of a daemon see it."""
+"""A deletion whose text cannot be erased at once, as clients and the operator of a daemon see it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_client_that_deletes_again_has_it_erased(
 def test_a_client_that_deletes_again_waits_as_the_first_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the conversation is gone: a read that is just ending is no reason to send it away."""
+    """This also holds if the conversation is already gone: the second request must not fail early."""
     monkeypatch.setattr(housekeeping, "ERASED_SECONDS_MAX", 0.0)
     monkeypatch.setattr(daemon, "SWEEP_SECONDS", 3600.0)
     with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:

@@ -1,5 +1,8 @@
-"""Whatever is swapped, dropped, computed again, suspended, streamed, forked, cancelled, killed or cut off,
-every token is the one that plain transformers would have said (fp32, greedy, on the same token ids)."""
+"""Every token equals the token of plain transformers (fp32, greedy, on the same token ids).
+
+This holds whatever happens: KV is swapped, dropped and recomputed; turns are suspended, streamed, cancelled,
+killed and disconnected; conversations are forked.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ FIRED = (
     *("tokens_computed_again", "recomputed_tokens"),
 )
 
-# -- in this thread: a seed decides the order --
+# -- in this thread, in an order that a seed decides --
 
 
 @pytest.mark.parametrize(
@@ -50,8 +53,8 @@ FIRED = (
     [
         (QWEN_2_5, "llama-gqa", "value", 8, 1),
         (LLAMA_3, "qwen3", "lru", 8, 1),
-        (QWEN_2_5, "llama-gqa", "value", 32, 1),  # pages that the compiled kernels take
-        (LLAMA_3, "llama-gqa", "value", 8, 2),  # the next iteration launched before it is known
+        (QWEN_2_5, "llama-gqa", "value", 32, 1),  # page size of the compiled kernels
+        (LLAMA_3, "llama-gqa", "value", 8, 2),  # depth 2: iterations are launched one ahead
     ],
 )
 def test_every_reply_is_what_plain_transformers_would_have_said(
@@ -75,7 +78,7 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
     assert (story.total["tokens_idle"] > 0) == (depth == 2), "computed for a turn that had ended"
     assert story.largest["ranges_repaired_at_once_max"] >= 2, "no turn repaired two ranges at once"
     assert min(crowd.num_forks, crowd.num_rewinds, crowd.num_cancels) > 5
-    assert crowd.num_shared > 2, "prefixes were not shared"  # it depends on how quickly turns end
+    assert crowd.num_shared > 2, "prefixes were not shared"  # depends on how quickly turns end
     story.assert_exact(crowd.names, 1500)
 
 
@@ -87,7 +90,7 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
         (
             QWEN_2_5,
             "llama-gqa",
-            1,  # pages that the compiled kernels take, and conversations that share some
+            1,  # page size of the compiled kernels, and conversations that share pages
             {
                 "chunk_tokens": "32",
                 "device_cache": "640t",
@@ -96,7 +99,7 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
             },
         ),
         (LLAMA_3, "llama-gqa", 2, {"staging_tokens": "800", "host_cache": "640t"}),
-        (QWEN_2_5, "qwen3", 1, {}),  # in place: nothing is staged
+        (QWEN_2_5, "qwen3", 1, {}),  # in place: no page is staged
         (
             LLAMA_3,
             "llama-gqa",
@@ -108,7 +111,7 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
 def test_every_reply_of_streamed_turns_is_what_plain_transformers_would_have_said(
     tmp_path: Path, family: Family, kind: str, depth: int, settings: dict[str, str]
 ) -> None:
-    """Contexts stay on the host while their turns run, beside resident ones."""
+    """Contexts stay on the host while their turns run, beside resident turns."""
     shape = {"device_cache": "400t", "host_cache": "800t", "stream": "on", **settings}
     folder = write_model(tmp_path / "model", family, kind)
     story = Story(folder, tmp_path / "data", shape, depth)
@@ -137,7 +140,7 @@ LONG = "The rain is over in Oslo. "
 
 
 class PrefixCrowd(Crowd):
-    """Most conversations begin under one of a few prefixes, and somebody works on these."""
+    """Most conversations begin under one of a few prefixes, which are warmed, evicted and declared again."""
 
     def __init__(self, runtime: Runtime, seed: int, size: int, options: dict[str, str]) -> None:
         self.options = options
@@ -172,7 +175,7 @@ class PrefixCrowd(Crowd):
         key, mailbox = f"prefix:{prefix_id}", self.runtime.mailbox
         if roll < 0.06:
             self.runtime.conversations.warm(key)
-        elif roll < 0.12:  # its own chunks go; those that others hold, with the next who needs room
+        elif roll < 0.12:  # evicts the prefix's own chunks; shared chunks go when room is needed
             mailbox.put(EvictConversation(key, self.random.random() < 0.3))
         elif roll < 0.14:
             self.happened["declared anew"] += 1
@@ -197,14 +200,16 @@ class PrefixCrowd(Crowd):
     [
         (QWEN_2_5, "llama-gqa", "value", 8),
         (LLAMA_3, "qwen3", "lru", 8),
-        (QWEN_2_5, "llama-gqa", "return", 32),  # pages that the compiled kernels take
+        (QWEN_2_5, "llama-gqa", "return", 32),  # page size of the compiled kernels
     ],
 )
 def test_every_reply_under_a_prefix_is_what_plain_transformers_would_have_said(
     tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int
 ) -> None:
-    """Prefixes are swapped, dropped, warmed, computed again by one of their holders, and declared anew
-    under the same name. Each conversation's log is what the template writes."""
+    """Prefixes are swapped, dropped, warmed, recomputed by one of their holders, and declared again.
+
+    Each conversation's log must equal the output of the template.
+    """
     shape = {"policy": policy, "chunk_tokens": str(chunk_tokens), "token_budget": "64"}
     shape |= {"device_cache": "960t", "host_cache": "640t"}
     folder = write_model(tmp_path / "model", family, kind)
@@ -218,7 +223,7 @@ def test_every_reply_under_a_prefix_is_what_plain_transformers_would_have_said(
             crowd.runtime = runtime
             crowd.run(150)
             crowd.rush(8)
-            for _ in range(8):  # what depends on when things happen may need longer
+            for _ in range(8):  # run longer if timing has prevented this event so far
                 if is_first or crowd.happened["shared, and computed the rest again"]:
                     break
                 crowd.run(50)
@@ -256,7 +261,7 @@ OPTIONS = TurnOptions(Sampling(max_tokens=10, ignore_eos=True), background=True)
 
 
 def drawn(seed: int) -> list[BatchRequest]:
-    """Groups of several sizes, prefixes within prefixes, some prompts alone, and two that are the same."""
+    """Return groups of several sizes, nested prefixes, single prompts, and two equal prompts."""
     choose = random.Random(seed)
 
     def words(num_tokens: int) -> list[int]:
@@ -277,13 +282,13 @@ def drawn(seed: int) -> list[BatchRequest]:
     [
         (QWEN_2_5, "llama-gqa", 8, 360, 1),
         (LLAMA_3, "qwen3", 8, 360, 2),
-        (QWEN_2_5, "llama-gqa", 32, 320, 1),  # the compiled kernels take shared pages once
+        (QWEN_2_5, "llama-gqa", 32, 320, 1),  # the compiled kernels read shared pages once
     ],
 )
 def test_answers_of_a_batch_are_those_of_plain_transformers(
     tmp_path: Path, family: Family, kind: str, chunk_tokens: int, tokens: int, depth: int
 ) -> None:
-    """Beside chats, in tiny caches."""
+    """The batch runs beside chats, in tiny caches."""
     folder = write_model(tmp_path / "model", family, kind)
     requests = drawn(chunk_tokens + depth)
     choose = random.Random(depth)
@@ -293,7 +298,7 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
     with story.life() as runtime:
         runtime.conversations.create("last")
         engine = runtime.engine
-        feed = FeedConfig(3 * tokens // chunk_tokens, chunk_tokens, 12)  # more than there is
+        feed = FeedConfig(3 * tokens // chunk_tokens, chunk_tokens, 12)  # plans with too many pages
         batch = BatchRun("b", requests, feed, count(1 << 40).__next__, "~batch")
         finished: dict[int, Finished] = {}
 
@@ -318,7 +323,7 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
         while not batch.is_done:
             assert step(), "the batch stands still"
             if choose.random() < 0.3:
-                name = f"c{chats % 5}.{chats // 15}"  # of three turns, within the model's context
+                name = f"c{chats % 5}.{chats // 15}"  # three turns each, to stay within the context
                 if chats % 15 < 5:
                     runtime.conversations.create(name)
                 chats += 1
@@ -326,7 +331,7 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
                 live = runtime.conversations.send(name, text, sampling=Sampling(max_tokens=40))
                 while live.finish is None:
                     assert step(), "a turn does not end"
-            elif choose.random() < 0.1:  # the shared part goes, wherever it is used next
+            elif choose.random() < 0.1:  # evict shared prefixes, also while they are needed
                 present = list(engine.scheduler.cache.conversations)
                 for prefix in [each for each in present if "/p" in each]:
                     runtime.mailbox.put(EvictConversation(prefix, choose.random() < 0.5))
@@ -348,7 +353,7 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
 
 # -- over the wire: clients of every API at once, and a fault in the middle --
 
-PRESSURES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # settings, and what happens then
+PRESSURES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {  # settings, events that must occur
     "none": ({"device_cache": "20000t", "host_cache": "20000t"}, ()),
     "device": (
         {"device_cache": "480t", "host_cache": "20000t"},

@@ -1,4 +1,4 @@
-"""What runs out beside memory and disks: file descriptors, the pipe to the engine and its mailbox."""
+"""Limits other than memory and disk: file descriptors, the pipe to the engine, and the engine's mailbox."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def num_descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-@pytest.mark.executed  # to look at a process that the fork server has forked takes a descriptor
+@pytest.mark.executed  # inspecting a process of the fork server would need a descriptor
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits of another process")
 def test_an_engine_starts_again_though_connections_have_all_descriptors(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data")
@@ -43,7 +43,7 @@ def test_an_engine_starts_again_though_connections_have_all_descriptors(tmp_path
     host, port = address.rsplit(":", 1)
     with Client(address) as client, Admin(f"unix:{process.data / 'admin.sock'}") as admin:
         client.conversation("c").ask("hello", max_tokens=4, ignore_eos=True)
-        assert admin.stats().engine_restarts == 0  # both have their connections
+        assert admin.stats().engine_restarts == 0  # daemon and engine have their connections
         most = num_descriptors(pid) + 20
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, most))
         flood = [socket.create_connection((host, int(port))) for _ in range(most)]
@@ -97,11 +97,11 @@ def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
         submit = SubmitTurn(10**9, "big", bytes(1 << 20), 0)
 
         async def fill() -> int:
-            for _ in range(100):  # of a MiB each
+            for _ in range(100):  # messages of one MiB
                 try:
                     engine.put(submit)
                 except Unavailable:
-                    engine.put(CancelTurn(1, 0))  # what only frees things is taken
+                    engine.put(CancelTurn(1, 0))  # messages that only free resources are accepted
                     return int(vars(engine)["_writer"].transport.get_write_buffer_size())
             raise AssertionError("it is without bounds")
 
@@ -117,7 +117,7 @@ def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
         assert engine.num_restarts == 0
 
 
-# -- an engine with more messages than its mailbox takes --
+# -- an engine that gets more messages than its mailbox can hold --
 
 
 def test_more_messages_than_the_mailbox_takes_end_no_engine(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Conversations that were idle for long are erased."""
+"""Conversations that have been idle for a long time are erased."""
 
 from __future__ import annotations
 

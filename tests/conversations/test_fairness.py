@@ -1,4 +1,4 @@
-"""Tenants share the service's threads by turns, and what clients read waits for no writer."""
+"""Tenants share the service's threads fairly, and readers do not wait for writers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _refuse(i: int) -> None:
 
 
 def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
-    """Full collections are rare here (gc_pause.py), and an error's frames hold what it was about."""
+    """Full collections are rare here (gc_pause.py), and an error's frames keep its large arguments alive."""
     errors: list[weakref.ref[InvalidArgument]] = []
 
     async def main() -> None:
@@ -88,7 +88,7 @@ def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
             except InvalidArgument as error:
                 errors.append(weakref.ref(error))
             del job
-        await threads.in_store("a", lambda: None)  # the thread has let go of the last one
+        await threads.in_store("a", lambda: None)  # now the thread has dropped the last error
         await threads.close()
         assert [error() for error in errors] == [None] * 4
 
@@ -97,7 +97,7 @@ def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
 
 
 def test_a_refused_turn_leaves_nothing_that_only_a_collection_frees(tmp_path: Path) -> None:
-    """Over gRPC and over HTTP; texts and tokens of what was too long would stay in memory."""
+    """Over gRPC and HTTP. Otherwise the text and tokens of a too long request would stay in memory."""
     with http_rig(tmp_path / "data") as door:
         rig, long = door.rig, "word " * (2 * door.rig.daemon.context_max)
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
@@ -180,7 +180,7 @@ def test_a_reader_sees_what_it_has_written(rig: DaemonRig) -> None:
 def test_long_texts_are_tokenized_beside_the_store_thread(
     rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a system prompt: where it is tried out, and where its tokens are made at the first turn."""
+    """This includes a system prompt, when it is checked and when its tokens are made in the first turn."""
     tokenized_by: list[str] = []
     for name in ("opening", "delta", "behind"):
         original = getattr(ChatTemplate, name)
@@ -205,7 +205,7 @@ def test_long_texts_are_tokenized_beside_the_store_thread(
 def old_history_being_tokenized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[DaemonRig, Future[Any]]]:
-    """A turn of a conversation of another tokenizer, from when it is tokenized again until then."""
+    """Hold a turn while the old history of its conversation is tokenized again, until the block ends."""
     head = [NewMessage("system", "Be brief.")]
     with ConversationStore.open(tmp_path / "data", "test") as store:
         store.create_conversation(NewConversation("old", "another", head))
@@ -242,7 +242,7 @@ def test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one(
         rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="old"))
         request = pb.CreateConversationRequest(conversation_id="old", system_prompt="Be long.")
         rig.stub.CreateConversation(request)
-        monkeypatch.setattr(rig.daemon.store, "replace_log", None)  # nothing is to be replaced
+        monkeypatch.setattr(rig.daemon.store, "replace_log", None)  # must not be called
     assert answer.result().completed.revision == 1
     with ConversationStore.open(tmp_path / "data", "test") as store:
         assert store.messages("old")[0].content == "Be long."
@@ -250,9 +250,9 @@ def test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one(
 
 
 def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
-    """Behind a hundred jobs of somebody else a turn begins after one of them."""
+    """Another tenant has a hundred jobs in the queue. The turn begins after at most one of them."""
     before: list[int] = []
-    done = Counter[int]()  # by thread
+    done = Counter[int]()  # thread -> number of jobs
     history = rig.daemon.conversations._history
     begin = history.begin_if_short
 

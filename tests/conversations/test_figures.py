@@ -1,4 +1,4 @@
-"""Figures of the service process: each moves when what it measures does."""
+"""Metrics of the service process: each changes when the thing that it measures changes."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_connections_and_calls_are_counted(rig: DaemonRig) -> None:
 def test_what_the_operator_must_look_at_is_among_the_figures(
     rig: DaemonRig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Text that is not erased yet, an audit log that cannot be written, an engine that is heard of."""
+    """Text that is not erased yet, an audit log that cannot be written, and the engine's heartbeat."""
     rig.ask("c", "hello", sampling=SHORT)
     assert service(rig).HasField("heartbeat_age_seconds")
     assert not service(rig).erasure_pending
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_while_it_is_written_to_is_no_failure_of_ours(
     write = CountedContext.write
 
     async def fails(call: CountedContext, message: object) -> None:
-        """As gRPC lets it, about once in a thousand."""
+        """Fail like gRPC, where this happens about once in a thousand writes."""
         await write(call, message)
         raise cygrpc.ExecuteBatchError("Failed 'send_message'")
 

@@ -1,4 +1,4 @@
-"""How long a turn lives without a reader: a grace that a loop which stands still does not use up."""
+"""How long a turn runs without a reader: a grace period that a blocked event loop does not use up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Handle:
 
 
 class Loop:
-    """Its time passes when the test says so."""
+    """An event loop whose time the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ class Loop:
         return handle
 
     def round(self) -> None:
-        """What is due now, and not what that plans."""
+        """Run the timers that are due now, but not those that these timers add."""
         due = []
         while self._timers and self._timers[0][0] <= self.now:
             due.append(heapq.heappop(self._timers)[2])
@@ -52,7 +52,7 @@ class Loop:
                 handle.act()
 
     def run(self, seconds: float, step: float = 0.001) -> None:
-        """Rounds, one after the other, in which so much time passes."""
+        """Advance the time in steps, with a round after each step."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(self.now + step, end)
@@ -112,7 +112,7 @@ def test_readers_on_their_way_when_the_loop_stands_still_find_their_turn(begun: 
     scene.followers.start_grace(scene.live)
     scene.loop.run(begun * GRACE_SECONDS)
     scene.loop.now += 1.2 * GRACE_SECONDS
-    scene.loop.run(0.08 * GRACE_SECONDS)  # some more rounds, which the reader needs
+    scene.loop.run(0.08 * GRACE_SECONDS)  # a reader needs some rounds to attach
     assert scene.given_up == []
     scene.come_and_leave()
     scene.loop.run(1.05 * GRACE_SECONDS)

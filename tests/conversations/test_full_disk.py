@@ -1,4 +1,4 @@
-"""A full disk: the daemon says so, reads and deletes go on, and it heals by itself."""
+"""A full disk: the daemon reports it, reads and deletes still work, and writing resumes by itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEALTH = "/grpc.health.v1.Health/Check"
 
 
 class FullWithoutReserve(FaultyDriver):
-    """Every statement that writes fails while the reserve takes the last space."""
+    """Every writing statement fails while the reserve occupies the last space."""
 
     def __init__(self, driver: Any, reserve: Path) -> None:
         super().__init__(driver, FULL, False, True)
@@ -54,7 +54,7 @@ def door(tmp_path: Path) -> Iterator[HttpRig]:
 
 @pytest.fixture
 def fill(door: HttpRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Make the disk full, or not."""
+    """Return a function that makes the disk full or not full."""
     monkeypatch.setattr(housekeeping, "FULL_SECONDS", 0.01)
     store: Any = door.rig.daemon.store
     writer = store._writer
@@ -91,7 +91,7 @@ def test_a_full_disk_is_told_and_over_when_there_is_room_again(
     rig.ask("c", "hello", sampling=SHORT)
     assert door.ask("GET", "/health").status == 200
     fill(True)
-    for _ in range(2):  # the first finds it out
+    for _ in range(2):  # the first call discovers that the disk is full
         with pytest.raises(grpc.RpcError) as refused:
             rig.ask("c", "more", sampling=SHORT)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -133,7 +133,7 @@ def test_a_conversation_is_deleted_in_the_space_of_the_reserve(
     rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="a"))
     assert not reserve.exists()
     rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="b"))
-    with pytest.raises(grpc.RpcError) as refused:  # the space is for deletions alone
+    with pytest.raises(grpc.RpcError) as refused:  # the reserved space is only for deletions
         rig.ask("c", "hello", sampling=SHORT)
     assert details(refused.value)["ErrorInfo"].reason == "DISK_FULL"
     assert not rig.stub.ListConversations(pb.ListConversationsRequest()).conversations

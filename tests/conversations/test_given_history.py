@@ -1,4 +1,4 @@
-"""A conversation that is created with a history: its tokens, its turns, and what is refused."""
+"""A conversation that is created with a history: its tokens, its turns, and which histories are refused."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_a_history_is_refused_by_the_name_of_its_field(rig: Daemo
 
 
 def pieces(*given: Any, complete: bool = True) -> Iterator[pb.ImportConversationRequest]:
-    """What creates a conversation, and then lists of messages."""
+    """Yield the import's first request, which creates the conversation, and then lists of messages."""
     yield pb.ImportConversationRequest(conversation=given[0])
     for messages in given[1:]:
         yield pb.ImportConversationRequest(messages=messages)

@@ -1,8 +1,8 @@
-"""A conversation moves from one daemon to another and takes its KV along: the same replies, and no recompute.
+"""A conversation moves to another daemon with its KV: the replies are the same, and nothing is recomputed.
 
-Daemon A has had all conversations; B has a copy of A's history, and nothing in its engine.  Each test uses a
-conversation of its own.  What B replies behind KV of A is held against what A replies itself, and what B
-replies behind a fork of the conversation, which it recomputes.
+Daemon A has run all conversations. B has a copy of A's history, and no KV. Each test uses its own
+conversation. B's reply with KV from A is compared with two others: A's own reply, and B's reply in a fork of
+the conversation, whose KV B recomputes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rig(data: Path, **written: str) -> DaemonRig:
 
 @dataclass
 class Two:
-    """A, B, and which conversations no test has used yet."""
+    """A, B, and the conversations that no test has used yet."""
 
     a: DaemonRig
     b: DaemonRig
@@ -70,7 +70,7 @@ class Two:
         return pulled
 
     def check_replies(self, name: str, recomputed: int | None = None) -> None:
-        """What both say, and what B says that has nothing of it; B recomputes so many tokens."""
+        """Compare three replies (see the module). With `recomputed`, check how many tokens B recomputed."""
         text = f"And what did you say of {name}?"
         moved = self.b.ask(name, text, sampling=GREEDY)
         anew = self.b.ask(f"{name}-anew", text, sampling=GREEDY)
@@ -84,7 +84,7 @@ class Two:
 
 
 def talked(one: DaemonRig) -> None:
-    """Each conversation has had two turns, and there is a fork of it."""
+    """Run two turns in each conversation, and fork it."""
     for number, name in enumerate(NAMES):
         one.ask(name, f"Tell me about {name}." + " It is one of many." * 12, sampling=GREEDY)
         one.ask(name, f"And of {number}?" + " Say more." * (number % 5), sampling=GREEDY)
@@ -106,7 +106,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 
 
 def changed(change: Callable[[int, KvPart], KvPart | None]) -> hand_over.Fetch:
-    """Fetches from A, and what becomes of each part on its way; None: the connection breaks there."""
+    """Return a Fetch from A that changes each part on its way. None breaks the connection there."""
 
     async def fetch(address: str, tenant: str, conversation_id: str, num_tokens: int) -> Parts:
         number = 0
@@ -131,7 +131,7 @@ def flipped(part: KvPart, at: int) -> KvPart:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one chunk."""
+    """Let each part have only one chunk."""
     monkeypatch.setattr(hand_over, "PART_BYTES", 1)
 
 
@@ -210,7 +210,7 @@ def test_the_first_part_may_be_damaged_and_those_behind_it_come(two: Two) -> Non
 
 
 def test_kv_of_other_tokens_is_not_adopted(two: Two) -> None:
-    """A has gone on from another place meanwhile."""
+    """A was rewound and has another reply since."""
     name = two.next()
     rewind = pb.RewindConversationRequest(conversation_id=name, to_revision=1)
     two.a.stub.RewindConversation(rewind)
@@ -323,7 +323,7 @@ def test_what_a_client_does_meanwhile_ends_the_import(two: Two, deed: str) -> No
     pulled = two.pull(name, fetch)
     assert acted
     assert "in use" in pulled.why_no_more
-    if deed == "rewind":  # then it says something else, and what it says is right
+    if deed == "rewind":  # then compare with a fork that is rewound, too
         two.b.stub.RewindConversation(
             pb.RewindConversationRequest(conversation_id=f"{name}-anew", to_revision=1)
         )
@@ -355,7 +355,7 @@ def test_replies_are_right_whatever_becomes_of_the_parts(two: Two, seed: int) ->
                 yield each
                 yield each
             elif roll < 0.9:
-                late.append(each)  # it is overtaken
+                late.append(each)  # later parts overtake this one
             elif roll < 0.95:
                 return
             while late and choose.random() < 0.4:
@@ -377,7 +377,7 @@ def test_a_tiny_host_tier_takes_the_end_and_the_rest_is_computed(two: Two, tmp_p
         there.check_replies(name, history - pulled.tokens)
 
 
-# -- who may fetch --
+# -- who may fetch KV --
 
 
 def fetched(address: str, token: str = "") -> list[Any]:
@@ -413,7 +413,7 @@ def test_where_tokens_are_needed_an_operators_is_needed_for_kv(tmp_path: Path) -
         address = one.server.address
         assert code_of(address) is grpc.StatusCode.UNAUTHENTICATED
         assert code_of(address, made[False][0]) is grpc.StatusCode.PERMISSION_DENIED
-        # It may, but an engine without a model has no KV.
+        # This caller may fetch KV, but an engine without a model has none.
         assert code_of(address, made[True][0]) is grpc.StatusCode.UNAVAILABLE
 
 

@@ -1,4 +1,4 @@
-"""What conversations begin with under a declared prefix, tokenized once, and again for another template."""
+"""The first tokens of conversations under a declared prefix: tokenized once for each template."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def history_of(store: ConversationStore, template: ChatTemplate) -> History:
 
 @pytest.fixture(autouse=True)
 def _limits_as_before() -> Iterator[None]:
-    """A history sets the limit of its tokenizer, and other tests have the same tokenizers."""
+    """Reset the limit that a history sets in its tokenizer, because tests share tokenizers."""
     yield
     for family in (LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3):
         tokenizer_of(family).tokens_max = sys.maxsize
@@ -76,7 +76,7 @@ def declare(history: History, **fields: Any) -> records.StoredPrefix:
 
 
 def create(history: History, name: str) -> records.StoredConversation:
-    """The prefix is made anew where it must be, as the daemon does it."""
+    """Create a conversation. If the prefix needs new tokens, make them first, as the daemon does."""
     while isinstance(
         made := history.create(ConversationSettings(name, prefix_id="rules")), OutdatedTokens
     ):
@@ -93,7 +93,7 @@ def drafted(history: History, name: str, text: str) -> Draft:
 
 
 def say(history: History, store: ConversationStore, name: str, text: str) -> None:
-    """A turn whose reply is one word."""
+    """Run a turn whose reply is one word."""
     draft = drafted(history, name, text)
     begun = history.begin(draft, draft.prompt())
     reply = records.NewMessage("assistant", "yes", history._template.tokenizer.encode_text("yes"))
@@ -162,7 +162,7 @@ def test_another_template_makes_the_tokens_of_a_prefix_and_of_what_is_under_it_a
             log = [*log, *ids]
         assert log == opened(other, [*first, Message("user", "So?")], TemplateSetting())
         assert [*store.log(name)] == head.token_ids
-    drafted(again, "said", "And now?")  # which makes its tokens anew
+    drafted(again, "said", "And now?")  # this tokenizes the conversation again
     asked = opened(other, [*first, Message("user", "Is it far?")], TemplateSetting())
     yes = other.tokenizer.encode_text("yes")
     assert [*store.log("said")] == [*asked, *yes] != qwen
@@ -177,7 +177,7 @@ def test_a_prefix_that_another_template_cannot_write_is_refused_and_harms_nothin
     history = history_of(store, template_of(QWEN_2_5))
     declare(history, system_prompt="Be brief.", messages=SHOTS[:1])
     before = store.log("prefix:rules")
-    again = history_of(store, template_of(MISTRAL))  # whose users and assistants alternate
+    again = history_of(store, template_of(MISTRAL))  # its template wants alternating roles
     with pytest.raises(InvalidArgument, match="refuses"):
         create(again, "c")
     assert store.log("prefix:rules") == before
@@ -208,13 +208,13 @@ def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
     for each in (prompts[0], prompts[0], prompts[1], prompts[0]):
         heads.of(each, TemplateSetting())
     assert len(made) == 2
-    heads.of(prompts[2], TemplateSetting())  # 1 was asked for longest ago
+    heads.of(prompts[2], TemplateSetting())  # evicts prompt 1, which was used longest ago
     assert [heads.knows(each, TemplateSetting()) for each in prompts] == [True, False, True]
     assert not heads.knows(prompts[0], TemplateSetting(options={"a": 1}))
 
 
 def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: Any) -> None:
-    """Templates write arguments in the order of their keys, which the store sorts."""
+    """Templates write arguments in the order of their keys, and the store sorts the keys."""
     history = history_of(store, template_of(QWEN_2_5))
     call = ToolCall("rain", {"where": "Oslo", "days": {"to": 3, "from": 1}}, "call1")
     settings = ConversationSettings(
@@ -230,7 +230,7 @@ def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: 
     tokens = history.heads.declared(settings, 0.0)
     made = history.declared.begin_with_history(settings, tokens, 0.0)
     assert made.num_tokens == sum(map(len, tokens)) > 50
-    again = history_of(store, template_of(QWEN_2_5))  # which has not tokenized it
+    again = history_of(store, template_of(QWEN_2_5))  # has not tokenized this history before
     say(again, store, "c", "And now?")
     messages = store.messages("c")
     assert [each.role for each in messages] == [

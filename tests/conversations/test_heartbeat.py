@@ -1,4 +1,4 @@
-"""What is held to be a hang, and what is not."""
+"""When an engine counts as hanging, and when it does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PATIENCE = Patience(30.0, 300.0)
 
 
 def ticks_until_it_hangs(heartbeat: Heartbeat, num_rounds: int | None = None) -> int:
-    """How often the service ticks until it kills an engine that says this after each tick."""
+    """Return the tick at which the engine counts as hanging. It reports `num_rounds` after each tick."""
     for number in range(1, 10_000):
         if heartbeat.tick() is not None:
             return number

@@ -1,4 +1,4 @@
-"""An engine that hangs is noticed, killed and started again; and its supervision never ends in silence."""
+"""An engine that hangs is noticed, killed and restarted. Its supervisor never stops silently."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_service_that_was_stopped_leaves_its_engine_alone(tmp_path: Path) -> N
 
 
 def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path) -> None:
-    """Its reader thread had ended with a traceback, and nobody read the pipe any more."""
+    """Without the restart, the engine's reader thread is dead, and nothing reads the pipe any more."""
     faults = tmp_path / "faults"
     faults.write_text("deaf")
     with DaemonRig(
@@ -131,7 +131,7 @@ def test_a_start_without_news_is_logged_and_waited_for(
 def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one does that waits for its device; two engines would fight for it."""
+    """A process may be stuck in a device call. A second engine would compete with it for the device."""
     monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.001)
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):
         process = rig.daemon.engine._process
@@ -140,7 +140,7 @@ def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
         killed: list[Any] = []
 
         def lasts(timeout: float | None = None) -> int:
-            if len(killed) < 4:  # the first asks how the process ended
+            if len(killed) < 4:  # the first call asks how the process ended
                 killed.append(1)
                 raise subprocess.TimeoutExpired("engine", timeout or 0.0)
             return int(wait(timeout))
@@ -168,7 +168,7 @@ def test_a_daemon_stops_though_its_engine_does_not_end(
     process.wait(30)
 
 
-# -- a supervisor that cannot die quietly --
+# -- a supervisor that cannot stop silently --
 
 
 def wrong(*arguments: Any) -> None:
@@ -247,7 +247,7 @@ def test_a_service_whose_supervisor_failed_exits_with_a_message(tmp_path: Path) 
 def test_a_turn_whose_end_fails_unforeseen_has_one(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its readers would have waited for ever."""
+    """Otherwise readers of this turn would wait for ever."""
     faults = tmp_path / "faults"
     with DaemonRig(tmp_path / "data", program=(*FAULTY, str(faults))) as rig:
         history = rig.daemon.conversations._history
@@ -276,7 +276,7 @@ def test_a_turn_whose_log_cannot_be_read_for_an_unforeseen_reason_ends(
 
 
 def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> None:
-    """The pipe is reset then, and what had come before was lost with the reset."""
+    """Unread data makes the engine's close a reset. Without care, earlier frames are lost with it."""
 
     async def main() -> None:
         ours, theirs = socket.socketpair()
@@ -286,7 +286,7 @@ def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> N
         theirs.sendall(pipe.pack_alive(7))
         theirs.sendall(pipe.pack(["died", "the reason", 1]))
         theirs.close()
-        await asyncio.sleep(0.05)  # all of it has come
+        await asyncio.sleep(0.05)  # until all frames and the reset have arrived
         frame = await engine_client._read(reader)
         assert frame is not None
         assert pipe.rounds_of(frame) == 7

@@ -1,4 +1,4 @@
-"""Long histories that are imported, into each database."""
+"""Imports of long histories into each kind of database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conversations.rig_daemon import DaemonRig
 from tests.store.conftest import postgres
 from tests.store.postgres_server import PostgresServer
 
-__all__ = ["postgres"]  # a fixture
+__all__ = ["postgres"]  # used as a fixture
 NUM_MESSAGES = 600
 NUM_IMPORTS = 4
 
@@ -37,7 +37,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DaemonRig]:
 
 
 def talk(number: int) -> list[dict[str, Any]]:
-    """Messages of user and assistant in turn; some are odd."""
+    """Return alternating messages of user and assistant; some are unusual."""
     odd = {2: "a\0b", 3: "\0", 4: "\ue000\ue001", 5: "é" * 5000}
     return [
         {
@@ -63,7 +63,7 @@ def test_long_histories_are_imported_at_the_same_time_and_come_out_as_they_were(
 
     with ThreadPoolExecutor(NUM_IMPORTS) as threads:
         assert list(threads.map(load, files)) == [0] * NUM_IMPORTS
-    assert load(files[0]) != 0  # it is there
+    assert load(files[0]) != 0  # it exists already
     capsys.readouterr()
     for number in range(NUM_IMPORTS):
         assert main(["conversations", "export", f"c{number}", *place]) == 0

@@ -1,4 +1,4 @@
-"""`--kv-dtype int8`: the same replies under pressure as without, and what says that KV is kept so."""
+"""`--kv-dtype int8`: the same replies with and without memory pressure, and where this setting is shown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIRED = (
 
 
 class SameModel(Reference):
-    """The same model with the same KV, over a whole log in one piece."""
+    """The same model with KV of the same type, run over a whole log at once."""
 
     def __init__(self, folder: Path) -> None:
         self.loaded = load(folder, kv_dtype="int8")
@@ -52,7 +52,7 @@ class SameModel(Reference):
 
 @pytest.mark.parametrize("policy", ["return", "lru"])
 def test_every_reply_is_that_of_an_engine_without_pressure(tmp_path: Path, policy: str) -> None:
-    """To the last bit: a sampled token has the largest logit, not one near it."""
+    """Exact to the last bit: a sampled token has the largest logit, not one close to it."""
     shape = {"policy": policy, "chunk_tokens": "32", "kv_dtype": "int8"}
     shape |= {"device_cache": "800t", "host_cache": "800t", "check_kv": "true"}
     folder = write_model(tmp_path / "model", QWEN_2_5)

@@ -1,4 +1,4 @@
-"""KV in fp8 under memory pressure: replies stay what they are with room for all."""
+"""KV in fp8 under memory pressure: replies are the same as with room for all conversations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TALKS, TURNS = 10, 3
 
 
 def replies(runtime: Runtime, at_once: int) -> list[list[int]]:
-    """The token logs of some conversations, so many of which speak at once."""
+    """Return the token logs of several conversations, of which `at_once` run at once."""
     names = [f"c{index}" for index in range(TALKS)]
     for name in names:
         runtime.conversations.create(name)

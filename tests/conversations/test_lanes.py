@@ -1,4 +1,4 @@
-"""Several store threads: a conversation's jobs keep their order, and others do not wait for them."""
+"""Several store threads: jobs of a conversation keep their order, and other conversations do not wait."""
 
 from __future__ import annotations
 

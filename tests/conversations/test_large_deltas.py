@@ -1,4 +1,4 @@
-"""However much a reader is behind, no message exceeds what may be sent at once."""
+"""No message exceeds the gRPC limit, however far its reader is behind."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pensieve.core.iteration import Logprob
 from pensieve.sampling import LOGPROBS_MAX
 from pensieve.text import Part
 
-RECEIVED_BYTES_MAX = 4 << 20  # by a gRPC client that sets nothing
-MARGIN = 1000  # for what a message has around its delta
+RECEIVED_BYTES_MAX = 4 << 20  # default limit of a gRPC client
+MARGIN = 1000  # for the message around its delta
 
 
 def turn(num_tokens: int, text: str = "w", logprobs: int = 0) -> LiveTurn:

@@ -1,4 +1,4 @@
-"""How long tokens take, as the operator sees it: quantiles of the latest minutes."""
+"""Token latencies that the operator sees: quantiles of the last minutes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG = pb.Sampling(max_tokens=40, ignore_eos=True)
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
-    """Its iterations take 5 ms."""
+    """A daemon with iterations of 5 ms."""
     with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
         yield rig
 

@@ -1,9 +1,9 @@
-"""Every pair of values of the engine's settings starts, and answers as it should.
+"""Every pair of values of the engine's settings starts and gives right replies.
 
-A few starts hold every pair (a covering array): any two settings that do not go together are found, though
-not any three.  Each start plays two conversations of two turns, at once, and moves one of them to the host
-in between.  Replies are held against plain transformers: exactly, or within what the type or the rounding
-of weights and KV may change.  A token that follows from a wrong position lies far beyond that.
+A few starts cover every pair (a covering array), though not every triple. So any two incompatible settings
+are found. Each start runs two conversations of two turns at once, and moves one of them to the host in
+between. Replies are compared with plain transformers: exactly, or within the rounding of the type, the
+weights and the KV. A token computed from a wrong position is much further off.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "threads": ("1", "2"),
     "journal": ("no", "yes"),
 }
-GAPS_MAX = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 0.1}  # at random tokens it is 0.6 or more
+GAPS_MAX = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 0.1}  # a random token has 0.6 or more
 REPLY = Sampling(max_tokens=12, ignore_eos=True)
 SAID = {"a": ("Oslo rain fine", "and today"), "b": ("weather", "Grüße 日本 today 7")}
 
 
 def covering_array(options: Mapping[str, Sequence[str]], seed: int) -> list[Row]:
-    """Rows in which every pair of values is: each is the one of many random ones with the most new pairs."""
+    """Return rows that contain every pair of values. Each is the best of many random rows: most new pairs."""
     choose = random.Random(seed)
     missing = {
         frozenset(((one, value), (other, another)))
@@ -77,7 +77,7 @@ ROWS = [row for seed in range(SCALE) for row in covering_array(OPTIONS, seed)]
 
 class Played(NamedTuple):
     logs: dict[str, list[int]]
-    outputs: dict[str, list[int]]  # the positions of sampled tokens
+    outputs: dict[str, list[int]]  # conversation -> positions of sampled tokens
 
 
 def play(folder: Path, data: Path, settings: Row) -> Played:
@@ -111,7 +111,7 @@ def play(folder: Path, data: Path, settings: Row) -> Played:
 
 @torch.inference_mode()
 def largest_gap(reference: Reference, played: Played) -> float:
-    """How far a sampled token's logit lies below the largest, in shares of their range."""
+    """Return the largest distance of a sampled logit from the largest one, as a share of their range."""
     gaps = []
     for name, log in played.logs.items():
         logits = reference.model(input_ids=torch.tensor([log]), use_cache=False).logits[0]
@@ -125,7 +125,7 @@ def largest_gap(reference: Reference, played: Played) -> float:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(
         tmp_path_factory.mktemp("pairs") / "model", QWEN_2_5, "mistral"
-    )  # two KV heads
+    )  # this model has two KV heads
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_every_pair_of_settings_answers_as_it_should(
 def test_two_ranks_go_together_with_every_other_setting(
     number: int, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """Each value once, with three starts; rounded weights are for one rank."""
+    """Three starts cover each value once. Rounded weights are only for one rank."""
     row = {name: values[number % len(values)] for name, values in OPTIONS.items()}
     row |= {"weights": "native", "tensor_parallel": "2", "turns_max": "12"}
     played = play(model, tmp_path / "data", row)

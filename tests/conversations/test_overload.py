@@ -1,4 +1,4 @@
-"""Ten times the load that can be carried: what is carried stays carried, the rest is told to come back."""
+"""Ten times the possible load: throughput stays, and refused turns are told when to retry."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc, status_pb2
 from tests.conversations.rig_daemon import ServeProcess
 
-CARRIED = 16  # turns at once
+CARRIED = 16  # turns that can run at once
 TURN = pb.Sampling(max_tokens=20, ignore_eos=True)
 
 
 async def load(address: str, turns_per_second: float | None, seconds: float) -> dict[str, Any]:
-    """Turns that arrive at a rate whatever becomes of them; or (None) just as many as are carried."""
+    """Send turns at a fixed rate, whatever happens to them. With None, keep CARRIED turns running."""
     delivered, completed, refused, codes, retries = 0, 0, [], set(), True
     began = time.monotonic()
     end = began + seconds
@@ -96,7 +96,7 @@ def test_ten_times_the_load_costs_the_carried_ones_nothing(tmp_path: Path) -> No
         def measured(
             turns_per_second: float | None, seconds: float
         ) -> tuple[dict[str, Any], float]:
-            """What came of this load, and how many tokens an iteration of it brought."""
+            """Run this load. Return its outcome, and the tokens per iteration."""
             before = admin.stats()
             outcome = asyncio.run(load(address, turns_per_second, seconds))
             after = admin.stats()
@@ -117,7 +117,7 @@ def test_ten_times_the_load_costs_the_carried_ones_nothing(tmp_path: Path) -> No
         assert over["refused"] > 100
         assert over["codes"] == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert over["all_say_when_to_come_back"]
-        assert over_goodput > 0.7 * peak_goodput  # in iterations, for seconds are the machine's
+        assert over_goodput > 0.7 * peak_goodput  # per iteration, for slow machines
         assert grown < 1.3
         assert admin.check() == []
     assert process.stop() == 0

@@ -1,4 +1,4 @@
-"""Each thread of the service owns its state: that the check is there, and that it notices."""
+"""Each thread of the service owns its state: this is checked, and the check finds violations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_only_the_owner_may_call_and_look() -> None:
 
 
 def test_a_daemon_whose_threads_meddle_is_found_out(tmp_path: Path) -> None:
-    """Each of these was done once: the history from the loop, live turns from the store thread."""
+    """Each violation here once was a real bug, such as the event loop using the history."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
         conversations = rig.daemon.conversations
@@ -63,13 +63,13 @@ def test_a_daemon_whose_threads_meddle_is_found_out(tmp_path: Path) -> None:
         rig.call(meddle())
         assert len(rig.owners.violations) == 4
         rig.owners.violations.clear()
-        assert rig.daemon.store.verify() == []  # it has a connection of its own
+        assert rig.daemon.store.verify() == []  # allowed: it uses its own connection
 
 
 def test_a_short_turn_is_two_jobs_of_the_store_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One to begin it and one to end it: each hop between threads costs every stream."""
+    """One job begins the turn and one ends it. More thread switches would slow every stream."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
         jobs: list[str] = []

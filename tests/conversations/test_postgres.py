@@ -1,4 +1,4 @@
-"""`pensieve serve --store`: a conversation in PostgreSQL, at daemons that are killed and stopped."""
+"""`pensieve serve --store`: a conversation in PostgreSQL, with daemons that are killed and stopped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def server() -> Iterator[PostgresServer]:
 
 
 def serve(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A daemon that does not come to serve."""
+    """Run a daemon that must fail to start."""
     command = (sys.executable, "-m", "pensieve", "serve", "--data", str(data))
     return subprocess.run(
         [*command, *arguments],
@@ -65,7 +65,7 @@ def test_ctrl_c_ends_a_daemon_that_waits_for_its_server(tmp_path: Path) -> None:
         assert daemon.wait(10) == 130
 
 
-@pytest.mark.executed  # the environment of a forked process is, for /proc, that of the fork server
+@pytest.mark.executed  # /proc shows the fork server's environment for forked processes
 def test_a_conversation_goes_on_after_either_process_was_killed(
     tmp_path: Path,
     server: PostgresServer,

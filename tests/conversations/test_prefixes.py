@@ -1,4 +1,4 @@
-"""What conversations under one prefix share, and what they never do."""
+"""What conversations under one prefix share, and what they never share."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_conversation_under_a_known_prefix_computes_only_its_own_words(rig: Da
 
 
 def test_sharing_changes_no_word(rig: DaemonRig) -> None:
-    """The same conversation alone and beside one that it shares with."""
+    """Compare a conversation alone with the same conversation beside one that shares its prefix."""
     with rig:
         alone = begin(rig, "alone", "Is it cold?", "")
         begin(rig, "first", "Is it raining?")
@@ -127,7 +127,7 @@ def test_what_was_dropped_of_a_prefix_is_computed_again(rig: DaemonRig) -> None:
 
 
 def test_a_log_that_was_cut_while_a_turn_began_is_shared_no_more(rig: DaemonRig) -> None:
-    """Between the turn's row and its submission another conversation may be rewound."""
+    """Another conversation may be rewound after the turn is stored, and before it is submitted."""
 
     async def rewind_first(live: LiveTurn) -> None:
         if live.conversation_id == "second":

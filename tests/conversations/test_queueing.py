@@ -1,4 +1,4 @@
-"""What is ahead of a turn that came now, and how fast the engine gets through prompts: by hand."""
+"""The work ahead of a new turn, and the engine's speed with prompts, in calls made by hand."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_pace_is_the_time_of_prompts_over_their_predictions() -> None:
     assert pace.served_since(11.0) == 0.0, "nothing is known"
     pace.ended(2.0, 13.0)
     assert pace.ratio == pytest.approx(1.5)
-    pace.begun(100.0, is_only=True)  # what lies between is nobody's time
+    pace.begun(100.0, is_only=True)  # the idle time before does not count
     pace.begun(100.0, is_only=False)
     assert pace.served_since(103.0) == pytest.approx(2.0)
     pace.ended(2.0, 103.0)
@@ -140,7 +140,7 @@ def test_who_is_about_to_begin_counts_by_what_characters_made_lately() -> None:
     for num_tokens in (30, 10):
         live.prompt_tokens = num_tokens * live.request.num_characters
         prompts.submitted(live)
-    expected = (30 * 7 / 8 + 10) / (7 / 8 + 1)  # the latest counts most
+    expected = (30 * 7 / 8 + 10) / (7 / 8 + 1)  # the latest prompt counts most
     seconds = prompts.arriving(ask, 2.0).prompt_seconds
     assert seconds == pytest.approx(expected * 400 * 0.01 + 0.5, rel=1e-3)
     assert ahead_of([prompts.arriving(ask, 2.0)], "b", 2.0, 3) == WorkAhead(1, seconds)

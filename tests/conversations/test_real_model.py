@@ -1,4 +1,4 @@
-"""The check with a real model finds what it looks for; here with a tiny random one."""
+"""The check for real models finds errors; here it runs with a tiny random model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.text.families import QWEN_2_5
 
 
 def test_eight_talks_under_tiny_caches_are_plain_transformers(tmp_path: Path) -> None:
-    """Of 1,600 tokens of histories 800 fit on the device and 600 on the host."""
+    """The histories have 1,600 tokens. 800 fit on the device and 600 on the host."""
     model = write_model(tmp_path / "model", QWEN_2_5)
     small = ("--device-cache", "800t", "--host-cache", "600t")
     figures = exactness(str(model), tmp_path / "data", 2, (*small, "--policy", "value"), "8")

@@ -1,4 +1,4 @@
-"""A request_id that was answered gets the stored turn: the same tokens, parts and logprobs."""
+"""A request_id that was already answered gets the stored turn: the same tokens, parts and logprobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
 
 
 class Parts(PartMarker):
-    """Each token is of the part that its id says."""
+    """Marks each token as a part that follows from its id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, [])
@@ -41,7 +41,7 @@ class Parts(PartMarker):
 
 
 def streamed(live: LiveTurn) -> list[dict[str, Any]]:
-    """What a reader is told, a run of one part after the other."""
+    """Return the deltas that a reader gets, each within one part."""
     return [
         {
             "text": each.text,
@@ -97,7 +97,7 @@ def turn_row() -> records.StoredTurn:
 
 
 def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are packed where they hold nobody up, and the history has none of them."""
+    """Logprobs are packed in a thread that delays no turn. The history does not include them."""
     packed_in = []
 
     def packed(live: LiveTurn) -> bytes:
@@ -153,7 +153,7 @@ def test_the_parts_of_a_reply_come_again_over_the_wire(
 def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one of its name has nothing to do with the turn, which finds that it is gone."""
+    """The new conversation of the same name is not affected. The old turn finds its conversation gone."""
     is_packing, may_go_on = threading.Event(), threading.Event()
 
     def packed(live: LiveTurn) -> bytes:
@@ -192,7 +192,7 @@ def test_packed_logprobs_are_exact_and_parts_of_them_are_refused() -> None:
 def test_other_defaults_make_no_other_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a client leaves open is no part of what it has said."""
+    """Fields that a client leaves open are not part of its request."""
     with DaemonRig(tmp_path / "data", program=ECHO) as rig:
         fields: dict[str, Any] = {"request_id": "r1", "sampling": pb.Sampling(top_k=3)}
         first = rig.ask("c", "hello", **fields)
@@ -207,7 +207,7 @@ def test_other_defaults_make_no_other_request(
 
 
 def test_a_request_id_is_forgotten_when_its_time_is_over(tmp_path: Path) -> None:
-    """The turn then counts as a new one; one that was asked lately is still repeated."""
+    """The request then starts a new turn. A request id within its time is still replayed."""
     short = {"sampling": pb.Sampling(max_tokens=4, ignore_eos=True)}
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "hello", request_id="r1", **short)

@@ -1,4 +1,4 @@
-"""The same request_id again: while its turn begins, and in a conversation that was made anew meanwhile."""
+"""A request_id is sent again while its turn begins, or after its conversation was deleted and recreated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOW = (*ECHO, "--seconds=0.02")
 
 @contextmanager
 def busy(rig: DaemonRig, name: str, tenant: str = "") -> Iterator[None]:
-    """All threads of the store, or of the text pool, do this tenant's jobs meanwhile."""
+    """Keep all store threads, or all threads of the text pool, busy with this tenant's jobs."""
     gate, begun = threading.Event(), threading.Semaphore(0)
 
     def wait() -> None:
@@ -53,14 +53,14 @@ def busy(rig: DaemonRig, name: str, tenant: str = "") -> Iterator[None]:
 
 
 def store_jobs(rig: DaemonRig) -> int:
-    """That wait while it is busy."""
+    """Return the number of jobs that wait while the store is busy."""
     return rig.daemon.threads.store_waiting.num_jobs - rig.daemon.store.num_lanes
 
 
 def test_a_request_id_may_be_that_of_a_turn_that_is_ending_in_a_deleted_conversation(
     tmp_path: Path,
 ) -> None:
-    """The end of the first turn took the entry of the second, and the end of that one the service."""
+    """Before the fix, the first turn's end removed the entry of the second, whose end stopped the service."""
 
     def say(rig: DaemonRig, words: str) -> Any:
         return rig.ask("c", words, request_id="r", sampling=pb.Sampling(max_tokens=20))
@@ -76,7 +76,7 @@ def test_a_request_id_may_be_that_of_a_turn_that_is_ending_in_a_deleted_conversa
             wait_for(lambda: store_jobs(rig) == 1)
             second = pool.submit(say, rig, "second words")
             wait_for(lambda: store_jobs(rig) == 2)
-            wait_for(lambda: store_jobs(rig) == 3)  # the end of the first turn
+            wait_for(lambda: store_jobs(rig) == 3)  # the third job ends the first turn
         deletion.result()
         assert first.exception() is not None, "its conversation is gone"
         assert second.result().completed.revision == 1
@@ -86,7 +86,7 @@ def test_a_request_id_may_be_that_of_a_turn_that_is_ending_in_a_deleted_conversa
 
 
 def test_who_says_the_same_again_waits_for_the_first_call(tmp_path: Path) -> None:
-    """While its text was being tokenized, a turn stood in its own client's way."""
+    """Before the fix, a turn whose text was being tokenized blocked its own client's retry."""
     with TokensRig(tmp_path, {"a": {"turns_max": 1}}) as rig, ThreadPoolExecutor(2) as pool:
         request = pb.SendMessageRequest(
             conversation_id="c", request_id="r", create_if_missing=True, sampling=SHORT
@@ -147,7 +147,7 @@ def _refused(rig: TokensRig, number: int) -> None:
 def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool
 ) -> None:
-    """A history that begins anew between a call and its repetition knows only that the turn runs."""
+    """A history that was restarted between a call and its retry knows only that the turn runs."""
     with DaemonRig(tmp_path / "data", program=SLOW) as rig:
         sampling = pb.Sampling(max_tokens=100, ignore_eos=True)
         stream = rig.send("c", "hello", request_id="r", sampling=sampling)
@@ -184,14 +184,14 @@ def test_a_turn_that_is_said_to_have_begun_while_it_runs_here_is_not_run_a_secon
 
 
 def test_what_a_tenants_requests_hold_while_they_wait_is_bounded(tmp_path: Path) -> None:
-    """Beyond it, further ones are not received; those whose client is gone are not tokenized."""
+    """Above the limit, requests are not received. Requests of disconnected clients are not tokenized."""
     with DaemonRig(tmp_path / "data") as rig:
         incoming = rig.server.guard.incoming
         request = pb.CreateConversationRequest(system_prompt="x" * 1_000_000)
         with busy(rig, "in_text_pool", "b"):
             calls = [rig.stub.CreateConversation.future(request) for _ in range(100)]
             wait_for(lambda: incoming.bytes_held[""] > 32 << 20)
-            # No further one is begun then, and as many may be on their way.
+            # Above the limit no further request is started, but 16 may already be arriving.
             assert incoming.bytes_held[""] <= (32 << 20) + 16 * 1_000_100
             for call in calls:
                 call.cancel()

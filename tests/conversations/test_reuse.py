@@ -1,4 +1,4 @@
-"""M2: with room enough, no token of an earlier turn is ever computed again, whatever the template."""
+"""With enough room, no token of an earlier turn is ever recomputed, whatever the template."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_said_is_computed_twice(family: Family, tmp_path: Path) -> None:
             assert turn.usage is not None
             assert turn.usage.recomputed_tokens == turn.usage.host_tokens == 0
             assert turn.usage.device_tokens == max(len(log) - 1, 0)
-            assert runtime.store.log("c")[: len(log)] == log  # the past is as it was
+            assert runtime.store.log("c")[: len(log)] == log  # earlier tokens have not changed
         assert runtime.store.verify() == []
 
 

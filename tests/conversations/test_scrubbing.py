@@ -1,4 +1,4 @@
-"""A daemon finds damage in a conversation that nobody has read for long, and then takes no changes."""
+"""A daemon finds damage in a conversation that was not read for long, and then refuses changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_damage_of_a_cold_conversation_is_found_and_changes_are_refused(
     assert "the history is damaged: conversation 'cold', message 0" in caplog.text
     with DaemonRig(
         tmp_path / "data"
-    ) as rig:  # it is not forgotten, though SQLite finds nothing wrong
+    ) as rig:  # the finding is kept, though SQLite's own check finds nothing
         assert not rig.daemon.serving
 
         async def check() -> None:

@@ -1,4 +1,4 @@
-"""A constraint that takes long to compile delays its own turn and no other."""
+"""A constraint that takes long to compile delays only its own turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOW = choice_of(("yes", "no"))
 
 
 class Gate:
-    """Grammars compile when it is opened; those of the service do at once."""
+    """Grammars of the engine compile only while it is open. The service's own compile at once."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -51,7 +51,7 @@ def send(runtime: Runtime, name: str, **options: Any) -> LiveTurn:
 
 
 def step(runtime: Runtime) -> bool:
-    """Without waiting for what is held."""
+    """Run the engine and handle its events, without waiting for turns that are held."""
     worked = runtime.engine.step()
     while (event := runtime.outbox.get(0)) is not None:
         runtime.conversations.handle(event)
@@ -74,7 +74,7 @@ def test_others_go_on_and_say_what_they_say_alone(gate: Gate, tmp_path: Path) ->
     with started(MODEL_PATH, tmp_path / "beside") as runtime:
         held = send(runtime, "held", sampling=HELD, constraint=SLOW)
         step(runtime)
-        assert gate.num_waiting.acquire(timeout=60)  # a thread compiles, and stands still
+        assert gate.num_waiting.acquire(timeout=60)  # a thread is compiling, and waits at the gate
         free = send(runtime, "free", sampling=FREE)
         while free.finish is None:
             assert step(runtime)
@@ -87,7 +87,7 @@ def test_others_go_on_and_say_what_they_say_alone(gate: Gate, tmp_path: Path) ->
 
 
 def test_running_replies_are_masked_while_others_compile(gate: Gate, tmp_path: Path) -> None:
-    """The threads that make masks are not those that compile."""
+    """Masks are made by other threads than those that compile."""
     gate.is_open.set()
     with started(MODEL_PATH, tmp_path / "data") as runtime:
         held = send(runtime, "held", sampling=HELD, constraint=choice_of(("it is so", "it is not")))

@@ -1,4 +1,4 @@
-"""A statement of the history that runs away, as clients see it."""
+"""A database statement that runs for too long, as clients see it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.store.faulty import writer_of
 LONG = """
     WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 30000000)
     SELECT count(*) FROM n
-"""  # seconds, where nothing ends it
+"""  # runs for seconds unless it is interrupted
 
 
 def takes_long(conn: Any, *arguments: object) -> Any:
@@ -26,7 +26,7 @@ def takes_long(conn: Any, *arguments: object) -> Any:
 def test_it_ends_with_unavailable_and_the_next_call_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the store thread and in the read thread."""
+    """A statement in the store thread, and one in the read thread."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "hello")
         reader: Any = rig.daemon.reader

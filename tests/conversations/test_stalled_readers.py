@@ -1,4 +1,4 @@
-"""Readers that answer pings and take nothing: HTTP/2's windows stay shut, and keepalive notices nothing."""
+"""Readers that answer pings but read nothing: HTTP/2 windows stay closed, and keepalive does not notice."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_a_watcher_that_is_slow_is_kept_and_nothing_is_collected_for_it(tmp_path
         stream = peer.call(WATCH)
         peer.message(stream, apb.WatchStatsRequest(interval_seconds=0.1).SerializeToString())
         for number in range(1, 4):
-            peer.take_more(stream, 4_000)  # some messages and a part of one
+            peer.take_more(stream, 4_000)  # several messages and a part of one
             wait_for(lambda number=number: peer.num_received[stream] == 4_000 * number)
             before = len(asked)
-            time.sleep(0.5)  # five intervals
+            time.sleep(0.5)  # five intervals of the stream
             assert len(asked) <= before + 1, "the next ones wait until this one was taken"
         assert len(asked) > 3
         assert rig.server.admin.num_watchers == 1

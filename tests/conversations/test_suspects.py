@@ -1,4 +1,4 @@
-"""A turn that kills the engine is not tried for ever, and takes nobody with it."""
+"""A turn that kills the engine is not retried for ever, and does not make other turns fail."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def test_a_turn_that_kills_the_engine_fails_after_three_deaths(seed: int, tmp_pa
     with DaemonRig(tmp_path / "data", program=FAULTY) as rig:
         with Client(rig.server.address, retry=PATIENT) as client:
             conversation = client.conversation("poison")
-            for deaths in (3, 6):  # said again on purpose, it has its chances again
+            for deaths in (3, 6):  # a retry by the user gets three new attempts
                 with pytest.raises(TurnFailed) as caught:
                     conversation.ask("hello", request_id="r", seed=seed, max_tokens=4)
                 assert caught.value.reason == "ENGINE_DIED"
                 assert rig.daemon.engine.num_restarts <= deaths
             reply = client.conversation("other").ask("hello", max_tokens=4, ignore_eos=True)
             assert len(reply.token_ids) == 4
-        # One that fails may still get the turn that is said again, and take it along when it ends.
+        # A failing engine may still receive the retried turn, and count as killed by it when it ends.
         assert rig.daemon.engine.num_restarts in ((6,) if seed == POISON else (5, 6))
 
 
 def test_a_turn_with_which_the_engine_fails_each_time_fails_too(tmp_path: Path) -> None:
-    """The engine says that it has failed, and ends its turns itself."""
+    """The engine reports the failure, and ends its turns itself."""
     faults = tmp_path / "faults"
     faults.write_text("memory\n" * 20)
     with DaemonRig(tmp_path / "data", program=(*FAULTY[:-1], str(faults))) as rig:
@@ -76,10 +76,10 @@ def test_a_turn_beside_one_that_kills_the_engine_is_answered(seed: int, tmp_path
 
 
 def test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it(tmp_path: Path) -> None:
-    """The engine has ended its turns, and reads no message any more, but its end is not noticed yet."""
+    """The engine has ended its turns and reads no more, but the daemon has not noticed its end yet."""
     slow = (*ECHO, "--seconds=0.02")
     with DaemonRig(tmp_path / "data", program=slow) as rig, Client(rig.server.address) as client:
-        turns = []  # held, or they would be left
+        turns = []  # keep references, because a turn without one is left
         for name in ("had", "came"):
             turns.append(client.conversation(name).send("hello", max_tokens=500, ignore_eos=True))
             next(turns[-1])
@@ -115,7 +115,7 @@ def test_turns_that_may_both_have_killed_the_engine_are_tried_one_after_the_othe
     assert suspects.must_wait(other, lambda: [one, other, new])
     assert not suspects.must_wait(new, lambda: [one, other, new])
     assert not suspects.must_wait(one, lambda: [one, new])
-    further = turn(2, 4)  # it has passed the place
+    further = turn(2, 4)  # the turn is now beyond the token at which the engine died
     assert not suspects.must_wait(one, lambda: [one, further])
     assert not suspects.engine_died(further), "it is not what stopped it there"
     assert suspects.engine_died(one)

@@ -1,9 +1,9 @@
-"""What a tenant could learn of another by the cost of its own calls: that a text was said, or an id exists.
+"""What a tenant could learn about others from the cost of its calls: that a text was used, or an id exists.
 
-Somebody who guesses can only tell a right guess from a wrong one if they differ, in work or in time.  How
-well is the area under the ROC curve: 0.5 is a coin, 1 is certainty.  The suite compares work, which decides
-the time and is the same on every machine; by night (`PENSIEVE_TEST_SCALE` above 1) seconds are compared,
-too.  In each case the guesser also tries within a tenant, where it may and must see a difference.
+An attacker who guesses can tell right guesses from wrong ones only if their work or time differs. The measure
+is the area under the ROC curve: 0.5 is a coin, 1 is certainty. The suite compares the work, which decides the
+time and is the same on every machine. Nightly runs (`PENSIEVE_TEST_SCALE` above 1) also compare seconds. In
+each case the attacker also guesses within its own tenant, where it may and must see a difference.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.conversations.rig_daemon import ECHO, DaemonRig
 from tests.scale import SCALE
 
 AUC_MAX = 0.55
-SLOW = {"token_budget": "16"}  # so that the time to a first token tells how many were computed
+SLOW = {"token_budget": "16"}  # so that the time to first token shows how many were computed
 WORDS = ("rain", "Oslo", "fine", "today", "word", "sign", "seven", "green", "house", "river")
-Probe = Callable[[Client, str, str], float]  # with a text under a prefix: what it cost
+Probe = Callable[[Client, str, str], float]  # client, text, prefix id -> cost
 
 
 def auc(some: Sequence[float], others: Sequence[float]) -> float:
-    """How likely one of `some` is below one of `others`; whichever direction tells more."""
+    """Return the probability that one of `some` is below one of `others`, or the reverse if larger."""
     ordered = sorted(others)
     below = sum(
         len(ordered) - (bisect_left(ordered, each) + bisect_right(ordered, each)) / 2
@@ -43,7 +43,7 @@ def auc(some: Sequence[float], others: Sequence[float]) -> float:
 
 @contextmanager
 def tenants(folder: Path, program: tuple[str, ...]) -> Iterator[tuple[DaemonRig, Client, Client]]:
-    """A daemon that computes few tokens at once, and a client of each of two tenants."""
+    """Run a daemon that computes few tokens per iteration, with a client for each of two tenants."""
     given = [callers.new_token(tenant, admin=False) for tenant in ("victim", "guesser")]
     path = folder / "tokens.toml"
     path.write_text("".join(entry for _, entry in given))
@@ -59,7 +59,7 @@ def tenants(folder: Path, program: tuple[str, ...]) -> Iterator[tuple[DaemonRig,
 
 
 def texts(name: str, count: int) -> dict[str, str]:
-    """By prefix_id; as long as each other, in the same words."""
+    """Return texts by prefix_id, all with the same length and words."""
     choose = random.Random(name)
     return {
         f"{name}{i}": " ".join(["Say", *choose.sample(WORDS * 6, 60), str(100 + i)])
@@ -68,7 +68,7 @@ def texts(name: str, count: int) -> dict[str, str]:
 
 
 def say(client: Client, name: str, text: str, prefix_id: str) -> float:
-    """A conversation that begins with a text; the seconds until its first token."""
+    """Create a conversation that begins with a text. Return the seconds until its first token."""
     conversation = client.conversation(name)
     conversation.create(system_prompt=text, prefix_id=prefix_id)
     began = time.perf_counter()
@@ -77,7 +77,7 @@ def say(client: Client, name: str, text: str, prefix_id: str) -> float:
 
 
 def num_computed(rig: DaemonRig) -> float:
-    """Positions that the engine has computed."""
+    """Return the number of positions that the engine has computed."""
     return float(rig.call(rig.daemon.stats()).figures["tokens_computed"])
 
 
@@ -93,7 +93,7 @@ class Costs(NamedTuple):
 def guess(
     client: Client, told: Mapping[str, str], untold: Mapping[str, str], probe: Probe
 ) -> Costs:
-    """What right and wrong guesses cost, in any order."""
+    """Probe all guesses in random order. Return the costs of right and wrong guesses."""
     costs = Costs([], [])
     guesses = [*told.items(), *untold.items()]
     random.Random(len(guesses)).shuffle(guesses)
@@ -133,7 +133,7 @@ def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
         return say(client, prefix_id, text, prefix_id)
 
     with tenants(tmp_path, (*ECHO, "--seconds=0.005")) as (_, victim, guesser):
-        for number in range(24):  # a daemon remembers the latest 256 prefixes, of all tenants
+        for number in range(24):  # a daemon keeps the latest 256 prefixes of all tenants
             told, untold = texts(f"p{number}-", 50), texts(f"q{number}-", 50)
             for prefix_id, text in told.items():
                 say(victim, f"v-{prefix_id}", text, prefix_id)

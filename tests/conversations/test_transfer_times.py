@@ -1,4 +1,4 @@
-"""Whether KV is fetched is decided by what links were measured to do, and by what computing takes."""
+"""Whether to fetch KV: decided by measured links and by the time to recompute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pensieve.conversations.transfer_times import (
 )
 
 TOKEN_BYTES = 10_000
-PART_BYTES = 1_000_000  # of a hundred tokens
+PART_BYTES = 1_000_000  # 100 tokens
 
 
 def wanted(num_tokens: int, tokens_per_second: float) -> WantedKv:
@@ -23,7 +23,7 @@ def wanted(num_tokens: int, tokens_per_second: float) -> WantedKv:
 
 
 def growing(num_tokens: int, seconds_per_pair: float) -> WantedKv:
-    """Computing costs by what a token sees."""
+    """Return wanted KV for which the cost of a token grows with its context."""
 
     def seconds(start: int, stop: int) -> float:
         return seconds_per_pair * (stop * stop - start * start) / 2
@@ -36,19 +36,19 @@ def test_of_an_unknown_link_little_is_assumed() -> None:
     assert times.link("a", 0.0) is None
     assert times.bytes_per_second("a", 0.0) == BYTES_PER_SECOND == 50e6
     assert not times.is_worth("a", wanted(100, 10_000.0), PART_BYTES, 0.0)  # 10 ms to compute
-    assert times.is_worth("a", wanted(100, 1_000.0), PART_BYTES, 0.0)  # 100 ms, and 20 to fetch
-    assert not times.is_worth("a", wanted(1_000, 5_500.0), PART_BYTES, 0.0)  # 182 and 200
-    assert times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 0.0)  # a trial: over 0.2 s
+    assert times.is_worth("a", wanted(100, 1_000.0), PART_BYTES, 0.0)  # compute 100 ms, fetch 20 ms
+    assert not times.is_worth("a", wanted(1_000, 5_500.0), PART_BYTES, 0.0)  # 182 ms, 200 ms
+    assert times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 0.0)  # over 0.2 s: try the link
 
 
 def test_what_transfers_took_is_learned_by_address() -> None:
     times = TransferTimes()
     times.learn("a", 0.1, 10_000_000, 1.0, 0.0)
-    assert not times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 1.0)  # no trial any more
+    assert not times.is_worth("a", wanted(2_000, 5_500.0), PART_BYTES, 1.0)  # no trial: known link
     times.learn("b", 0.001, 10_000_000, 0.01, 0.0)
     assert times.is_worth("b", wanted(2_000, 5_500.0), PART_BYTES, 1.0)
     assert times.is_worth("b", wanted(100, 10_000.0), PART_BYTES, 1.0)
-    times.learn("a", 0.02, 10_000_000, 0.1, 2.0)  # a quarter
+    times.learn("a", 0.02, 10_000_000, 0.1, 2.0)  # a new measurement counts for a quarter
     link = times.link("a", 2.0)
     assert link is not None
     assert link.bytes_per_second == pytest.approx(10e6 + 90e6 / 4)
@@ -71,7 +71,7 @@ def test_a_transfer_without_a_byte_teaches_nothing() -> None:
 
 
 def test_the_end_may_be_worth_it_where_all_of_it_is_not() -> None:
-    """100 tokens per 0.1 s by the link; to compute they take 0.005 s in front and 0.995 s at the end."""
+    """A link moves 100 tokens in 0.1 s. Computing the first 100 takes 0.005 s, the last 100 take 0.995 s."""
     times, of = TransferTimes(), growing(10_000, 1e-6)
     times.learn("a", 0.01, 1_000_000, 0.1, 0.0)
     rate = times.bytes_per_second("a", 0.0)

@@ -1,4 +1,4 @@
-"""The objective for the first token, over the wire: who is refused, what they hear, and who is not."""
+"""The objective for the time to first token: which turns are refused, with which error, and which are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TTFT, SECONDS_PER_ADMISSION = 20.0, 8.0
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[TokensRig]:
-    """Its engine has room for one turn."""
+    """A daemon whose engine has room for one turn."""
     tenants: dict[str, dict[str, Any]] = {"noisy": {}, "quiet": {}}
     program, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
     with TokensRig(tmp_path, tenants, program, written, TTFT) as rig:
@@ -33,7 +33,7 @@ def more(rig: TokensRig) -> dict[str, float]:
 
 
 def flooded(rig: TokensRig) -> list[Any]:
-    """One turn runs and three wait, of a tenant; the engine had room for another every 8 s."""
+    """One turn of a tenant runs and three wait. The engine has admitted a turn every 8 s."""
     calls = [rig.begin("noisy", f"n{i}", ENDLESS, request_id=f"r{i}") for i in range(4)]
     turns = rig.daemon.conversations.turns
     wait_for(lambda: on_the_loop(rig, lambda: turns.num_waiting) == 3)
@@ -88,7 +88,7 @@ def test_the_sdk_hears_when_to_come_back(rig: TokensRig) -> None:
 
 
 def test_prompts_that_were_computed_teach_the_pace(rig: TokensRig) -> None:
-    """The echo engine names costs that are not its own."""
+    """The echo engine predicts costs that it does not have."""
     prompts = rig.daemon.admission.prompts
     assert prompts.cost is not None
     assert prompts.pace.ratio is None

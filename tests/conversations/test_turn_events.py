@@ -1,4 +1,4 @@
-"""Signals: who is called, in which order, and what happens if one of them fails."""
+"""Turn events: which subscribers are called, in which order, and what happens if one fails."""
 
 from __future__ import annotations
 

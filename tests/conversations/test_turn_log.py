@@ -1,4 +1,4 @@
-"""The line of the log for each turn that has ended."""
+"""The log line of each turn that has ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_each_turn_is_a_line_with_ids_tokens_by_source_and_times(tmp_path: Path)
         talk = client.conversation("trip")
         replies = [talk.ask(f"{SECRET} {number}", max_tokens=9) for number in range(3)]
         talk.ask("again", request_id="same", max_tokens=3)
-        talk.ask("again", request_id="same", max_tokens=3)  # replayed: no turn
+        talk.ask("again", request_id="same", max_tokens=3)  # replayed, so it is not a turn
     assert process.stop() == 0
     log = process.log.read_text()
     lines = turns(log)

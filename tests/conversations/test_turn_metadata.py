@@ -1,4 +1,4 @@
-"""What a client sends with a turn to find it again: kept with its messages, and shown to no model."""
+"""Metadata that a client sends with a turn: stored with its messages, and not shown to the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live turns as plain values: what each step says to the engine, and which steps there are."""
+"""Live turns as plain values: the messages of each step to the engine, and the possible steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def turns(tokenizer: Tokenizer) -> Turns:
 
 
 def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> StartedTurn:
-    """A turn of three tokens behind a log of ten."""
+    """Return a turn with three new tokens after a log of ten."""
     turn = records.StoredTurn(
         turn_id=turn_id,
         conversation_id=f"c{turn_id}",
@@ -72,7 +72,7 @@ def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnd
 
 
 class Scene:
-    """The ends of turns, and what they write to the store and tell the engine."""
+    """Records what the ends of turns write to the store and send to the engine."""
 
     def __init__(self, turns: Turns) -> None:
         self.told: list[Any] = []
@@ -115,7 +115,7 @@ def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turn
     turns.take(SampledToken(live.number, 8, "a"))
     scene.ends.stop(live)
     scene.ends.stop(live)
-    assert scene.told == [CancelTurn(live.number, 14)]  # 10 + 3 + 1
+    assert scene.told == [CancelTurn(live.number, 14)]  # 10 + 3 + 1 tokens
     turns.take(SampledToken(live.number, 9, "b"))
     scene.ends.engine_ended(ended(live))
     (reply,) = scene.replies
@@ -136,7 +136,7 @@ def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Tur
     scene.ends.stop(live, 2)
     assert (live.num_tokens, live.text) == (2, "ab")
     scene.ends.stop(live, 3)
-    assert scene.told == [CancelTurn(live.number, 17)]  # all four
+    assert scene.told == [CancelTurn(live.number, 17)]  # all four tokens of the reply
     scene.ends.engine_ended(ended(live, FinishReason.STOP))
     (reply,) = scene.replies
     assert (reply.token_ids, reply.text) == ((0, 1), "ab")

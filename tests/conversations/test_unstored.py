@@ -1,4 +1,4 @@
-"""Turns that leave nothing on disk: they run, end and are refused as turns of conversations are."""
+"""Turns that write nothing to disk run, end and are refused like turns of conversations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[DaemonRig]:
-    """Its iterations take 5 ms, so that turns can be met while they run."""
+    """A daemon with iterations of 5 ms, so that tests can act on running turns."""
     config = DaemonConfig(grace_seconds=0.2, limits={"few": Limits(turns_max=1)})
     with DaemonRig(tmp_path / "data", config=config, program=SLOW) as rig:
         yield rig
@@ -74,7 +74,7 @@ def begin(rig: DaemonRig, *arguments: Any, **named: Any) -> LiveTurn:
 
 
 async def _take(start: int, stop: int) -> None:
-    """A reader that takes what there is."""
+    """Read nothing itself, but count as a reader."""
 
 
 def follow(rig: DaemonRig, live: LiveTurn) -> LiveTurn:
@@ -90,7 +90,7 @@ def run(rig: DaemonRig, prompt: Sequence[int], of: TurnOptions, **named: Any) ->
 
 
 def expected(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the echo engine says after it."""
+    """Return the tokens that the echo engine generates after this prompt."""
     log = array("I", prompt)
     for _ in range(num_tokens):
         log.append(next_token(digest(log), TOKENIZER.vocab_size, END_ID))
@@ -149,7 +149,7 @@ def test_the_next_prompt_goes_on_from_the_whole_chunks_of_the_one_before(rig: Da
     assert second.figures["prompt_tokens"] == len(again)
     assert second.figures["recomputed_tokens"] == 0
     assert second.token_ids == expected(again, 5)
-    (kept,) = cached(rig)  # it is the first one's, and has become longer
+    (kept,) = cached(rig)  # the KV of the first turn, extended by the second
     assert kept.conversation_id == str(first.number)
     assert kept.device_tokens == len(again) + 4
     assert rig.call(rig.daemon.check()) == []
@@ -162,7 +162,7 @@ def test_all_that_go_on_from_the_same_one_share_it(rig: DaemonRig) -> None:
     for number in range(3):
         prompt = [*log, *range(10 + number, 80 + number)]
         live = run(rig, prompt, options(5))
-        assert live.cached_tokens == (128 if number else 96)  # its last token had no KV
+        assert live.cached_tokens == (128 if number else 96)  # 96: the last token had no KV yet
         assert live.token_ids == expected(prompt, 5)
     assert rig.call(rig.daemon.check()) == []
 
@@ -189,9 +189,9 @@ def test_one_begins_with_what_a_running_one_has_computed(slow: DaemonRig) -> Non
 def test_the_same_prompt_again_is_computed_in_its_last_chunk_alone(rig: DaemonRig) -> None:
     prompt = (PROMPT * 20)[:128]
     assert run(rig, prompt, options(5)).cached_tokens == 0
-    assert run(rig, prompt, options(5)).cached_tokens == 96  # one token is to be computed
+    assert run(rig, prompt, options(5)).cached_tokens == 96  # at least one token must be computed
     live = run(rig, [*prompt, 5], options(5))
-    assert live.cached_tokens in (127, 128)  # that of a history's last token does not count
+    assert live.cached_tokens in (127, 128)  # without or with the last token of the history
     assert live.token_ids == expected([*prompt, 5], 5)
 
 
@@ -241,7 +241,7 @@ def test_what_was_evicted_is_computed_again_and_not_said_to_be_cached(rig: Daemo
 
 
 def test_a_crowd_of_growing_chats_says_what_each_alone_would(slow: DaemonRig) -> None:
-    """Many at once, some of which fork, are cancelled, or are dropped; every token is checked."""
+    """Many chats run at once. Some fork, are cancelled, or are dropped. Every token is checked."""
     rng = random.Random(7)
     chats = [[*PROMPT * rng.randint(1, 4)] for _ in range(6)]
 
@@ -261,7 +261,7 @@ def test_a_crowd_of_growing_chats_says_what_each_alone_would(slow: DaemonRig) ->
             await daemon.conversations.followers.follow(live, _take)
             assert live.token_ids[: live.num_tokens] == expected(chat, live.num_tokens), turn
             num_cached += live.cached_tokens
-            if rng.random() < 0.2:  # another goes on from here, too
+            if rng.random() < 0.2:  # another chat continues from here, too
                 chats.append([*chat, 5])
             chat += [*live.token_ids[: live.num_tokens], *rng.choices(PROMPT, k=rng.randint(1, 60))]
         return num_cached
@@ -407,7 +407,7 @@ def test_a_prompt_without_room_for_a_reply_is_refused(rig: DaemonRig) -> None:
 def test_the_engine_never_asks_for_its_log_and_one_it_asks_for_fails_by_itself(
     slow: DaemonRig,
 ) -> None:
-    """Were there a fault, the turn would end; the engine and other turns go on."""
+    """If the engine asked for the log (a bug), this turn would end. The engine and other turns continue."""
     live, other = begin(slow, PROMPT, options(90_000)), begin(slow, PROMPT, options(60))
 
     async def ask_for_the_log() -> None:

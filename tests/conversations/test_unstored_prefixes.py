@@ -1,4 +1,4 @@
-"""Which turn a prompt goes on from, and which ones nobody needs any more."""
+"""Which earlier turn a prompt continues, and which earlier turns are no longer needed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_first_that_was_registered_goes_where_there_are_too_many() -> None:
     prefixes = UnstoredPrefixes(4)
     prefixes.register("x", chain("aabb"))
     prefixes.register("y", chain("ccdd"))
-    prefixes.register("x", chain("aabb"))  # it was used again
+    prefixes.register("x", chain("aabb"))  # this counts as a use
     assert prefixes.register("z", chain("ee")) == ["y"]
     assert prefixes.find(chain("aabb")) == SharedChunks("x", 2, True)
     assert prefixes.register("w", chain("ffgghhiijj")) == ["x", "z", "w"]

@@ -1,11 +1,11 @@
-"""Enumerates every small world: two conversations, a few pages, and every choice made in every way.
+"""Enumerate all small worlds: two conversations, a few pages, and every combination of choices.
 
-`Chooser` makes a program that asks `choose(n)` run once for each sequence of answers, depth first: it
-replays the answers of the last run, with the last one that can grow raised by one.
+A `Chooser` runs a program that calls `choose(n)` once for each sequence of answers, depth first. Each run
+replays the answers of the previous run, but raises the last answer that can be raised by one.
 
-A world chooses again and again between an iteration and one of the things that a client may do, and,
-whenever the executor looks, which outstanding copies have finished.  After its last choice it runs
-until everything has ended.
+At each step a world chooses between an iteration and one client action. Whenever the executor is polled, the
+world also chooses which outstanding copies have finished. After its last choice, a world runs until
+everything has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Chooser:
         self._place = 0
 
     def choose(self, count: int) -> int:
-        """One of 0 .. count - 1."""
+        """Return one of 0 .. count - 1."""
         if count == 1:
             return 0
         if self._place == len(self.answers):
@@ -35,7 +35,7 @@ class Chooser:
         return self.answers[self._place - 1]
 
     def runs(self) -> Iterator[None]:
-        """Once for each sequence of answers."""
+        """Yield once for each sequence of answers."""
         while True:
             self._place = 0
             yield
@@ -49,7 +49,7 @@ class Chooser:
 
 
 class ChosenExecutor(LedgerExecutor):
-    """Its copies finish when the chooser says so; without one, as soon as somebody looks."""
+    """Copies finish when the chooser says so. Without a chooser, they finish at the next poll."""
 
     chooser: Chooser | None = None
 
@@ -61,15 +61,15 @@ class ChosenExecutor(LedgerExecutor):
 
 @dataclass(frozen=True)
 class SmallWorld:
-    """What can happen: `deeds` in any order, each at most as often as it is listed.
+    """The possible events: `deeds` in any order, each at most as often as it is listed.
 
-    Conversation a has said something already; b begins with its first turn, or as a fork of a.
+    Conversation a already has a turn. Conversation b begins with its first turn, or as a fork of a.
     """
 
     shape: Shape
     deeds: tuple[str, ...]
-    num_choices: int  # of deeds and iterations
-    first_tokens: int = 3  # of a's first prompt; its reply adds one
+    num_choices: int  # number of deeds and iterations
+    first_tokens: int = 3  # tokens of a's first prompt; the reply adds one
     prompt_tokens: int = 3
 
 
@@ -133,7 +133,7 @@ class ChosenWorld(World):
 
 
 def enumerate_worlds(small: SmallWorld) -> int:
-    """How many worlds there were; an error names the choices that led to it."""
+    """Return the number of worlds. An error has a note with the choices that led to it."""
     chooser, num_worlds = Chooser(), 0
     for _ in chooser.runs():
         done: list[str] = []

@@ -1,4 +1,4 @@
-"""Who is admitted next, and how many pages must be free for it."""
+"""Which turn is admitted next, and how many free pages it needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pensieve.core.scheduler import PASSES_MAX
 from pensieve.core.turn import TurnState
 from tests.core.world import Stage
 
-# -- whose turn it is --
+# -- order of the turns --
 
 
 def test_a_higher_priority_is_served_before_those_who_wait_longer() -> None:
@@ -36,12 +36,12 @@ def test_nobody_is_overtaken_for_ever() -> None:
 
 
 def test_admission_keeps_the_reserve_except_when_nothing_runs() -> None:
-    """20 pages, of which 2 are the reserve."""
+    """20 pages, 2 of them in reserve."""
     stage = Stage(20, 0, batch_tokens_max=100)
     running = stage.ask("a", 8, 4)
     stage.next()
     assert stage.cache.available == 18
-    large = stage.ask("b", 61)  # 16 pages, and a's decode takes one of the 18
+    large = stage.ask("b", 61)  # needs 16 pages, but a's decode takes one of the 18
     stage.next()
     assert large.state is TurnState.QUEUED
     stage.until_ended(running)
@@ -50,7 +50,7 @@ def test_admission_keeps_the_reserve_except_when_nothing_runs() -> None:
     stage = Stage(20, 0, batch_tokens_max=100)
     stage.ask("a", 8, 4)
     stage.next()
-    fits = stage.ask("b", 60)  # 15 pages
+    fits = stage.ask("b", 60)  # needs 15 pages
     stage.next()
     assert fits.state is not TurnState.QUEUED
 
@@ -69,7 +69,7 @@ def test_all_pages_of_a_context_are_reserved_at_once() -> None:
 
 
 def test_who_does_not_fit_keeps_a_bounded_number_of_others_waiting_and_is_kept_by_one() -> None:
-    """A message behind a history of two thirds of the device, and short ones behind it."""
+    """A message whose history fills two thirds of the device waits in front of short messages."""
     stage = Stage(100, 400, batch_tokens_max=64, turns_max=64, late=0.0)
     stage.say("long", 260)
     stage.run_until_idle()
@@ -88,7 +88,7 @@ def test_who_does_not_fit_keeps_a_bounded_number_of_others_waiting_and_is_kept_b
 
 
 def test_who_needs_pages_from_the_host_passes_nobody() -> None:
-    """Its swap-ins would put off the swap-outs that the other one waits for."""
+    """The swap-ins of such a turn would delay the swap-outs that the first turn waits for."""
     stage = Stage(100, 400, batch_tokens_max=64, turns_max=64, late=0.0)
     stage.say("away", 20)
     stage.cache.move_to_host("away", stage.now)

@@ -1,6 +1,6 @@
-"""KV that comes from another engine becomes chunks of the host tier like any others.
+"""KV from another engine becomes ordinary chunks of the host tier.
 
-`where` draws a conversation's chunks, as in test_cache.py.
+test_cache.py explains the letters of `where`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tests.core.world import Stage
 
 
 def moved(stage: Stage, name: str, num_tokens: int) -> None:
-    """A conversation whose log is known and of which this engine has nothing."""
+    """Make a conversation with a known log, none of whose KV is in this engine."""
     stage.logs[name] = list(range(num_tokens))
     stage.commits[name] = [0, num_tokens]
 
 
 def pages_of(stage: Stage, name: str, first: int, slots: list[int]) -> list[int]:
-    """The chunks that were adopted."""
+    """Adopt chunks and return the indexes of those that were taken."""
     return [each.chunk_index for each in stage.adopt(name, first, slots)]
 
 
@@ -58,7 +58,7 @@ def test_a_host_tier_without_room_takes_the_last_chunks() -> None:
     moved(stage, "a", 17)
     assert pages_of(stage, "a", 0, [4, 4, 4, 4]) == [3, 2]
     assert stage.where("a") == "--hh"
-    assert pages_of(stage, "a", 0, [4, 4]) == []  # they would push out later ones
+    assert pages_of(stage, "a", 0, [4, 4]) == []  # they would evict later chunks
     turn = stage.say("a", 2)
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (8, 8)
 
@@ -82,13 +82,13 @@ def test_what_has_been_idle_for_longer_makes_room_and_what_is_as_good_does_not()
     assert stage.where("young") == "hh"
     assert "old" not in stage.cache.conversations
     moved(stage, "twin", 9)
-    assert pages_of(stage, "twin", 0, [4, 4]) == []  # at the same moment it is worth no more
+    assert pages_of(stage, "twin", 0, [4, 4]) == []  # used at the same time, so worth no more
 
 
 def test_pages_of_a_turn_that_runs_and_of_copies_are_never_taken() -> None:
     stage = Stage(8, 2, swap_out_below=1.0)
     stage.say("busy", 7)
-    stage.run_until_idle()  # clean: both of its pages are on the host, too
+    stage.run_until_idle()  # now clean: the host has copies of both pages
     stage.wait(30.0)
     running = stage.ask("busy", 1, 3)
     stage.next()

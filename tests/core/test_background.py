@@ -1,4 +1,4 @@
-"""Background turns, of batch jobs, have what interactive turns leave free, and nothing that these want."""
+"""Background turns of batch jobs use only what interactive turns leave free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.core.turn import TurnState
 from tests.core.world import Shape, Stage, run
 
-# An iteration takes 10 ms, and 1 ms more for each token: one of a job lengthens a decode by a tenth.
+# An iteration takes 10 ms, and 1 ms more for each token: one job token makes a decode 10 % longer.
 DEAR: dict[str, Any] = {"batch_tokens_max": 256, "token_seconds": 0.001, "turns_max": 64}
 CHEAP = {**DEAR, "token_seconds": 0.00001}
 
@@ -23,7 +23,7 @@ def job(stage: Stage, number: int, num_prompt: int = 8, num_reply: int = 40) -> 
 
 
 def num_of_job(stage: Stage) -> int:
-    """Tokens of the job in the last iteration."""
+    """Return the job's tokens in the last iteration."""
     return sum(stop - start for name, start, stop in stage.slices() if name.startswith("job"))
 
 
@@ -48,7 +48,7 @@ def test_while_a_prompt_is_computed_a_job_pauses() -> None:
 
 
 def test_while_a_prompt_is_computed_a_job_pauses_beside_those_who_generate() -> None:
-    """It was known by then that a token of the job costs little."""
+    """The scheduler has already learned that a job token costs little."""
     stage = Stage(900, 0, **{**CHEAP, "batch_tokens_max": 64})
     stage.ask("generating", 4, 300)
     stage.next()
@@ -87,7 +87,7 @@ def test_where_each_token_lengthens_the_iteration_a_job_waits_until_nobody_gener
         stage.next()
         taken.append(num_of_job(stage))
     assert max(taken) == 1
-    assert sum(taken) <= 4  # tried now and then
+    assert sum(taken) <= 4  # a job token is tried now and then, to measure its cost
     stage.next()
     assert num_of_job(stage) >= 8
 
@@ -175,7 +175,7 @@ def test_an_iteration_with_little_to_do_says_nothing_about_how_much_fits() -> No
 
 
 def test_what_a_job_has_used_is_no_interactive_share_s_advantage() -> None:
-    """A share that begins to wait is lifted to the others that wait, and not to a job that has used less."""
+    """A share that starts to wait is placed level with other interactive shares, not with a job."""
     stage = Stage(400, 0, **{**DEAR, "turns_max": 1, "batch_tokens_max": 16})
     job(stage, 1, num_prompt=4)
     stage.ask("a", 40, 1, share="a")

@@ -1,7 +1,7 @@
-"""Where chunks lie, and how they move: chunks of 4 tokens, tiers of a few pages.
+"""Where chunks are, and how they move. Chunks have 4 tokens, and tiers have a few pages.
 
-The KV of a reply's last token is computed with the next turn, so a log of 9 tokens rests on 8.
-`where` draws a conversation's chunks: d(irty), c(lean), x (marked to drop), h(ost), - (a hole).
+The KV of a reply's last token is computed in the next turn, so a log of 9 tokens has KV for 8.
+`where` returns a letter for each chunk: d(irty), c(lean), x (marked to drop), h(ost), - (missing).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.prefix_tree import Branch
 from tests.core.world import Stage
 
-AHEAD: dict[str, Any] = {"swap_out_below": 1.0}  # everything idle is copied to the host
+AHEAD: dict[str, Any] = {"swap_out_below": 1.0}  # all idle chunks are copied to the host
 
 
 def test_a_conversation_that_returns_before_its_pages_are_taken_pays_nothing() -> None:
@@ -32,10 +32,10 @@ def test_a_conversation_that_returns_before_its_pages_are_taken_pays_nothing() -
 
 
 def test_swapping_out_begins_below_the_mark_and_stops_at_it() -> None:
-    stage = Stage(8, 8)  # the mark: 2 pages
+    stage = Stage(8, 8)  # swap-outs start below 2 available pages
     stage.say("a", 8)
     stage.run_until_idle()
-    assert stage.where("a") == "dd"  # 6 available
+    assert stage.where("a") == "dd"  # 6 pages are available
     stage.say("b", 20)
     stage.run_until_idle()
     assert stage.cache.available == 2
@@ -78,7 +78,7 @@ def test_a_partly_filled_chunk_is_copied_as_far_as_it_goes() -> None:
     assert stage.latest is not None
     assert [each.num_slots for each in stage.latest.swap_outs] == [4, 2]
     stage.run_until_idle()
-    stage.say("a", 1)  # one more slot of the second chunk: its host copy is short now
+    stage.say("a", 1)  # fills one more slot of the second chunk, which its host copy lacks
     assert stage.where("a") == "cd"
     stage.next()
     assert [each.num_slots for each in stage.latest.swap_outs] == [4]
@@ -97,7 +97,7 @@ def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() ->
     assert (stage.where("a"), stage.where("b")) == ("hc", "dddddd")
     cache = stage.cache
     stage.ask("a", 3)
-    stage.ask("c", 31)  # 8 pages, and fewer are left
+    stage.ask("c", 31)  # needs 8 pages, more than are empty
     iteration = stage.scheduler.plan(stage.now)
     assert iteration is not None
     assert (len(iteration.swap_ins), iteration.swap_outs) == (1, ())
@@ -106,11 +106,11 @@ def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() ->
     outcome = stage.executor.collect()
     assert outcome.finished_copies == (iteration.swap_ins[0].copy_id,)
     stage.scheduler.commit(iteration, outcome, stage.now)
-    assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # b's, and a's last
+    assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # b's chunks and a's last
 
 
 def test_on_a_full_host_the_oldest_makes_room() -> None:
-    """Host of 2 pages: what is older on the host makes room for what is younger on the device."""
+    """A host of 2 pages: an older chunk on the host makes room for a younger chunk of the device."""
     stage = Stage(12, 2)
     stage.say("a", 8)
     stage.wait(1.0)
@@ -127,7 +127,7 @@ def test_on_a_full_host_the_oldest_makes_room() -> None:
 
 
 def test_on_a_full_host_a_less_valuable_newcomer_is_marked_to_drop() -> None:
-    """b's one chunk is cheap; of a, the host holds the dearest chunk; both are long idle."""
+    """b's only chunk is cheap. The host holds the most expensive chunk of a. Both are long idle."""
     stage = Stage(12, 1, policy="value")
     stage.say("a", 32)
     stage.wait(100.0)
@@ -148,7 +148,7 @@ def test_a_host_of_no_pages_makes_a_plain_device_cache() -> None:
     stage.say("a", 8)
     stage.say("b", 12)
     stage.run_until_idle()
-    assert (stage.where("a"), stage.where("b")) == ("xd", "ddd")  # 2 available: the mark
+    assert (stage.where("a"), stage.where("b")) == ("xd", "ddd")  # 2 pages must be available
     stage.say("c", 8)
     assert (stage.where("a"), stage.where("b")) == ("-x", "xdd")
     again = stage.say("a", 3)
@@ -170,7 +170,7 @@ def test_deleting_during_a_copy_frees_the_pages_only_after_it() -> None:
     stage = Stage(8, 8, **AHEAD)
     stage.say("a", 8)
     stage.next()
-    assert stage.cache.tiers.num_swapping_out == 1  # of two; one has finished
+    assert stage.cache.tiers.num_swapping_out == 1  # of two swap-outs, one has finished
     stage.delete("a")
     assert (stage.cache.device.num_empty, stage.cache.host.num_empty) == (7, 7)
     assert stage.cache.conversations == {}
@@ -179,7 +179,7 @@ def test_deleting_during_a_copy_frees_the_pages_only_after_it() -> None:
 
 
 def test_a_conversation_without_a_page_is_not_kept_in_mind() -> None:
-    """Memory must not grow with conversations whose KV is gone: their tokens are in the log."""
+    """Memory must not grow with conversations without KV: the log has their tokens."""
     stage = Stage(6, 0)
     stage.say("a", 4)
     stage.say("b", 19)
@@ -208,7 +208,7 @@ def test_a_turn_that_does_not_fit_takes_nothing() -> None:
     before = stage.cache.device.num_empty
     stage.ask("b", 8)
     stage.next()
-    assert stage.cache.device.num_empty == before - 1  # a's own
+    assert stage.cache.device.num_empty == before - 1  # one page of a's own
     assert "b" not in stage.cache.conversations
     stage.until_ended(running)
     stage.run_until_idle()
@@ -247,7 +247,7 @@ def test_the_audit_notices_a_lost_page() -> None:
 
 
 class Wanted(LruPolicy):
-    """Conversations are worth what a test says, however long they rest."""
+    """A policy in which a test gives each conversation its value, however long it is idle."""
 
     num_classes = 4
 
@@ -265,7 +265,7 @@ class Wanted(LruPolicy):
 def test_a_chunk_marked_to_drop_stays_if_one_worth_less_can_go(
     worth_of_b: int, a: str, b: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk of `a` is marked to drop ahead of need; `b` becomes idle; then `d` needs its page."""
+    """A chunk of `a` is marked to drop early. Then `b` becomes idle, and `d` needs a page."""
     policy = Wanted(a=2, b=worth_of_b, c=3, d=3)
     monkeypatch.setattr("tests.core.world.policy_named", lambda *_: policy)
     stage = Stage(10, 0)

@@ -1,4 +1,4 @@
-"""The bounds of a constraint, and that it travels as it is."""
+"""The limits of a constraint, and that encoding does not change a constraint."""
 
 from __future__ import annotations
 

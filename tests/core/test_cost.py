@@ -1,4 +1,4 @@
-"""What is predicted of an iteration, and how long a piece fits into a time."""
+"""The predicted time of an iteration, and the length of a piece that fits into a given time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_slower_of_reading_and_computing_counts_for_each_part() -> None:
 
 
 def test_a_piece_adds_its_tokens_and_its_attention() -> None:
-    assert COST.piece_seconds(0, 16) == pytest.approx(0.016 + 0.00016)  # reading takes longer
+    assert COST.piece_seconds(0, 16) == pytest.approx(0.016 + 0.00016)  # reading keys takes longer
     assert COST.piece_seconds(1000, 1100) == pytest.approx(0.1 + 0.10505)
 
 
@@ -34,11 +34,11 @@ def test_what_was_measured_is_straight_between_its_points() -> None:
     points = ((2, 0.02), (16, 0.02), (64, 0.08))
     found = [between(points, count) for count in (1, 2, 9, 16, 40, 64, 128)]
     assert found == pytest.approx([0.02, 0.02, 0.02, 0.02, 0.05, 0.08, 0.16])
-    assert between(((0, 3.0), (1, 1.0)), 9) == 0.0  # no iteration takes less than nothing
+    assert between(((0, 3.0), (1, 1.0)), 9) == 0.0  # a predicted time is never negative
 
 
 def test_measured_costs_add_reading_to_computing_and_know_decodes() -> None:
-    """Eight turns behind 1,000 tokens each, beside 32 tokens of a prompt."""
+    """Eight decodes with 1,000 tokens of context each, beside 32 tokens of a prompt."""
     assert MEASURED.iteration_seconds([]) == 0.0
     decodes = MEASURED.iteration_seconds([(999, 1000)] * 8)
     assert decodes == pytest.approx(0.02 + 0.011 + 8000 * 1.1e-5)

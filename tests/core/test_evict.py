@@ -1,6 +1,6 @@
-"""EvictConversation takes what one conversation alone holds, or moves it to the host.
+"""EvictConversation drops the chunks that only this conversation holds, or moves them to the host.
 
-`where` draws a conversation's chunks, as in test_cache.py.
+test_cache.py explains the letters of `where`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def test_evict_takes_what_only_this_conversation_holds() -> None:
     assert stage.cache.evict("nobody", stage.now) == 0
     running = stage.ask("b", 4, 3)
     stage.next()
-    assert stage.cache.evict("b", stage.now) == 0  # in use
+    assert stage.cache.evict("b", stage.now) == 0  # b is in use
     stage.until_ended(running)
 
 
@@ -58,7 +58,7 @@ def test_what_is_in_use_or_shared_or_worth_less_than_the_host_holds_stays() -> N
     assert (stage.where("a"), stage.where("c")) == ("dd", "hh")
     assert (
         stage.cache.move_to_host("a", stage.now) == 2
-    )  # tried, but it is older than what is there
+    )  # the move was tried, but this chunk is older than the host's chunks
     stage.run_until_idle()
     assert (stage.where("a"), stage.where("c")) == ("dd", "hh")
     running = stage.ask("a", 3, 5)
@@ -79,7 +79,7 @@ def test_a_conversation_that_returns_while_it_moves_keeps_its_pages() -> None:
 
 
 def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
-    """a's own chunks lie on two branches, and the front one is lost already."""
+    """a's own chunks are on two branches, and the front one is already lost."""
     stage = Stage(16, 0, policy="value")
     stage.say("system", 8)
     stage.fork_at("system", 8, "a")
@@ -89,7 +89,7 @@ def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
     assert stage.where("a") == "dddddd"
     stage.wait(1000.0)
     stage.say("system", 1)
-    stage.say("filler", 43)  # takes two pages
+    stage.say("filler", 43)  # evicts two pages
     assert stage.where("a") == "xx--xx"
     stage.cache.evict("a", stage.now)
     stage.cache.check(stage.now)

@@ -1,4 +1,4 @@
-"""Who is next where several share the machine: the one who has had least, by weight."""
+"""Which share is served next: the one with the least use so far, divided by its weight."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.scale import SCALE
 
 
 def one_by_one() -> Stage:
-    """A turn at a time, whose prompt fits into an iteration."""
+    """Return a stage that runs one turn at a time, with prompts that fit into an iteration."""
     return Stage(64, 0, batch_tokens_max=64, turns_max=1)
 
 
 def admitted(turns: list[Turn]) -> list[Turn]:
-    """In the order of their admission."""
+    """Return the admitted turns in the order of their admission."""
     known = [turn for turn in turns if turn.usage.admitted_at is not None]
     return sorted(known, key=lambda turn: (turn.usage.admitted_at, turn.turn_id))
 
@@ -35,7 +35,7 @@ def test_a_flood_delays_another_share_by_one_turn() -> None:
 
 
 def test_a_flood_of_a_high_priority_moves_nobody_else() -> None:
-    """A priority orders the turns of its own share."""
+    """A priority orders only the turns of the same share."""
     stage = one_by_one()
     mine = [stage.ask(f"mine{i}", 4, 1, share="mine") for i in range(4)]
     flood = [stage.ask(f"flood{i}", 4, 1, share="flood", priority=8) for i in range(50)]
@@ -67,7 +67,7 @@ def test_who_used_the_machine_while_nobody_waited_owes_nothing_for_it() -> None:
 
 
 def test_the_second_of_equals_is_not_behind_what_the_first_puts_in_later() -> None:
-    """Somebody who sends the next turn when the last one has ended gets every second admission."""
+    """A tenant who sends its next turn when its last one has ended gets every second admission."""
     stage = one_by_one()
     flood = [stage.ask(f"flood{i}", 4, 2, share="flood") for i in range(60)]
     for number in range(10):
@@ -77,7 +77,7 @@ def test_the_second_of_equals_is_not_behind_what_the_first_puts_in_later() -> No
 
 @pytest.mark.parametrize("seed", range(20 * SCALE))
 def test_what_waiting_shares_get_is_as_their_weights(seed: int) -> None:
-    """At any time while all of them wait, up to a turn's prompt and what running turns sample."""
+    """While all shares wait, they get equal use per weight. The error is about the size of a turn."""
     drawn = random.Random(seed)
     turns_max, prompt_max, reply_max = drawn.choice((1, 2, 5)), 20, drawn.choice((1, 10))
     stage = Stage(400, 0, batch_tokens_max=drawn.choice((24, 64)), turns_max=turns_max)
@@ -101,7 +101,7 @@ def test_what_waiting_shares_get_is_as_their_weights(seed: int) -> None:
 
 
 def tokens_of(turns: list[Turn]) -> int:
-    """That were computed for them."""
+    """Return the number of tokens that were computed for these turns."""
     return sum(each.usage.new_tokens + each.usage.output_tokens for each in admitted(turns))
 
 
@@ -118,7 +118,7 @@ def test_a_weight_that_changes_holds_from_the_next_turn_on() -> None:
 
 
 def test_a_long_prompt_holds_up_its_own_share_alone() -> None:
-    """It was in front of everybody's, for as many iterations as it takes."""
+    """Without shares, the long prompt delayed all turns for as many iterations as it took."""
     stage = Stage(400, 0, batch_tokens_max=16, turns_max=8)
     long = stage.ask("long", 1000, 2, share="noisy")
     for _ in range(10):

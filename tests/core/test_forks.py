@@ -1,6 +1,6 @@
-"""Forks and rewinds share chunks, and copy only the slots of a chunk that they cut.
+"""Forks and rewinds share chunks. If they cut a chunk, they copy only the slots before the cut.
 
-`where` draws a conversation's chunks, as in test_cache.py.
+test_cache.py explains the letters of `where`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def test_a_fork_inside_a_chunk_copies_the_first_slots_at_its_next_turn() -> None
     stage = Stage(8, 0)
     stage.say("a", 6)
     stage.fork_at("a", 5, "b")
-    assert stage.cache.device.num_empty == 6  # nothing is copied yet
+    assert stage.cache.device.num_empty == 6  # a fork copies nothing yet
     assert stage.chunks("b") == stage.chunks("a")
     turn = stage.ask("b", 2)
     stage.next()
@@ -49,7 +49,7 @@ def test_a_fork_of_what_lies_on_the_host_swaps_the_first_slots_into_a_page_of_it
 def test_a_rewind_inside_a_chunk_gives_it_a_new_identity() -> None:
     stage = Stage(8, 0)
     stage.say("a", 2)
-    stage.say("a", 3)  # the log: 2 + 1, 3 + 1
+    stage.say("a", 3)  # lengths of the prompts and replies: 2 + 1, 3 + 1
     old = stage.chunks("a")
     stage.rewind("a", 3)
     assert stage.chunks("a") == old[:1]
@@ -60,7 +60,7 @@ def test_a_rewind_inside_a_chunk_gives_it_a_new_identity() -> None:
     assert [copy.num_slots for copy in first.copies] == [3]
     assert stage.chunks("a")[0] is not old[0]
     stage.run_until_idle()
-    assert stage.cache.device.num_empty == 6  # the old page came back
+    assert stage.cache.device.num_empty == 6  # the old page is free again
 
 
 def test_a_rewind_to_a_chunks_end_copies_nothing() -> None:

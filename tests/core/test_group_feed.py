@@ -1,4 +1,4 @@
-"""Which request is submitted when: together with its group, within memory, each until it has its result."""
+"""When each request is submitted: with its group, within memory, and until it has a result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNK = 4
 
 
 def feed(
-    groups: Sequence[tuple[int, int]],  # tokens of the prefix, and how many requests
+    groups: Sequence[tuple[int, int]],  # each: tokens of the prefix, number of requests
     pages_max: int = 100,
     turns_max: int = 100,
     own: int = 4,
@@ -63,7 +63,7 @@ def test_one_request_computes_the_prefix_and_the_others_come_when_it_is_there() 
 
 
 def test_the_next_prefix_is_computed_while_the_group_before_it_opens_and_drains() -> None:
-    """Prefixes of 2 pages, requests with 2 of their own: the first three groups take 18."""
+    """Prefixes take 2 pages, and each request 2 of its own. The first three groups take 18 pages."""
     one = feed([(8, 2)] * 4, pages_max=19)
     assert requests(now(one)) == [0, 2, 4]
     one.prefix_computed(1)
@@ -71,9 +71,7 @@ def test_the_next_prefix_is_computed_while_the_group_before_it_opens_and_drains(
     one.prefix_computed(0)
     assert requests(now(one)) == [1]
     one.ended(2, 4)
-    assert (
-        now(one) == []
-    )  # 6 + 4 + 4 pages are planned for, 2 are for request 5, and group 3 needs 4
+    assert now(one) == []  # 6 + 4 + 4 pages are planned and request 5 takes 2; group 3 needs 4 more
     one.ended(3, 4)
     assert now(one) == [DropPrefix(1), Submit(6, 3, 8, opens=True)]
 
@@ -103,7 +101,7 @@ def test_a_request_larger_than_everything_goes_alone() -> None:
 
 def test_no_more_turns_than_may_run_at_once() -> None:
     one = feed([(8, 4), (0, 1)], turns_max=3)
-    assert requests(now(one)) == [0]  # its others take the places that are left
+    assert requests(now(one)) == [0]  # other requests of its group take the remaining places
     one.prefix_computed(0)
     assert requests(now(one)) == [1, 2]
 
@@ -140,7 +138,7 @@ def test_a_prefix_shorter_than_a_chunk_is_not_shared() -> None:
 
 
 def test_replies_are_expected_to_be_as_long_as_those_that_ended() -> None:
-    """10 pages: 4 tokens and 36 of a reply take all of them, 4 and 4 take two."""
+    """10 pages: a request with 4 + 36 tokens takes all of them, one with 4 + 4 tokens takes two."""
     one = feed([(0, 1)] * 20, pages_max=10, reply=36)
     for request in range(NUM_LEARNED_MIN):
         assert requests(now(one)) == [request]
@@ -158,7 +156,7 @@ def test_nothing_to_do_is_done() -> None:
 
 
 class World:
-    """Random groups; whatever is submitted ends, returns or computes its prefix in any order."""
+    """Random groups. Submitted requests end, return or compute their prefix in any order."""
 
     def __init__(self, seed: int) -> None:
         self.choose = choose = random.Random(seed)
@@ -177,7 +175,7 @@ class World:
         self.config = FeedConfig(choose.randint(3, 40), CHUNK, choose.randint(1, 9))
         self.feed = GroupFeed(self.groups, num_tokens, self.max_tokens, self.config)
         self.active: list[int] = []
-        self.there: set[int] = set()  # groups whose prefix is computed
+        self.there: set[int] = set()  # groups whose prefix has been computed
         self.results: dict[int, int] = {}
         self.submitted: list[int] = []
         self.dropped: list[int] = []
@@ -238,7 +236,7 @@ class World:
         assert one.num_left == self.num_requests - len(self.results)
 
     def limits(self) -> None:
-        """Without the replies, of which only estimates are known."""
+        """Check the limits. Ignore the replies, whose lengths are only estimates."""
         assert len(self.active) <= self.config.turns_max
         pages = 0
         for group in {self.feed.group_of(request) for request in self.active}:

@@ -1,4 +1,4 @@
-"""Positions whose KV is missing are recomputed in the iteration of what follows them."""
+"""Positions without KV are recomputed in the same iteration as the tokens after them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.core.world import Stage
 
 
 def repaired(budget: int = 16) -> tuple[Stage, Turn]:
-    """a = 12 tokens of KV whose first chunk is lost, and a turn that needs them."""
+    """Return a stage and a turn of a. The first chunk of a's 12 tokens of KV is lost."""
     stage = Stage(16, 0, batch_tokens_max=budget)
     stage.say("a", 12)
     stage.wait(1.0)
@@ -38,7 +38,7 @@ def test_holes_in_front_are_computed_no_later_than_what_follows() -> None:
 
 
 def test_three_disconnected_ranges_are_computed_in_one_iteration() -> None:
-    """Holes at chunks 0 and 3 of five, and what is new."""
+    """Chunks 0 and 3 of five are missing, and the new tokens are the third range."""
     stage = Stage(20, 0, batch_tokens_max=64)
     stage.say("a", 20)
     for chunk in (stage.chunks("a")[0], stage.chunks("a")[3]):
@@ -53,7 +53,7 @@ def test_three_disconnected_ranges_are_computed_in_one_iteration() -> None:
 
 
 def shared_hole(**shape: Any) -> Stage:
-    """a and b share 8 tokens of KV whose first chunk is lost."""
+    """a and b share 8 tokens of KV. The first of these chunks is lost."""
     stage = Stage(16, 0, **shape)
     stage.say("a", 8)
     stage.fork_at("a", 8, "b")
@@ -78,7 +78,7 @@ def test_two_turns_share_the_repair_of_a_chunk_when_the_budget_cuts_it() -> None
     a = stage.ask("a", 3)
     stage.next()
     assert stage.slices() == [("a", 0, 4), ("a", 8, 10)]
-    stage.cancel_at(a, a.history_tokens)  # what it repaired stays
+    stage.cancel_at(a, a.history_tokens)  # the chunks that a has recomputed stay
     b = stage.ask("b", 4)
     stage.next()
     assert stage.slices() == [("b", 8, 12)]

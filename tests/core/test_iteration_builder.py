@@ -1,4 +1,4 @@
-"""What is predicted of a builder is predicted of its slices."""
+"""The predicted work of a builder equals the predicted work of its slices."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_the_work_of_an_iteration_is_that_of_its_slices(monkeypatch: pytest.Monk
     for _ in range(20):
         world.next()
     assert seen[0] == Work(5, 11, 5, 1)
-    assert Work(2, 7, 7, 2) in seen  # both generate
-    assert any(work.tokens > 16 and work.decodes == 2 for work in seen)  # beside a piece
+    assert Work(2, 7, 7, 2) in seen  # both turns generate
+    assert any(work.tokens > 16 and work.decodes == 2 for work in seen)  # decodes and a piece

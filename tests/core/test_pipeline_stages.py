@@ -1,4 +1,4 @@
-"""What is learned of stages from commits, and how long an iteration may be in each of them."""
+"""Stage times that are inferred from commits, and the longest iteration that meets the objective."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from pensieve.core.pipeline_stages import StageTimes
 def pipeline(
     num_stages: int, count: int, seconds_of: Callable[[StageTimes, float, float], float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Iterations one after another, one for each stage in flight: what each took, what was found of
-    it when it was committed, and the time from one token of a turn to its next."""
+    """Simulate a pipeline with `num_stages` iterations in flight.
+
+    Return three lists: the real time of each iteration, the inferred times, and the time between two
+    tokens of a turn.
+    """
     times, free = StageTimes(num_stages), [0.0] * num_stages
     ends: list[float] = [0.0] * num_stages
     taken: list[float] = []
     found: list[float] = []
     for number in range(count):
-        now = ends[number]  # the turns in it have their last token then
+        now = ends[number]  # turns of this iteration got their last token at this time
         if number >= num_stages:
             found.append(times.committed(now))
         seconds = seconds_of(times, now, now)
@@ -44,7 +47,7 @@ def test_what_an_iteration_took_is_found_whatever_the_bubbles(num_stages: int) -
 def test_nobody_waits_longer_than_the_limit_and_iterations_grow_to_their_part(
     num_stages: int,
 ) -> None:
-    """With prompts without end; every tenth iteration has none."""
+    """Prompts never end, but every tenth iteration has no prompt."""
     limit, number = 12.0, 0
 
     def filled(times: StageTimes, now: float, since: float) -> float:
@@ -79,6 +82,6 @@ def test_a_first_long_iteration_leaves_room_for_the_one_behind_it() -> None:
 
 def test_a_turn_that_is_alone_may_have_the_whole_limit() -> None:
     times = StageTimes(2)
-    assert times.longest(3.0, 3.0, 10.0) == 5.0  # in each stage
+    assert times.longest(3.0, 3.0, 10.0) == 5.0  # seconds per stage
     times.planned(3.0, 5.0)
     assert times.committed(13.0) == 5.0

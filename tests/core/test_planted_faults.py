@@ -1,4 +1,4 @@
-"""Would the tests notice?  Each fault is planted in the real code, and random traffic must find it."""
+"""Plant bugs in the real code. Random traffic must find each of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STREAMED = (
 SEEDS = 150
 
 
-SHAPES_OF = {  # else SHAPES, or STREAMED
+SHAPES_OF = {  # all other bugs use SHAPES, or STREAMED
     "a copy in flight revives what was discarded": (SPOILED,),
     "a streamed turn joins a hole that another fills": (TWINS,),
 }
@@ -147,7 +147,7 @@ def reuse_latest(original: Any, pool: PagePool, page: int) -> None:
 
 
 def reclaim_during_a_copy(patch: pytest.MonkeyPatch) -> None:
-    """A host copy counts as soon as it has begun, and a copy in flight holds no page back."""
+    """A host copy counts as soon as it starts, and an unfinished copy does not protect its pages."""
     around(Eviction, "plan_swap_outs", valid_at_once)(patch)
     free = Tiers.free_device
 
@@ -217,12 +217,12 @@ def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, *rest: Any) ->
 
 
 def equals_give_way(original: Any, preemption: Preemption, turn: Turn, waiting: Turn) -> bool:
-    """Whoever waits may have the place of somebody who is no lower."""
+    """A running turn gives way to any waiting turn that is not below it."""
     return waiting.level >= turn.level
 
 
 def forget_the_preempted(original: Any, turn: Turn, *rest: Any) -> None:
-    """It has to begin again, and nobody told its client."""
+    """The preempted turn starts again, but its client does not know."""
     original(turn, *rest)
     del turn.tokens[turn.prompt_end :]
 
@@ -232,7 +232,7 @@ def forget_frontiers(original: Any, scheduler: Scheduler, turn: Turn, now: float
 
 
 def revive(original: Any, tiers: Tiers, chunk: Chunk) -> None:
-    """A copy that began before its chunk was discarded makes it valid again."""
+    """A copy that started before its chunk was discarded makes the chunk valid again."""
     num_slots = {copy_id: swap.num_slots for copy_id, swap in tiers.swaps.items()}
     original(tiers, chunk)
     for copy_id, swap in tiers.swaps.items():
@@ -240,7 +240,7 @@ def revive(original: Any, tiers: Tiers, chunk: Chunk) -> None:
 
 
 def count_for_ever(original: Any, preemption: Preemption, turn: Turn) -> None:
-    """Places of turns that have ended stay counted."""
+    """Turns that have ended still count as running."""
     place = preemption._places.get(turn.turn_id)
     original(preemption, turn)
     if place is not None:
@@ -248,7 +248,7 @@ def count_for_ever(original: Any, preemption: Preemption, turn: Turn) -> None:
 
 
 def forget_the_heir(original: Any, tree: PrefixTree, branch: Branch, *rest: Any) -> Any:
-    """The upper part of a split branch does not know who holds it."""
+    """The upper part of a split branch forgets some of its holders."""
     upper = original(tree, branch, *rest)
     for holder in list(upper.holders)[1:]:
         del upper.holders[holder]
@@ -266,7 +266,7 @@ def load_too_little(original: Any, group: Any, *rest: Any) -> None:
 
 
 def other_pages(original: Any, group: Any, turn: Turn, *rest: Any) -> None:
-    """Two pages of a context are staged in each other's places."""
+    """Two pages of a context are staged in swapped order."""
     pages = turn.page_table
     if len(pages) > 1:
         turn.page_table = array("i", [pages[1], pages[0], *pages[2:]])
@@ -275,7 +275,7 @@ def other_pages(original: Any, group: Any, turn: Turn, *rest: Any) -> None:
 
 
 def swap_groups(original: Any, groups: Any, *rest: Any) -> Any:
-    """Each group's pages are those of another one."""
+    """Each group gets the pages of another group."""
     slices, found = original(groups, *rest)
     if len(found) > 1:
         turned = [found[-1], *found[:-1]]
@@ -294,7 +294,7 @@ def wide_groups(original: Any, groups: Any, *rest: Any) -> Any:
 
 
 def pin_nothing(original: Any, pool: PagePool) -> int | None:
-    """A host page that is in use is handed out."""
+    """A host page that is in use is handed out again."""
     page: int | None = original(pool)
     if page is None and pool.num_pages > 12:
         pool.give_back(0)
@@ -303,7 +303,7 @@ def pin_nothing(original: Any, pool: PagePool) -> int | None:
 
 
 def take_dirty(original: Any, pages: Any, turn: Any, chunks: Any, *rest: Any) -> bool:
-    """What lies on the device alone is not copied out."""
+    """Chunks that exist only on the device are not copied to the host."""
     filled = {chunk: chunk.filled for chunk in chunks}
     for chunk in chunks:
         chunk.filled = chunk.host_filled
@@ -366,18 +366,18 @@ FAULTS: dict[str, Plant] = {
     "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),
 }
 
-ONLY_THE_AUDIT_SEES = {  # no reply is wrong for it, or not within so many seeds
+ONLY_THE_AUDIT_SEES = {  # bugs that make no reply wrong, or need more seeds to do so
     "a pinned chunk stays marked to drop",
     "a dropped host page leaks",
     "the places of turns that ended are counted for ever",
     "others trust discarded chunks",
 }
 
-FIRST_SEED = {"a page copy's source is let go at once": 700}  # one world in some seven hundred
+FIRST_SEED = {"a page copy's source is let go at once": 700}  # one world in about 700 finds it
 
 
 def found_within(seeds: int, first: int = 0, shapes: Sequence[Shape] = SHAPES) -> int | None:
-    """The first seed whose world notices something; an error of another kind is not a finding."""
+    """Return the first seed that notices the bug. Only these errors count; others are raised."""
     for seed in range(first, first + seeds):
         try:
             run(seed, shapes[seed % len(shapes)], actions=40)
@@ -388,7 +388,7 @@ def found_within(seeds: int, first: int = 0, shapes: Sequence[Shape] = SHAPES) -
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`check()` knows the bookkeeping; pages and replies must betray nearly all of it without."""
+    """Disable `check()` for most bugs, so that wrong pages and replies must reveal them."""
     FAULTS[fault](monkeypatch)
     if fault not in ONLY_THE_AUDIT_SEES:
         monkeypatch.setattr(Scheduler, "check", lambda *a: None)
@@ -405,7 +405,7 @@ def test_a_planted_fault_of_streaming_is_found(fault: str, monkeypatch: pytest.M
 
 
 def test_a_page_copy_of_unwritten_slots_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too rare for random traffic: a fork is copied in the iteration that repairs its source."""
+    """In a case too rare for random traffic, a fork is copied in the iteration that repairs its source."""
     copy_a_chunk_that_is_being_repaired()
     around(KVCache, "begin", ignore_before)(monkeypatch)
     with pytest.raises(AssertionError, match="the KV of another prefix"):
@@ -413,7 +413,7 @@ def test_a_page_copy_of_unwritten_slots_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def copy_a_chunk_that_is_being_repaired() -> None:
-    """a = [0 1 | 2 3], b = [0 1'] where b ends inside chunk 1; 0 and 1 are lost; both ask at once."""
+    """a has chunks [0 1 | 2 3], b has [0 1'] and ends inside chunk 1. Chunks 0 and 1 are lost."""
     stage = Stage(16, 0, policy="value")
     stage.say("a", 12, 1)
     stage.fork_at("a", 6, "b")

@@ -1,4 +1,4 @@
-"""Who gives way to whom, what it costs them, and that nobody gives way for ever."""
+"""Which turns are preempted for which, what that costs, and that no turn is preempted for ever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.world import Stage
 
 
 def full(num_turns: int, reply: int = 40, overlap: bool = False, **shape: Any) -> Stage:
-    """So many turns generate, and nobody else may run beside them."""
+    """Return a stage that is full: `num_turns` turns generate, and no other may run beside them."""
     shape = {
         "batch_tokens_max": 64,
         "turns_max": num_turns,
@@ -30,7 +30,7 @@ def full(num_turns: int, reply: int = 40, overlap: bool = False, **shape: Any) -
 
 
 def iterations_until(stage: Stage, turn: Turn) -> int:
-    """That begin after it came, up to the one that computes its prompt."""
+    """Return the number of iterations until the one that computes the turn's prompt."""
     for number in range(50):
         stage.step()
         pieces = stage.latest.slices if stage.latest is not None else ()
@@ -44,7 +44,7 @@ def iterations_until(stage: Stage, turn: Turn) -> int:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_higher_priority_waits_for_at_most_two_iterations(overlap: bool) -> None:
-    """Of places: there were none, and 1,100 others wait for one."""
+    """No place is free, and 1,100 other turns wait for one."""
     stage = full(6, overlap=overlap)
     waiting = [stage.ask(f"more{number}", 6, 4) for number in range(1100)]
     high = stage.ask("high", 6, 4, priority=1)
@@ -56,7 +56,7 @@ def test_a_higher_priority_waits_for_at_most_two_iterations(overlap: bool) -> No
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_higher_priority_waits_for_at_most_two_iterations_for_pages(overlap: bool) -> None:
-    """Those that give way have nothing on the host yet."""
+    """The turns that must give way have no host copies yet."""
     stage = Stage(40, 400, batch_tokens_max=64, turns_max=64, overlap=overlap, late=0.0)
     low = [stage.ask(f"low{number}", 6, 60) for number in range(10)]
     while stage.cache.available > 3:
@@ -97,7 +97,7 @@ def test_an_equal_waits() -> None:
 
 
 def test_nothing_that_is_held_is_computed_twice() -> None:
-    """A host that holds everything: each position is computed once, however often its turn gave way."""
+    """With a host that holds everything, each position is computed once despite all preemptions."""
     stage = Stage(24, 400, batch_tokens_max=64, turns_max=64)
     turns = [stage.ask(f"low{number}", 9, 40) for number in range(6)]
     drawn = random.Random(1)
@@ -132,7 +132,7 @@ def test_who_gave_way_rises_so_nobody_gives_way_for_ever() -> None:
 
 
 def test_low_priorities_end_beside_a_stream_of_high_ones() -> None:
-    """One of a line at least in TURNS_A_PRIORITY of the next higher one."""
+    """A waiting low turn runs after at most TURNS_A_PRIORITY turns of the next higher priority."""
     stage = Stage(64, 0, batch_tokens_max=64, turns_max=2)
     low = [stage.ask(f"low{number}", 4, 3) for number in range(4)]
     for number in range(600):
@@ -142,7 +142,7 @@ def test_low_priorities_end_beside_a_stream_of_high_ones() -> None:
 
 
 def test_a_claim_is_given_up_to_a_higher_level() -> None:
-    """Copies are slow, and the pages of those that gave way come late."""
+    """Copies are slow, so the pages of the preempted turns become free late."""
     stage = Stage(80, 400, batch_tokens_max=64, turns_max=64, swap_outs_max=1, late=0.5)
     low = [stage.ask(f"low{number}", 20, 60) for number in range(10)]
     while stage.cache.available > 8:
@@ -158,7 +158,7 @@ def test_a_claim_is_given_up_to_a_higher_level() -> None:
 
 
 def test_nobody_gives_way_if_the_objective_is_missed_all_the_same() -> None:
-    """Iterations of 10 ms, and 0.1 ms for each position: two long contexts are too much together."""
+    """An iteration takes 10 ms, and 0.1 ms per position. Two long contexts exceed the objective."""
     stage = Stage(
         400,
         400,
@@ -231,7 +231,7 @@ def test_a_prefix_that_they_share_is_free_when_all_of_them_have_given_way() -> N
 
 
 def test_a_share_that_holds_everything_gives_back_a_part() -> None:
-    """96 pages: of three shares each gets some 32, and those that came late do not wait for an end."""
+    """96 pages for three shares, about 32 each. The late shares get pages before any turn ends."""
     stage = Stage(96, 1000, batch_tokens_max=64, turns_max=64, late=0.0)
     for number in range(40):
         stage.ask(f"flood{number}", 8, 300, share="flood", priority=PRIORITY_MAX)
@@ -250,7 +250,7 @@ def test_a_share_that_holds_everything_gives_back_a_part() -> None:
 
 
 def test_places_do_not_go_to_and_fro() -> None:
-    """Two shares that each want everything: a handful of exchanges, not one in every iteration."""
+    """Two shares want all pages. They swap pages a few times, not in every iteration."""
     stage = Stage(96, 1000, batch_tokens_max=64, turns_max=64, late=0.0)
     for name in ("a", "b"):
         for number in range(30):
@@ -264,9 +264,10 @@ def test_places_do_not_go_to_and_fro() -> None:
 
 
 def first_tokens(seed: int, slower: int = 1, only: str = "", flood: int = 0) -> list[float]:
-    """Of two tenants that arrive at random, beside a third that sends so many turns at once.
+    """Return the times to first token of two tenants whose turns arrive at random.
 
-    With `only` one of them, alone on a machine that is `slower`, of memory, places and speed.
+    A third tenant sends `flood` turns at once. With `only`, one of the two tenants runs alone, on a machine
+    with memory, places and speed divided by `slower`.
     """
     stage = Stage(
         240 // slower,
@@ -302,7 +303,7 @@ def first_tokens(seed: int, slower: int = 1, only: str = "", flood: int = 0) -> 
 
 
 def test_who_generated_while_another_did_not_wait_is_not_passed_by_its_flood() -> None:
-    """Its long reply alone, and then a flood of one who has used next to nothing."""
+    """A tenant's long reply runs alone. Then comes a flood of a tenant that has used almost nothing."""
     stage = Stage(400, 400, batch_tokens_max=64, turns_max=8, late=0.0)
     long = stage.ask("long", 4, 900, share="a")
     stage.next()
@@ -321,7 +322,7 @@ def test_who_generated_while_another_did_not_wait_is_not_passed_by_its_flood() -
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_flood_at_the_highest_priority_leaves_others_their_share(seed: int) -> None:
-    """The P99 of their first tokens is at most 1.1 times what each has alone on a third of the machine."""
+    """The P99 time to first token is at most 1.1 times the P99 of runs alone on a third of the machine."""
     beside = first_tokens(seed, flood=1100)
     alone = first_tokens(seed, 3, "a") + first_tokens(seed, 3, "b")
     assert len(alone) == len(beside) == 120
@@ -332,7 +333,7 @@ def test_a_flood_at_the_highest_priority_leaves_others_their_share(seed: int) ->
 
 
 def rounds(time_share: int) -> tuple[float, float, Stage]:
-    """24 turns where about 8 fit: the median first token, and when the last has ended."""
+    """24 turns compete for 8 places. Return the median time to first token, and the end of the last turn."""
     stage = Stage(400, 400, batch_tokens_max=64, turns_max=8, late=0.0, time_share=time_share)
     begun, turns = stage.now, [stage.ask(f"t{number}", 16, 40) for number in range(24)]
     stage.run_until_idle(checks_every=20)

@@ -1,4 +1,4 @@
-"""Which prompt goes first, of those that have begun and of those that wait."""
+"""Which prompt is computed first, among running and waiting prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def stage_of_prompts() -> Stage:
 
 
 def tokens_of(stage: Stage, turn: Turn) -> int:
-    """In the last iteration."""
+    """Return the turn's tokens in the last iteration."""
     assert stage.latest is not None
     return sum(each.num_tokens for each in stage.latest.slices if each.turn_id == turn.turn_id)
 
@@ -40,7 +40,7 @@ def test_the_shortest_remaining_goes_first_and_the_first_that_came_goes_on() -> 
 
 
 def test_what_is_held_back_for_the_first_that_came_is_a_quarter() -> None:
-    """However many shorter ones come, it ends: 1,000 tokens in at most so many iterations of 32 of them."""
+    """A prompt of 1,000 tokens ends in a bounded number of iterations, however many shorter ones come."""
     stage = stage_of_prompts()
     long = stage.ask("long", 1000, 1)
     stage.next()
@@ -57,7 +57,7 @@ def test_what_is_held_back_for_the_first_that_came_is_a_quarter() -> None:
 
 
 def test_where_there_is_room_for_one_tile_they_have_it_by_turns() -> None:
-    """The first that came in every fourth iteration, the shortest in the others."""
+    """In every fourth iteration the oldest prompt gets the tile, in the others the shortest."""
     stage = Stage(2000, 0, batch_tokens_max=16, turns_max=8)
     long = stage.ask("long", 400, 1)
     stage.next()
@@ -73,7 +73,7 @@ def test_where_there_is_room_for_one_tile_they_have_it_by_turns() -> None:
 
 @pytest.mark.parametrize("tbt", [0.0275, 0.0435])
 def test_a_higher_level_does_not_wait_where_pieces_are_small(tbt: float) -> None:
-    """Iterations of 10 ms and 1 ms a token: one tile beside a reply, or two."""
+    """An iteration takes 10 ms, and 1 ms a token: a reply leaves time for one tile, or two."""
     stage = Stage(
         2000,
         0,
@@ -112,7 +112,7 @@ def test_a_higher_level_goes_before_a_shorter_prompt() -> None:
 
 
 def test_short_prompts_pass_long_ones_and_not_for_ever() -> None:
-    """A document waits behind the messages that were there, and of later ones behind SHORT_TURNS."""
+    """A document waits for the messages before it, and for at most SHORT_TURNS later messages."""
     stage = Stage(2000, 0, batch_tokens_max=BUDGET, turns_max=1)
     stage.ask("first", 4, 2)
     stage.next()

@@ -1,4 +1,4 @@
-"""One shared prefix for each request, against all choices in small trees, and by numbers known."""
+"""Choose one shared prefix for each request: compare with all choices in small trees, and known results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Requests = Sequence["array[int]"]
 
 
 def saving_of_lru(requests: Sequence[array[int]], tokens_max: int, block_tokens: int) -> float:
-    """The saving of a cache of blocks that keeps what was used last, with the requests in their order."""
+    """Return the share of tokens that an LRU block cache saves for the requests in this order."""
     total, saved = sum(map(len, requests)), 0
-    blocks = OrderedDict[tuple[int, bytes], int]()  # by the block before and the tokens
+    blocks = OrderedDict[tuple[int, bytes], int]()  # key: the previous block, and the tokens
     num_blocks_max, next_id = tokens_max // block_tokens, 0
     for request in requests:
         before, hits = 0, True
@@ -40,7 +40,7 @@ def saving_of_lru(requests: Sequence[array[int]], tokens_max: int, block_tokens:
                 saved += block_tokens
             before = found
             used.append(key)
-        for key in reversed(used):  # the beginning was used last, and goes last
+        for key in reversed(used):  # the first block of the prompt is evicted last
             blocks.move_to_end(key)
         while len(blocks) > num_blocks_max:
             blocks.popitem(last=False)
@@ -69,7 +69,7 @@ def check(groups: Sequence[PrefixGroup], requests: Requests) -> None:
 
 
 def fewest_tokens(requests: Requests) -> int:
-    """By trying every set of prefixes that two requests or more have."""
+    """Return the best result, from trying every set of prefixes that two or more requests share."""
     texts = [tuple(request) for request in requests]
     prefixes = {
         text[:length]
@@ -95,10 +95,10 @@ def fewest_tokens(requests: Requests) -> int:
 
 
 def by_algorithm_1(requests: Requests) -> int:
-    """Tokens that are computed with the paper's enlargement of first-level prefixes."""
+    """Return the computed tokens if first-level prefixes are enlarged by the paper's Algorithm 1."""
 
     def node(members: list[int], start: int) -> Any:
-        """(tokens of its run, leaves, requests that end with it, children)"""
+        """Return (tokens of the node's run, leaves, requests that end here, children)."""
         end = start
         while all(len(requests[each]) > end for each in members) and (
             len({requests[each][end] for each in members}) == 1
@@ -141,7 +141,7 @@ def by_algorithm_1(requests: Requests) -> int:
 
 
 def drawn(seed: int) -> list[array[int]]:
-    """Up to nine prompts over two words, of runs of one to six tokens."""
+    """Return up to nine prompts over two words, made of runs of one to six tokens."""
     choose = random.Random(seed)
     runs = [[choose.randrange(2)] * choose.randint(1, 6) for _ in range(4)]
     prompts = []
@@ -204,7 +204,7 @@ def test_edges(texts: Sequence[str], groups: list[PrefixGroup]) -> None:
 
 
 def test_tokens_are_compared_as_numbers() -> None:
-    """256 and 1 share no byte order."""
+    """As bytes, 256 and 1 would be in another order."""
     requests = [array("I", each) for each in ([256, 1], [256, 2], [1, 256], [1, 255])]
     groups = prefix_groups(requests)
     assert sorted(group.members for group in groups) == [(0, 1), (2, 3)]
@@ -219,7 +219,7 @@ def test_prompts_that_are_prefixes_of_one_another_take_no_recursion() -> None:
 
 
 def papers_shape(num: int, seed: int) -> list[array[int]]:
-    """Seven requests share 1,100 tokens each, of which 100 are everybody's, and have 400 of their own."""
+    """Return prompts in groups of seven with 1,100 shared tokens, 100 shared by all, and 400 of their own."""
     choose = random.Random(seed)
 
     def words(count: int) -> array[int]:
@@ -236,11 +236,11 @@ def papers_shape(num: int, seed: int) -> list[array[int]]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_papers_workload_is_shared_as_far_as_it_says(seed: int) -> None:
-    """54.9 % of the tokens, where a cache of what was used last saves 44.2 %."""
+    """The groups save 54.9 % of the tokens. An LRU cache would save 44.2 %."""
     requests = papers_shape(3000, seed)
     groups = prefix_groups(requests)
     check(groups, requests)
     assert saving(groups, requests) >= 0.54
     assert saving_of_tree(requests) - saving(groups, requests) <= 0.07
-    assert saving_of_lru(requests, 100 * 1500, 16) < 0.3  # they come in no order
+    assert saving_of_lru(requests, 100 * 1500, 16) < 0.3  # the requests come in random order
     assert saving_of_lru(requests, 10**9, 16) == pytest.approx(saving_of_tree(requests), abs=0.02)

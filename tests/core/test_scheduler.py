@@ -1,4 +1,4 @@
-"""What runs next: one turn, and one token budget that all turns share."""
+"""What runs next: a single turn, and a token budget that all turns share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_last_sampled_token_is_fed_with_the_next_turn_and_counts_as_new() ->
 
 
 def test_a_turn_that_reaches_length_max_ends() -> None:
-    """A lone turn may fill the device but for one page, and ends with LENGTH at the limit."""
+    """A single turn may fill all but one page of the device. At the limit it ends with LENGTH."""
     stage = Stage(6, 0)
     turn = stage.say("a", 1, 1000)
     assert len(turn.tokens) == stage.cache.config.device_tokens_max == 20
@@ -123,7 +123,7 @@ def test_who_fits_passes_the_head_of_the_queue_that_does_not() -> None:
 
 
 def test_tokens_are_packed_into_four_bytes() -> None:
-    """The pipe, the executor and the journal rely on it."""
+    """The pipe, the executor and the journal rely on this size."""
     assert array("I").itemsize == array("i").itemsize == 4
 
 

@@ -1,4 +1,4 @@
-"""Every interleaving of a few deeds, iterations and finishing copies, in worlds of a few pages."""
+"""Run every interleaving of a few client actions, iterations and finishing copies, with a few pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned of iterations with and without streamed turns."""
+"""What the cost model learns from iterations with and without streamed turns."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_before_anything_is_measured_it_is_what_was_configured() -> None:
     "seconds_of",
     [
         lambda load: 3 * COST.pass_seconds(load.num_turns, 0, load.num_positions),
-        lambda load: 0.02 + 0.003 * load.num_turns,  # rows are dear
-        lambda load: 0.02 + 0.01 * (load.num_pages > 0),  # streaming at all is dear
-        lambda load: 0.02 + 0.0005 * load.num_pages,  # each page is
-        lambda load: 0.02,  # copies hide behind computing
+        lambda load: 0.02 + 0.003 * load.num_turns,  # rows are expensive
+        lambda load: 0.02 + 0.01 * (load.num_pages > 0),  # streaming at all is expensive
+        lambda load: 0.02 + 0.0005 * load.num_pages,  # each page is expensive
+        lambda load: 0.02,  # copies take no longer than the compute
     ],
     ids=["slower", "rows", "any", "pages", "hidden"],
 )
@@ -66,7 +66,7 @@ def test_old_iterations_fade() -> None:
 
 
 def test_no_term_is_negative() -> None:
-    """More pages in a faster iteration: the machine was busy before."""
+    """An iteration with more pages is faster, because the machine was busy in the earlier one."""
     cost = StreamCost(CONFIG, 100)
     for pages in range(0, 90, 3):
         cost.took(StreamLoad(5, 1000, pages), 0.1 - 0.001 * pages)

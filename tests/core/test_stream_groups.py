@@ -1,4 +1,4 @@
-"""Packing streamed turns: against all ordered partitions of few turns, and the lower bound for many."""
+"""Pack streamed turns into groups. Compare with all partitions of few turns, and a bound for many."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from pensieve.core.stream_groups import Groups, StreamItem, cheapest_order, makespan, packed
 
-WORST, MEAN = 1.02, 1.001  # times the least makespan
-Case = tuple[list[StreamItem], int, float, float]  # the arguments of `packed`
+WORST, MEAN = 1.02, 1.001  # allowed makespan, as a multiple of the least makespan
+Case = tuple[list[StreamItem], int, float, float]  # arguments of `packed`
 
 
 def timeline(groups: Groups, items: Sequence[StreamItem], before: float, launch: float) -> float:
-    """The makespan once more, event by event as the two lanes and two arenas have it."""
-    loads: list[float] = []  # when each ended
+    """Compute the makespan again, event by event, with two lanes (copy, attention) and two arenas."""
+    loads: list[float] = []  # the end of each load
     attentions: list[float] = []
     for at, group in enumerate(groups):
         begin = max(loads[-1] if at else 0.0, attentions[at - 2] if at > 1 else 0.0)
@@ -55,7 +55,7 @@ def least_by_listing(
 
 
 def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: float) -> float:
-    """The same for more items: what remains to pass depends only on who is left and on the latest group."""
+    """Return the least makespan for more items. It depends on the items left and the latest group."""
     every = (1 << len(items)) - 1
 
     def total(subset: int, field: int) -> float:
@@ -72,7 +72,7 @@ def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: fl
                 yield group
             group = (group - 1) & left
 
-    remaining: list[dict[int, float]] = []  # from the begin of the latest group's attention
+    remaining: list[dict[int, float]] = []  # time left when the latest group's attention begins
     for left in range(every + 1):
         lengths = [
             (copies[group], remaining[left ^ group][group], group) for group in groups_of(left)
@@ -100,7 +100,7 @@ def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: fl
 def lower_bound(
     items: Sequence[StreamItem], pages_max: int, before: float = 0.0, launch: float = 0.0
 ) -> float:
-    """No groups in any order have a makespan below this."""
+    """Return a time that no makespan of any groups in any order is below."""
     if not items:
         return before
     pages, copies, attentions = zip(*items, strict=True)
@@ -108,10 +108,10 @@ def lower_bound(
     copying, attention = sum(copies), sum(attentions)
     shortest = min(attentions)
     compute = max(before, min(copies)) + attention + num_groups_min * launch
-    # Of each item, its copy ends before the longest one's does, or its attention begins behind it.
+    # Each item's copy ends before the longest item's copy, or its attention begins after the longest one.
     both = sum(map(min, copies, attentions)) + max(map(max, copies, attentions)) + launch
     bounds = [compute, both]
-    # Beside one attention lies one load at most, so the rest of a long attention has none beside it.
+    # At most one load runs beside an attention. The rest of a longer attention has no load beside it.
     densest = sorted(
         zip(copies, pages, strict=True),
         key=lambda pair: pair[0] / (pair[1] or 1),
@@ -123,7 +123,7 @@ def lower_bound(
     least = min(shortest, one)
     bounds.append(copying + bare + least + launch + max(0.0, before - 2 * one + least))
     if num_groups_min > 2:
-        # Two loads lie before the first attention's end; all others behind it, and one attention then.
+        # Two loads end before the first attention ends. All others come later, before one last attention.
         gains = sorted(
             [(c - a, p) for p, c, a in items if c > a],
             key=lambda pair: pair[0] / (pair[1] or 1),
@@ -135,7 +135,7 @@ def lower_bound(
 
 
 def _divided(densest: list[tuple[float, int]], room: int) -> float:
-    """The most seconds that fit into so many pages, were items divisible."""
+    """Return the most seconds that fit into `room` pages if items could be split."""
     seconds = 0.0
     for value, pages in densest:
         if pages >= room:
@@ -146,7 +146,7 @@ def _divided(densest: list[tuple[float, int]], room: int) -> float:
 
 
 def random_case(rng: random.Random, num: int) -> Case:
-    """Decodes (attention in proportion to copying), prefills (much more of it), and anything."""
+    """Return decodes (attention is a fixed part of the copy time), prefills (much more), or random items."""
     shape = rng.choice(
         ["decodes", "prefills", "mixed", "mixed", "anything", "equal", "two lengths", "a few long"]
     )
@@ -245,7 +245,7 @@ def test_a_layer_among_many_takes_no_longer_and_hardly_less_than_its_makespan() 
         copies = [sum(items[i].copy_seconds for i in group) for group in groups]
         attentions = [sum(items[i].attention_seconds for i in group) + launch for group in groups]
         layers = 40
-        loaded, attended = [0.0, 0.0], [0.0, 0.0]  # the latest two ends, of whatever layer
+        loaded, attended = [0.0, 0.0], [0.0, 0.0]  # the ends of the latest two, in any layer
         for _ in range(layers):
             for at, (copy, attention) in enumerate(zip(copies, attentions, strict=True)):
                 loaded = [loaded[1], max(loaded[1], attended[0]) + copy]
@@ -283,7 +283,7 @@ def test_the_path_has_the_least_sum_of_all_orders() -> None:
 def many(
     rng: random.Random, num: int, ratio: float, prefills: float, arenas: int, before: float
 ) -> Case:
-    """Turns whose pages fill so many arenas; `ratio` is a decode's attention in parts of its copying."""
+    """Return turns that fill `arenas` arenas. `ratio`: attention time divided by copy time of a decode."""
     pages_of = [max(1, min(256, int(rng.lognormvariate(3.2, 0.8)))) for _ in range(num)]
     items = []
     for pages in pages_of:
@@ -299,10 +299,10 @@ def many(
 @pytest.mark.parametrize(
     ("ratio", "limit"),
     [
-        (0.02, 1.05),  # a GPU: its memory is that much faster than the bus
+        (0.02, 1.05),  # a GPU: its memory is 50 times faster than the bus
         (0.1, 1.05),
         (4.0, 1.05),  # attention on slow cores
-        # Both lanes as long: every unevenness of a turn counts, and the bound sees none of it.
+        # Both lanes take about as long. Uneven turns then cost time that the lower bound ignores.
         (0.5, 1.2),
         (1.0, 1.12),
     ],
@@ -323,7 +323,7 @@ def test_many_turns_end_near_the_lower_bound(num: int, ratio: float, limit: floa
 
 
 def test_a_long_copy_lies_beside_a_long_attention() -> None:
-    """A prefill that attends 8 s is in front of those whose copies take 8 s; the arena has room for all."""
+    """The turn with the long attention goes first, so that the long copy runs beside that attention."""
     items = [StreamItem(8, 8.0, 1.0), StreamItem(1, 1.0, 8.0)]
     assert packed(items, 100) == [[1], [0]]
     assert makespan([[1], [0]], items) == 1 + 8 + 1

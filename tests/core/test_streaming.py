@@ -1,4 +1,4 @@
-"""Turns whose KV stays on the host while they run: who they are, what they hold, and when they return."""
+"""Turns whose KV stays on the host while they run: which turns, what they hold, when they return."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.core.world import Stage
 
 
 def stage(device_pages: int = 10, host_pages: int = 60, **shape: Any) -> Stage:
-    """Chunks of 4 tokens; a turn of 24 tokens and what it says fills most of the device."""
+    """Return a stage with chunks of 4 tokens. A turn of 24 tokens and its reply fill most of the device."""
     settings = {"staging_pages": 16, "reserve": 0.0, "batch_tokens_max": 64, **shape}
     return Stage(device_pages, settings.pop("host_pages", host_pages), **settings)
 
 
 def two(world: Stage, said_by_a: int = 10, said_by_b: int = 10) -> tuple[Turn, Turn]:
-    """Turns that do not fit the device together."""
+    """Ask two turns that do not fit on the device together."""
     return world.ask("a", 24, said_by_a), world.ask("b", 20, said_by_b)
 
 
 def streamed(iteration: Iteration) -> list[int]:
-    """Turn ids, group by group."""
+    """Return the ids of the streamed turns, group by group."""
     return [
         piece.turn_id
         for group in iteration.groups
@@ -70,7 +70,7 @@ def test_a_group_names_each_page_once_and_what_is_written() -> None:
     world = stage()
     _, b = two(world)
     [group] = world.next().groups
-    assert group.loaded_slots.tolist() == [0] * 5  # of its prompt
+    assert group.loaded_slots.tolist() == [0] * 5  # the pages of its prompt
     assert group.stored_slots.tolist() == [4] * 5
     iteration = world.next()
     [group] = iteration.groups
@@ -131,7 +131,7 @@ def test_who_comes_and_leaves_does_not_have_all_packed_anew(
     monkeypatch.setattr(
         stream_groups, "packed", lambda *given: packings.append(1) or packed(*given)
     )
-    monkeypatch.setattr(stream_groups, "CHANGED_SHARE", 100.0)  # a few turns change by halves soon
+    monkeypatch.setattr(stream_groups, "CHANGED_SHARE", 100.0)  # few turns quickly change by half
     world = stage(host_pages=400, staging_pages=12)
     world.ask("big", 30, 60)
     turns = [world.ask(f"c{number}", 9 + number % 3, 4 + 3 * number) for number in range(14)]
@@ -197,7 +197,7 @@ def test_a_chunk_that_a_resident_turn_uses_is_in_both_tiers() -> None:
 
 
 def fill_a_shared_chunk_while_another_wants_it() -> bool:
-    """b begins with two chunks of a, whose host copies are damaged; a streams and computes them again."""
+    """b begins with two chunks of a, whose host copies are damaged. a streams and recomputes them."""
     world = stage(batch_tokens_max=4)
     world.say("a", 27, 1)
     world.cache.move_to_host("a", world.now)
@@ -296,7 +296,7 @@ def test_the_last_partly_used_chunk_is_computed_again() -> None:
     assert b.usage.host_tokens == 8
     assert (
         b.usage.recomputed_tokens == 2
-    )  # of the third chunk, whose last token comes with the turn
+    )  # the slots of the third chunk; its last token comes with the turn
     world.run_until_idle()
 
 
@@ -336,7 +336,7 @@ def test_a_streamed_turn_returns_although_a_batch_turn_was_suspended() -> None:
 
 
 def test_nobody_gives_way_where_a_streamed_turn_leaves_no_place() -> None:
-    """The objective does not allow it beside the streamed one, whatever pages there are."""
+    """The objective does not allow the new turn beside the streamed turn, even with enough pages."""
     world = stage(
         device_pages=20,
         host_pages=200,
@@ -377,7 +377,7 @@ def test_background_turns_stream_while_nobody_waits_for_a_reply() -> None:
     assert a.usage.output_tokens == b.usage.output_tokens == 10
 
 
-# -- whether it pays --
+# -- whether streaming pays --
 
 
 def streaming_of(world: Stage) -> Streaming:
@@ -386,7 +386,7 @@ def streaming_of(world: Stage) -> Streaming:
 
 
 def automatic(**seconds: float) -> Stage:
-    """A world with iterations of ten milliseconds, in which `auto` expects what is given."""
+    """Return a stage with iterations of 10 ms, in which `auto` expects the given times."""
     cost = IterationCost(1e-4, 1e-2, 0.0, 1e-6, 0.0)
     config = SchedulerConfig(cost=cost, **{"group_seconds": 1e-4, **seconds})  # type: ignore[arg-type]
     world = stage(stream="auto")
@@ -395,7 +395,7 @@ def automatic(**seconds: float) -> Stage:
 
 
 def freeze(world: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is learned."""
+    """Prevent the cost model from learning."""
     monkeypatch.setattr(streaming_of(world).cost, "took", lambda *a: None)
 
 
@@ -413,7 +413,7 @@ def test_it_streams_while_more_tokens_a_second_are_expected(
 
 
 def test_what_the_first_costs_is_shared_by_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group takes 15 ms: one turn does not pay for it, three do."""
+    """A group costs 15 ms, which is too much for one turn but not for three."""
     for num_waiting, pays in ((1, False), (3, True)):
         world = automatic(copy_seconds=1e-5, group_seconds=15e-3)
         freeze(world, monkeypatch)
@@ -456,7 +456,7 @@ def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later(
     assert b.usage.suspensions == 1
     assert streaming._paused == PAUSE_MIN
     assert streaming._pause == 2 * PAUSE_MIN
-    assert streaming._num_streamed == 0  # of the next attempt
+    assert streaming._num_streamed == 0  # starts at zero for the next attempt
     world.run_until_idle()
     assert 0 < streaming._paused < PAUSE_MIN
 
@@ -470,7 +470,7 @@ def test_who_outgrows_the_objective_stops_one_after_the_other(
     turns = [world.ask(name, 20, 8) for name in "bc"]
     while not all(turn.streamed for turn in turns):
         world.next()
-    streaming_of(world)._tbt = 0.0108  # which the copies of two contexts exceed
+    streaming_of(world)._tbt = 0.0108  # the copies of two contexts take longer
     world.next()
     assert [turn.streamed for turn in turns] == [True, False]
     world.run_until_idle()

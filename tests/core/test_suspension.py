@@ -1,4 +1,4 @@
-"""A turn that must give up its pages resumes first and replies the same."""
+"""A turn that must give up its pages resumes first, and its reply is the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.core.world import Stage
 
 
 def crowded(host_pages: int) -> tuple[Stage, Turn, Turn, Turn]:
-    """6 pages for two turns that want 5 each, and a third that waits for 4."""
+    """Return a stage of 6 pages, two turns that need 5 pages each, and a waiting one that needs 4."""
     stage = Stage(6, host_pages, prompt_max=1)
     a, b = stage.ask("a", 4, 15), stage.ask("b", 4, 15)
     stage.next()
@@ -61,8 +61,8 @@ def test_a_suspended_turn_that_is_cancelled_leaves_its_first_tokens() -> None:
 
 def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> None:
     stage = Stage(6, 20)
-    stage.say("old", 8)  # dirty, so it is copied out when it is needed
+    stage.say("old", 8)  # dirty: it must be copied to the host when its pages are needed
     a = stage.ask("a", 4, 16)
     stage.run_until_idle()
     assert a.usage.suspensions == 0
-    assert stage.where("old") in ("hc", "ch")  # whichever copy finished first
+    assert stage.where("old") in ("hc", "ch")  # depends on which copy finished first

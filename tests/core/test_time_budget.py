@@ -1,4 +1,4 @@
-"""Prompts beside turns that generate: how much of them an iteration takes."""
+"""How many prompt tokens an iteration takes while other turns generate."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TIMES: dict[str, Any] = {"token_seconds": 0.001, "prompt_seconds_max": 0.05}
 
 def stage(**changes: Any) -> Stage:
     made = Stage(400, 0, **{"batch_tokens_max": 256, **TIMES, **changes})
-    made.say("replies", 4, 3)  # what an iteration takes without prompts,
-    made.say("reads", 100)  # and with one
+    made.say("replies", 4, 3)  # to measure iterations without a prompt
+    made.say("reads", 100)  # and with a prompt
     return made
 
 
 def pieces(stage: Stage, name: str) -> list[int]:
-    """The lengths of the prompt's pieces, as the next iterations take them."""
+    """Return the lengths of the prompt's pieces in the next iterations."""
     lengths: list[int] = []
     while name in stage.turns and not len(stage.turns[name].tokens) > stage.turns[name].prompt_end:
         stage.next()
@@ -41,7 +41,7 @@ def test_beside_a_turn_that_generates_prompts_add_no_more_than_the_limit() -> No
     world.ask("reader", 300, 4)
     took = pieces(world, "reader")
     assert sum(took) == 300
-    assert took[:-1] == [48] * (len(took) - 1)  # of 16 tokens each; 50 of them would be 50 ms
+    assert took[:-1] == [48] * (len(took) - 1)  # a multiple of 16 within the limit of 50 tokens
 
 
 def test_two_prompts_share_what_is_allowed() -> None:
@@ -56,7 +56,7 @@ def test_two_prompts_share_what_is_allowed() -> None:
 
 
 def test_where_seconds_of_prompts_wait_they_get_up_to_twice_as_much() -> None:
-    """Five seconds of them at first, begun or not."""
+    """At first, five seconds of prompts wait or run."""
     world = stage()
     writer = world.ask("writer", 4, 300)
     world.next()
@@ -69,7 +69,8 @@ def test_where_seconds_of_prompts_wait_they_get_up_to_twice_as_much() -> None:
         took.append(sum(stop - at for who, at, stop in world.slices() if who != "writer"))
         missing.append(missing[-1] - took[-1])
     assert writer.finish is None
-    most = [each for each in took if each and each % 16 == 0]  # no ends of prompts, no measurements
+    # Leave out ends of prompts and measurements.
+    most = [each for each in took if each and each % 16 == 0]
     assert most[0] == 96
     assert most[-1] == 48
     assert most == sorted(most, reverse=True)
@@ -92,7 +93,7 @@ def test_without_a_limit_a_prompt_has_what_the_decodes_leave() -> None:
 def test_one_late_iteration_changes_nothing() -> None:
     world = stage()
     world.ask("writer", 4, 200)
-    for number in range(6):  # several measurements
+    for number in range(6):  # to have several measurements
         world.ask(f"reader {number}", 60, 1)
         pieces(world, f"reader {number}")
     world.ask("reader", 300, 4)
@@ -101,7 +102,7 @@ def test_one_late_iteration_changes_nothing() -> None:
     planned = world.scheduler.plan(world.now)
     assert planned is not None
     world.executor.launch(planned)
-    world.wait(30.0)  # the machine was elsewhere
+    world.wait(30.0)  # simulates a machine that was busy with something else
     world.scheduler.commit(planned, world.executor.collect(), world.now)
     world.next()
     after = world.slices()[-1]
@@ -136,7 +137,7 @@ def test_a_limit_that_is_no_time_is_refused(wrong: float) -> None:
 
 
 def busy(decode_seconds: float) -> tuple[Stage, list[int]]:
-    """Somebody generates and prompts never end; the lengths of their pieces so far."""
+    """Return a stage on which a turn generates, and an empty list for the lengths of pieces."""
     world = stage()
     world.ask("writer", 4, 390)
     world.next()
@@ -158,7 +159,7 @@ def prompts(world: Stage, lengths: list[int], iterations: int, name: str) -> Non
 
 
 def test_prompts_that_never_end_are_not_charged_with_what_others_take() -> None:
-    """Contexts grow, and no iteration happens to be without a prompt."""
+    """Iterations become slower while every iteration has a prompt."""
     world, lengths = busy(0.01)
     prompts(world, lengths, 20, "before")
     slower(world, 0.2)
@@ -166,14 +167,14 @@ def test_prompts_that_never_end_are_not_charged_with_what_others_take() -> None:
     assert lengths[9] == 48, lengths
     whole = [
         each for each in lengths[-20:] if 48 <= each <= 96
-    ]  # two seconds of them wait, or more
-    assert len(whole) > 12  # the others are ends of prompts, and measurements
+    ]  # two or more seconds of prompts wait
+    assert len(whole) > 12  # the other pieces are ends of prompts, or measurements
     assert lengths.count(0) < 12
     assert 48 in lengths[20 + PROBE_AFTER : 40 + PROBE_AFTER]
 
 
 def test_a_base_that_is_out_of_date_does_not_end_the_limit() -> None:
-    """Most turns have ended; what is left takes less than an iteration without prompts took then."""
+    """Most turns have ended, so iterations now take less time than the measured base."""
     world, lengths = busy(0.5)
     prompts(world, lengths, 20, "before")
     slower(world, 0.01)
@@ -195,7 +196,7 @@ def test_a_burst_that_comes_first_is_measured_against_an_iteration_without() -> 
 
 
 def paced(**changes: Any) -> Stage:
-    """Iterations of 10 ms and 1 ms a token are to take 80 ms at most; somebody generates."""
+    """Return a stage where a turn generates. Iterations take 10 ms, 1 ms a token, and 80 ms at most."""
     times = {"token_seconds": 0.001, "tbt_seconds": 0.08}
     made = Stage(4000, 0, **{"batch_tokens_max": 256, **times, **changes})
     made.ask("writer", 4, 900)
@@ -205,7 +206,7 @@ def paced(**changes: Any) -> Stage:
 
 
 def gaps(world: Stage, name: str) -> list[float]:
-    """The times of the iterations that a prompt has a piece of."""
+    """Return the times of the iterations that have a piece of this prompt."""
     found: list[float] = []
     while name in world.turns and len(world.turns[name].tokens) <= world.turns[name].prompt_end:
         iteration = world.next()
@@ -220,7 +221,7 @@ def test_an_iteration_is_filled_until_it_is_predicted_to_take_the_objective() ->
     took = pieces(world, "reader")
     assert (
         took == [64] * 10
-    )  # 10 ms, one for the token of the other and 64 of 16 in a piece; 80 would be 91
+    )  # 10 ms, 1 ms for the decode, and 64 ms; the next multiple of 16 would make it 91 ms
 
 
 def test_behind_a_long_context_pieces_are_shorter() -> None:
@@ -231,8 +232,8 @@ def test_behind_a_long_context_pieces_are_shorter() -> None:
     world = paced(key_seconds=0.0001)
     world.ask("reader", 480, 4)
     took = pieces(world, "reader")
-    assert took[0] == 48  # 11 ms and 5 of its own context
-    assert took[-2] == TOKENS_MIN  # reading the context takes the rest
+    assert took[0] == 48  # after 11 ms without the prompt and 5 ms for its own context
+    assert took[-2] == TOKENS_MIN  # reading the context takes the rest of the time
 
 
 @pytest.mark.parametrize("foreseen", [0.2, 5.0])
@@ -240,7 +241,7 @@ def test_a_wrong_prediction_is_corrected_by_what_was_measured(foreseen: float) -
     world = paced(foreseen=foreseen, key_seconds=0.00001)
     world.ask("reader", 1200, 4)
     times = gaps(world, "reader")
-    # The first one has been predicted by an iteration without prompts alone; 16 tokens are the step.
+    # The first prediction knows only iterations without prompts. Pieces grow in steps of 16 tokens.
     assert all(0.08 - 0.017 <= each <= 0.08 for each in times[1:-1]), times
 
 
@@ -255,7 +256,7 @@ def test_a_machine_that_becomes_slower_or_faster_is_noticed_in_a_few_iterations(
 
 
 def test_a_machine_that_becomes_slower_is_believed_after_two_iterations() -> None:
-    """What is predicted of each piece before that is what the machine was before."""
+    """Until then, predictions still describe the faster machine."""
     world = paced()
     world.ask("reader", 640, 4)
     pieces(world, "reader")
@@ -277,21 +278,21 @@ def test_what_is_done_between_iterations_counts_because_whoever_generates_waits_
 
 
 def test_where_few_tokens_cost_nothing_pieces_double_until_they_take_time() -> None:
-    """The weights are read in the time of 40 tokens; nothing is learned of more from fewer than that."""
+    """Up to 40 tokens take no extra time (reading the weights). So short pieces teach nothing about more."""
     world = paced()
 
     def seconds_of(iteration: Iteration) -> float:
         return 0.01 + max(0.04, 0.001 * iteration.num_tokens)
 
     world.seconds_of = seconds_of  # type: ignore[method-assign]
-    for number in range(8):  # short messages, which are free
+    for number in range(8):  # short messages cost no extra time
         world.ask(f"short {number}", 16, 1)
         pieces(world, f"short {number}")
     world.ask("reader", 1600, 4)
     took = pieces(world, "reader")
     assert took[0] <= 32, took
     assert all(after <= 2 * before for before, after in pairwise(took)), took
-    assert set(took[17:-1]) == {64}, took  # 75 ms, and 80 more would be 91
+    assert set(took[17:-1]) == {64}, took  # 75 ms; 80 tokens would make it 91 ms
     assert max(took) == 64
 
 
@@ -328,7 +329,7 @@ def test_the_first_prompt_advances_even_where_generating_takes_longer_than_the_o
 
 
 def test_a_batch_is_as_large_as_the_objective_allows() -> None:
-    """Iterations of 10 ms and 1 ms a token: 16 turns in 26 ms, the 17th waits, and each ends."""
+    """Iterations take 10 ms, and 1 ms a token. 16 turns take 26 ms, so the 17th waits. All turns end."""
     stage = Stage(
         400,
         0,

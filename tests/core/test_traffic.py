@@ -1,8 +1,8 @@
 """Random traffic over the ledger: every reply is right, every invariant holds, everything ends.
 
-The ledger verifies what each slice attends to, `_take` holds every reply against what a conversation
-with no cache would have said, and `check()` recomputes the bookkeeping: after every commit for one
-seed in four, after every fifth commit for the others.
+The ledger verifies the positions that each slice attends to. `_take` compares every reply with the reply
+that the conversation would get without a cache. `check()` recomputes the bookkeeping: after every commit for
+one seed in four, after every fifth commit for the others.
 """
 
 from __future__ import annotations
@@ -140,11 +140,11 @@ SHAPES = {
     ),
     "copies one by one, no reserve": Shape(swap_outs_max=1, reserve=0.0, swap_out_below=0.5),
 }
-SEEDS = 56 * SCALE  # of each shape
+SEEDS = 56 * SCALE  # for each shape
 
 
 def must_happen(shape: Shape) -> set[str]:
-    """The counters that may not stay at zero in `SEEDS` worlds of this shape."""
+    """Return the counters that must be above zero after `SEEDS` worlds of this shape."""
     names = {"dropped", "recomputed_tokens"}
     if shape.chunk_tokens > 1:
         names |= {"copied_on_write"}
@@ -170,7 +170,7 @@ def must_happen(shape: Shape) -> set[str]:
 
 
 def traffic(name: str, seeds: range) -> Counter[str]:
-    """What happened in these worlds, summed; a note on the error names the world that failed."""
+    """Run these worlds and return the sum of their counters. A note on an error names its world."""
     shape, total = SHAPES[name], Counter[str]()
     within = IterationBuilder._within
 
@@ -187,7 +187,7 @@ def traffic(name: str, seeds: range) -> Counter[str]:
 
 
 def sum_up(shape: Shape, name: str, seeds: range, total: Counter[str]) -> int:
-    """Adds what happened; the most ranges that a turn had to repair at once."""
+    """Add the counters to `total`. Return the most ranges that a turn had to repair at once."""
     most_ranges = 0
     for seed in seeds:
         try:
@@ -259,7 +259,7 @@ def test_every_reply_is_right_whatever_happens(name: str) -> None:
 
 
 def test_planning_ahead_says_the_same() -> None:
-    """A conversation's replies do not depend on when its iterations were planned."""
+    """The replies do not depend on when iterations are planned."""
     for seed in range(20):
         logs = []
         for overlap in (False, True):

@@ -1,4 +1,4 @@
-"""What a turn leaves behind when it is cancelled or its conversation is deleted."""
+"""What remains of a turn that is cancelled, or whose conversation is deleted."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_conversation_is_deleted_although_its_turn_is_in_flight() -> None:
 
 
 def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log() -> None:
-    """The store could not keep the first turn; the second's prompt joins the log uncomputed."""
+    """The store could not keep the first turn. The second turn's prompt is stored without any KV."""
     stage = Stage(12, 10)
     stage.say("a", 6)
     stage.logs["a"], stage.commits["a"] = [], [0]

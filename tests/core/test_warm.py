@@ -1,4 +1,4 @@
-"""A warm brings KV to the device ahead of a turn, with pages that nobody else needs."""
+"""A warm request brings KV to the device before a turn, in pages that no turn needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_warm_uses_only_pages_above_the_mark_and_ends_when_there_are_none() ->
     assert stage.cache.available == 4
     warm = stage.warm(
         "a"
-    )  # b's next token takes a page; a third for a would leave 2, the mark is 3
+    )  # b's next token takes a page; a third page for a would leave 2, which is the minimum
     stage.next()
     assert warm.finish is FinishReason.WARMED
     assert stage.where("a") == "dd"
@@ -38,14 +38,14 @@ def test_a_warm_uses_only_pages_above_the_mark_and_ends_when_there_are_none() ->
 
 
 def test_a_warm_that_had_nothing_to_compute_is_forgotten() -> None:
-    """It starts and ends in one iteration."""
+    """Such a warm starts and ends in one iteration."""
     stage = Stage(12, 20)
     stage.say("a", 8)
     stage.cache.evict("a", stage.now)
     for _ in range(3):
         stage.warm("a")
         stage.run_until_idle()
-        stage.warm("a")  # all of it is on the device already
+        stage.warm("a")  # all its KV is on the device already
         stage.run_until_idle()
     turn = stage.ask("b", 2, 3)
     stage.next()
@@ -56,7 +56,7 @@ def test_a_warm_is_the_first_to_give_way() -> None:
     stage = Stage(16, 0, batch_tokens_max=2, swap_out_below=0.1)
     stage.say("w", 20, 1)
     stage.cache.evict("w", stage.now)
-    warm = stage.warm("w")  # 6 pages, filled 2 tokens at a time
+    warm = stage.warm("w")  # needs 6 pages, which are filled 2 tokens at a time
     stage.next()
     assert warm.state is TurnState.RUNNING
     running = stage.ask("a", 1, 50)

@@ -1,6 +1,6 @@
-"""A small world of conversations around the real scheduler and cache, driven by a seed.
+"""A simulated set of conversations around the real scheduler and cache, driven by a seed.
 
-`Stage` is the same world directed by hand, for tests that are sentences.
+`Stage` is the same simulation, driven by explicit calls of a test.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COST = CostProfile.analytic(
 )
 
 
-# What clients do, and how often.
+# Client actions and their weights.
 ORDINARY = {
     "turn": 45,
     "cancel": 5,
@@ -61,36 +61,36 @@ class Shape:
     policy: str = "value"
     late: float = 0.5
     failing: float = 0.0
-    damaging: float = 0.0  # how likely a host page is found to have changed
-    spoiling: float = 0.0  # how likely a turn that samples finds wrong KV in its own context
-    overlap: bool = False  # plan the next iteration while one is uncommitted
+    damaging: float = 0.0  # probability that a host page turns out damaged
+    spoiling: float = 0.0  # probability that a sampling turn finds wrong KV in its own context
+    overlap: bool = False  # plan the next iteration before the last one is committed
     conversations: int = 6
     prompt_max: int = 14
     reply_max: int = 12
-    stops: bool = True  # False: a reply is as long as it may be
+    stops: bool = True  # False: each reply has its maximum length
     reserve: float = 0.10
     swap_out_below: float = 0.25
     swap_outs_max: int = 64
-    copy_share: float = 0.0  # seconds of a chunk's copy between the tiers, of those to compute it
-    iteration_seconds: float = 0.01  # of an iteration
-    token_seconds: float = 0.0  # that each token adds to it
+    copy_share: float = 0.0  # time to copy a chunk between tiers, divided by the time to compute it
+    iteration_seconds: float = 0.01  # fixed time of an iteration
+    token_seconds: float = 0.0  # time that each token adds
     prompt_seconds_max: float = 0.0
     tbt_seconds: float = 0.0
     time_share: int = 0
-    key_seconds: float = 0.0  # that each position adds that a slice reads
-    foreseen: float = 1.0  # what is predicted of an iteration's time
-    background: float = 0.0  # how likely a turn is one of a batch job
-    staging_pages: int = 0  # of an arena, for streamed turns
+    key_seconds: float = 0.0  # time that each position adds that a slice reads
+    foreseen: float = 1.0  # predicted time of an iteration, divided by the real time
+    background: float = 0.0  # probability that a turn belongs to a batch job
+    staging_pages: int = 0  # pages of each arena, for streamed turns
     stream: str = "on"
-    scope: str = ""  # what all names begin with
+    scope: str = ""  # prefix of all names
     restless: bool = False  # many forks, cancels, deletions and evictions
     twins: float = (
-        0.0  # how likely a conversation that left for the host is asked together with a fork
+        0.0  # probability that a conversation on the host and a fork of it get a turn together
     )
-    adopting: float = 0.0  # how likely KV of a conversation without any comes from another engine
+    adopting: float = 0.0  # probability that KV from another engine arrives
 
 
-# Forks of what the host has lost a part of begin together, and neither fits the device.
+# A conversation and its fork begin turns together. Parts of their host KV are lost; the device is too small.
 TWINS = Shape(
     twins=0.5,
     damaging=0.5,
@@ -103,7 +103,7 @@ TWINS = Shape(
     prompt_max=9,
     reply_max=24,
 )
-# Turns repair holes that forks share, stream or are suspended, and fail while a copy of that is on its way.
+# Turns repair holes that forks share, are streamed or suspended, and fail while a repair is being copied.
 SPOILED = Shape(
     spoiling=0.02,
     damaging=0.3,
@@ -123,7 +123,7 @@ SPOILED = Shape(
 
 
 class World:
-    """Conversations whose logs are known, so every reply can be held against `reply_to`."""
+    """Conversations with known logs, so that every reply can be compared with `reply_to`."""
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self.random = random.Random(seed)
@@ -173,25 +173,25 @@ class World:
         )
         self.logs: dict[str, list[int]] = {}
         self.commits: dict[str, list[int]] = {}  # lengths of the log after each turn
-        self.turns: dict[str, Turn] = {}  # running, by conversation
-        self.names: dict[int, str] = {}  # of the conversation, by turn_id
+        self.turns: dict[str, Turn] = {}  # conversation -> running turn
+        self.names: dict[int, str] = {}  # turn_id -> conversation
         self.launched: list[Iteration] = []
-        self.latest: Iteration | None = None  # what the last step planned
+        self.latest: Iteration | None = None  # planned in the last step
         self.num_replies = 0
         self.adoptions = random.Random(seed)
         self.spoils = random.Random(seed)
-        self.moved: set[str] = set()  # to the host, for twins
-        self.failed: list[str] = []  # whose clients are going to ask again, where KV can be wrong
+        self.moved: set[str] = set()  # conversations moved to the host, for twins
+        self.failed: list[str] = []  # conversations with failed turns, to be asked again
         self.arriving: dict[
             str, int
-        ] = {}  # chunks that have not come yet, of names that nobody used since
+        ] = {}  # conversation -> number of chunks that have not arrived from another engine
         self._num_turns = 0
         self._num_conversations = 0
 
     # -- what clients do --
 
     def act(self) -> None:
-        """One thing that a client does, and some time that passes."""
+        """Do one random client action, and let some time pass."""
         deeds = RESTLESS if self.shape.restless else ORDINARY
         deed = self.random.choices(list(deeds), list(deeds.values()))[0]
         idle = [name for name in self.logs if name not in self.turns]
@@ -208,7 +208,7 @@ class World:
             self.cancel(self.random.choice(list(self.turns)))
         elif deed == "fork" and self.logs and not full:
             name = self.random.choice(list(self.logs))
-            # What it shared by then would not be discarded, were its turn to fail over wrong KV.
+            # Chunks that the fork shares would not be discarded if the turn failed over wrong KV.
             if not (
                 self.shape.spoiling and name in self.turns and self.turns[name].num_uncommitted
             ):
@@ -253,7 +253,7 @@ class World:
                 return
             prompt = []
         if len(log) + len(prompt) >= longest:
-            return  # the service refuses it: OUT_OF_RANGE
+            return  # the service would refuse this turn with OUT_OF_RANGE
         if reply_max is None:
             reply_max = self.random.randint(1, self.shape.reply_max)
         self._num_turns += 1
@@ -304,7 +304,7 @@ class World:
         return target
 
     def _ask_twins(self) -> None:
-        """Two who share all that they have, on the host since the last time, begin at the same moment."""
+        """Fork a conversation whose KV is on the host, and begin a turn of both at once."""
         resting = [name for name in self.logs if self.logs[name] and name not in self.turns]
         moved = [name for name in resting if name in self.moved]
         self.moved.clear()
@@ -333,12 +333,12 @@ class World:
     # -- what another engine does --
 
     def _adopt_something(self) -> None:
-        """A part of what another engine had of a conversation, from its end on; some of it never comes."""
+        """Let some KV of a conversation arrive from another engine, from the end on; some never arrives."""
         choose, size = self.adoptions, self.shape.chunk_tokens
         resting = [
             name for name, log in self.logs.items() if len(log) > 1 and name not in self.turns
         ]
-        if resting and choose.random() < 0.4:  # it was elsewhere, and comes back
+        if resting and choose.random() < 0.4:  # as if the conversation had been elsewhere since
             away = choose.choice(resting)
             self.arriving.pop(away, None)
             self.scheduler.delete(away, self.clock.now())
@@ -360,10 +360,10 @@ class World:
         self.adopt(name, first, slots)
 
     def adopt(self, name: str, first: int, slots: list[int]) -> list[Adopted]:
-        """Its KV in these chunks arrives."""
+        """Let the KV of these chunks arrive."""
         known = self.cache.conversations.get(name)
         if name in self.arriving and known is None:
-            del self.arriving[name]  # what had come was evicted
+            del self.arriving[name]  # the chunks that arrived earlier were evicted
             return []
         log = array("I", self.logs[name])
         adopted = Adoption(self.cache).adopt(name, log, first, slots, self.clock.now())
@@ -408,9 +408,9 @@ class World:
         return iteration is not None
 
     def _spoil_something(self, iteration: Iteration) -> None:
-        """A turn fails over a slot that its conversation alone holds, or in a hole that it has repaired.
+        """Make a turn fail over a wrong slot, in a chunk that it holds alone or that it has repaired.
 
-        A repaired hole that is being copied to the host is the likeliest: the copy must not outlive it.
+        Repaired chunks that are being copied to the host are the most likely: their copies must not be used.
         """
         if not self.shape.spoiling:
             return
@@ -437,7 +437,7 @@ class World:
         return shape.iteration_seconds + tokens + shape.key_seconds * num_keys
 
     def run_until_idle(self, checks_every: int = 1) -> None:
-        """Run until nothing is left to do; every turn ends."""
+        """Run until there is nothing left to do, and check that every turn has ended."""
         steps = 0
         while self.step(check=steps % checks_every == 0):
             steps += 1
@@ -479,9 +479,9 @@ class World:
 
 @dataclass(frozen=True)
 class Places:
-    """Who ran, who was suspended and who waited before something was planned."""
+    """The running, suspended and waiting turns before an iteration is planned."""
 
-    levels: dict[int, int]  # of those that ran, by turn_id
+    levels: dict[int, int]  # of the running turns, by turn_id
     suspended: list[Turn]
     queued: list[Turn]
     num_preemptions: int
@@ -495,13 +495,14 @@ class Places:
         return cls(levels, suspended, queued, num_preemptions, scheduler.preemption.claimant)
 
     def check_order(self, scheduler: Scheduler) -> None:
-        """First come first served in a line of a share; who was suspended comes back ahead of its level.
+        """Check the order of admission: first come first served in each line of a share.
 
-        Who gives way to another of its share was of a lower level, and rises.
+        A suspended turn resumes before other turns of its level. A turn that gives way to another turn of
+        its share was below that turn, and its level rises by one.
         """
         running, queued = scheduler.running, {turn.turn_id for turn in scheduler.queued}
         still_suspended = {turn.turn_id for turn in scheduler.suspended}
-        # One that is streamed takes no page that another waits for.
+        # A streamed turn takes no page that another turn waits for.
         came = [turn for turn in self.queued if turn.turn_id in running and not turn.streamed]
         for turn in came:
             for each in self.queued:
@@ -513,7 +514,7 @@ class Places:
             for each in self.suspended:
                 passed = each.turn_id in still_suspended and each.share == turn.share
                 if turn.is_background and each.arrival > turn.arrival:
-                    passed = False  # where there is little room, one that came earlier keeps it
+                    passed = False  # with little room, the turn that came earlier may keep it
                 if passed and turn is not self.claimant and not each.moved_back:
                     assert each.level < turn.level, f"{turn} passed {each}"
         for turn in scheduler.turns():
@@ -532,10 +533,10 @@ class Places:
 
 
 class Stage(World):
-    """A world whose replies have the length that the test says and whose copies finish when it says.
+    """A world in which the test decides the length of replies and when copies finish.
 
-    Chunks have 4 slots.  A copy that a slice waits for finishes, and so does one that is waited for
-    because there is nothing else to do; every other one finishes with `land`.
+    Chunks have 4 slots. A copy finishes when a slice waits for it, when there is nothing else to do, or when
+    the test calls `land`.
     """
 
     def __init__(self, device_pages: int, host_pages: int, seed: int = 0, **shape: Any) -> None:
@@ -554,7 +555,7 @@ class Stage(World):
         weight: float = 1.0,
         background: bool = False,
     ) -> Turn:
-        """A turn enters the queue."""
+        """Submit a turn and return it."""
         self.logs.setdefault(name, [])
         self.commits.setdefault(name, [0])
         prompt = prompt or [self.random.randrange(VOCAB) for _ in range(num_prompt)]
@@ -572,7 +573,7 @@ class Stage(World):
         return self.turns[name]
 
     def say(self, name: str, num_prompt: int, num_reply: int = 1) -> Turn:
-        """A whole turn; other movements go on meanwhile."""
+        """Run a whole turn. Copies continue meanwhile."""
         turn = self.ask(name, num_prompt, num_reply)
         self.until_ended(turn)
         return turn
@@ -611,7 +612,7 @@ class Stage(World):
         return self.clock.now()
 
     def slices(self) -> list[tuple[str, int, int]]:
-        """(conversation, start, stop) of what the last step planned."""
+        """Return (conversation, start, stop) of each slice in the last step."""
         assert self.latest is not None, "there was nothing to do"
         return [
             (self.names[piece.turn_id], piece.start, piece.stop) for piece in self.latest.slices
@@ -621,7 +622,7 @@ class Stage(World):
         return self.cache.conversations[name].chunks()
 
     def where(self, name: str) -> str:
-        """One letter per chunk: d(irty), c(lean), x (marked to drop), h(ost), - (a hole)."""
+        """Return one letter per chunk: d(irty), c(lean), x (marked to drop), h(ost), - (missing)."""
         conversation = self.cache.conversations.get(name)
         return "".join(letter_of(chunk) for chunk in conversation.chunks()) if conversation else ""
 
@@ -635,7 +636,7 @@ def letter_of(chunk: Chunk) -> str:
 
 
 def run(seed: int, shape: Shape, actions: int = 60, checks_every: int = 1) -> World:
-    """Random traffic until everything has ended; the invariants are checked after commits."""
+    """Run random traffic until everything has ended. Check the invariants after commits."""
     world = World(seed, shape)
     for step in range(actions):
         world.act()

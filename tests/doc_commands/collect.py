@@ -1,4 +1,4 @@
-"""The command lines that README, docs and help texts show, as a reader would copy them."""
+"""Collect the command lines in README, docs and help texts, as a reader would copy them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ REDIRECTIONS = (">>", ">", "<")
 
 
 class Shown(NamedTuple):
-    """A command line, without its comment, and where it stands."""
+    """A command line, without its comment, and the page where it is."""
 
     line: str
     place: str
 
 
 def shown() -> Iterator[Shown]:
-    """All of them; one that stands in several places comes as often."""
+    """Yield all command lines. A line that occurs several times is yielded several times."""
     for page in PAGES:
         yield from lines_of(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
     for module in help_texts():
@@ -48,7 +48,7 @@ def shown() -> Iterator[Shown]:
 
 
 def help_texts() -> Iterator[Path]:
-    """The modules whose docstring is the help of a script."""
+    """Yield the files whose module docstring is the help of a script."""
     for script in sorted((ROOT / "scripts").iterdir()):
         if script.is_file() and script.read_bytes().startswith(b"#!/usr/bin/env python"):
             yield script
@@ -58,8 +58,8 @@ def help_texts() -> Iterator[Path]:
 
 
 def lines_of(text: str, place: str) -> Iterator[Shown]:
-    """What is indented by four or stands in a fence of a shell, and begins with a program."""
-    is_shell: bool | None = None  # outside of a fence
+    """Yield lines that begin with a program: in shell code blocks, or indented by four spaces."""
+    is_shell: bool | None = None  # None: outside code blocks
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
             language = line.strip().removeprefix("```")
@@ -80,14 +80,14 @@ def without_comment(line: str) -> str:
 
 
 def python_blocks() -> Iterator[Shown]:
-    """The Python that pages show in fences."""
+    """Yield the Python code blocks of the pages."""
     for page in PAGES:
         for block in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
             yield Shown(block, str(page.relative_to(ROOT)))
 
 
 def inline() -> Iterator[Shown]:
-    """Commands in the middle of a sentence, most of them not whole."""
+    """Yield commands inside sentences. Most of them are incomplete."""
     for page in PAGES:
         for quoted in re.findall(r"`((?:pensieve|scripts/run) [^`\n]+)`", page.read_text("utf-8")):
             yield Shown(quoted, str(page.relative_to(ROOT)))
@@ -102,7 +102,7 @@ def commands(of: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 def parts(line: str) -> Iterator[list[str]]:
-    """The words of each program of a line, without what goes into files."""
+    """Yield the words of each program in a line, without redirections."""
     words: list[str] = []
     left_out = False
     for word in shlex.split(line):

@@ -1,7 +1,8 @@
-"""An environment that has what `scripts/run` installs and nothing else, inside of the one of development.
+"""An environment with only the packages that `scripts/run` installs, inside the development environment.
 
-Modules of other packages are not found there.  What an extra brings is found once PENSIEVE_ADD_EXTRA was
-called for it, as `scripts/run` has it installed when it is needed first; here that only takes a note.
+Modules of other packages cannot be imported there. The modules of an extra become importable after a call of
+PENSIEVE_ADD_EXTRA. `scripts/run` calls it to install an extra at its first use. Here the call only leaves a
+marker file.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ for extra; do : >"$PLAIN_ADDED$extra"; done
 
 
 def plain_environment(folder: Path) -> dict[str, str]:
-    """The variables of it; `folder` holds what it needs."""
+    """Return the environment's variables. `folder` gets the files that it needs."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(HIDING)
     (folder / "hidden.json").write_text(json.dumps(hidden()))
@@ -57,7 +58,7 @@ def plain_environment(folder: Path) -> dict[str, str]:
 
 
 def hidden() -> dict[str, list[str]]:
-    """Modules that are here and not there, with the extras that bring them."""
+    """Return the modules to hide, each with the extras that contain its package."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     base = needed(project["dependencies"]) | ALWAYS
@@ -75,7 +76,7 @@ def hidden() -> dict[str, list[str]]:
 
 
 def needed(requirements: list[str]) -> set[str]:
-    """The packages that these need, directly or not, as far as they are installed."""
+    """Return the installed packages that these requirements need, directly or indirectly."""
     found: set[str] = set()
     waiting = [Requirement(each) for each in requirements]
     while waiting:

@@ -1,4 +1,4 @@
-"""How each command line of the docs is run; those that are not run have the reason beside them."""
+"""How each command line of the docs is run. Lines that are not run have the reason next to them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ OF_ALL = "--config cluster.toml"
 REPLICAS = ("replica_a", "replica_b")
 SHAREGPT = "pensieve simulate --workload sharegpt"
 
-# In this order: a line may leave what a later one needs.
+# The order matters: a line may leave something that a later line needs.
 ROWS = (
-    # The daemon of the docs, and what is done beside it.
+    # The daemon of the docs, and commands for it.
     Row(DAEMONS["shared"], starts="shared"),
     Row("scripts/run chat", needs=("shared",), stdin=TALK),
     Row("pensieve chat --address 127.0.0.1:50051", needs=("shared",), stdin=TALK),
@@ -59,7 +59,7 @@ ROWS = (
     Row("pensieve conversations rm trip-42", needs=("shared",)),
     Row("pensieve admin check", needs=("shared",)),
     Row("pensieve admin drain", needs=("shared",)),
-    # A daemon with both ports, and what needs a daemon that was not told a model.
+    # A daemon with both ports, and lines that need a daemon with the default model.
     Row(DAEMONS["http"], starts="http"),
     Row(
         "curl -sN http://127.0.0.1:8000/pensieve.v1.ConversationService/SendMessage --json"
@@ -82,7 +82,7 @@ ROWS = (
         (r"3 of 3 lines answered",),
         alone=True,
     ),
-    # Several daemons as one.
+    # Several daemons as a fleet.
     Row(DAEMONS["replica_a"], starts="replica_a"),
     Row(DAEMONS["replica_b"], starts="replica_b"),
     Row(f"pensieve admin stats {OF_ALL}", (r"all \(2 of 2\) +2 serving",), REPLICAS),
@@ -101,7 +101,7 @@ ROWS = (
     ),
     Row(f"pensieve admin info {OF_ALL} --replica b", (r"model +echo",), REPLICAS),
     Row(f"pensieve admin drain {OF_ALL} --replica b", (r"draining",), REPLICAS),
-    # A history, its backups and what is restored of them.
+    # A history, its backups, and restored histories.
     Row(DAEMONS["drill"], starts="drill"),
     Row(DRILL.format(50061, '"Remember this."'), (r"\w",), ("drill",)),
     Row("pensieve backup /srv/copy --data /var/lib/pensieve", (r"checked",), ("drill",)),
@@ -225,7 +225,7 @@ ROWS = (
         "--hardware instant --device-tokens 500k --host-tokens 0 --token-budget 8192",
         nightly=True,
     ),
-    # In this process, with the model.
+    # Commands that run the model in their own process.
     Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True, model=True),
     Row(
         "pensieve chat Qwen/Qwen3-0.6B --conversation trip",
@@ -234,7 +234,7 @@ ROWS = (
         model=True,
         nightly=True,
     ),
-    # Benches.
+    # Benchmarks.
     Row("pensieve bench chat --shape pressure", nightly=True),
     Row(
         "pensieve bench capacity --tbt 0.5 --seconds 20 --plot capacity.png",
@@ -250,7 +250,7 @@ ROWS = (
     Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),
     Row("pensieve bench step --kv-dtype int8", nightly=True),
     Row("pensieve bench step --batch 16 --parts", (r"GB/s of weights",), nightly=True),
-    # For people who develop it.
+    # For developers.
     Row("scripts/build_client dist", (r"pensieve_client-.*\.whl",)),
     Row("scripts/build_docs dist/reference", (r"index\.html",), developing=True),
     Row("python -m tests.faults 1573", developing=True),

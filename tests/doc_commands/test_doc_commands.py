@@ -1,7 +1,8 @@
-"""Every command line of README, docs and help texts works, where only that is installed which they install.
+"""Every command line of README, docs and help texts works in an environment as the docs install it.
 
-Each is parsed by the parser of its command.  Most are run: those that take long by night (`scripts/nightly`,
-part `commands`).  table.py says how, and why some are not; a line that it does not know fails here.
+Each line is parsed by the parser of its command. Most lines are run; slow ones run only at night
+(`scripts/nightly`, part `commands`). table.py says how each line is run, or why it is not run. A line that is
+missing in table.py fails here.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def test_its_parser_takes_the_line(line: str) -> None:
 
 
 def check_script(words: list[str]) -> None:
-    """The script is there, and knows these flags; its module, where it is only a shell for one."""
+    """Check that the script exists and has these flags. The flags may be in a module that it starts."""
     script = ROOT / words[0]
     assert script.stat().st_mode & 0o111, f"{words[0]} cannot be run"
     source = script.read_text(encoding="utf-8")
@@ -136,7 +137,7 @@ def test_the_flags_that_sentences_name_exist() -> None:
 
 
 def is_known(each: Shown) -> bool:
-    """Whether its command has these flags; words that stand for others are not looked at."""
+    """Return whether the command has these flags. Placeholder words are ignored."""
     found: argparse.ArgumentParser = TOP
     words = re.split(r"[\s,]+", each.line)[1:]
     for word in words:
@@ -173,7 +174,7 @@ def test_lines_are_found_in_blocks_and_fences_alone() -> None:
 
 
 def test_what_only_developers_have_is_not_found_there(tmp_path: Path) -> None:
-    """Else a line would pass here which fails for a reader."""
+    """Otherwise a line could pass here, and fail for a reader."""
     assert {"matplotlib", "hypothesis", "pytest"} <= hidden().keys()
     assert not {"torch", "grpc", "rich", "numpy", "pensieve"} & hidden().keys()
     environment = plain_environment(tmp_path / "plain")

@@ -1,10 +1,9 @@
-"""Runs command lines of the docs as a reader does who has what `scripts/run` installs, in an empty home.
+"""Run command lines of the docs like a reader: in an empty home, with what `scripts/run` installs.
 
-`scripts/run` and `pensieve` are the same here: `python -m pensieve` in that environment (plain.py); that the
-script makes it is not tried.  What else differs from the line: folders below the root lie in a folder of the
-test, ports are free ones, a model that is named is the built-in one, and daemons compute with the echo engine
-unless the row says otherwise.  Daemons that several lines need are started once, by the line of the docs that
-starts them.
+`scripts/run` and `pensieve` both mean `python -m pensieve` in that environment (plain.py). Installing it is
+not tested here. Other differences from the written lines: absolute folders are moved into a folder of the
+test, ports are replaced by free ports, and named models by the built-in one. Daemons use the echo engine,
+unless the row says otherwise. A daemon that several lines need is started once, by the docs' own line.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SECONDS = 120.0
 NIGHTLY_SECONDS = 3600.0
 PLACES = ("/var/lib", "/var/log", "/var/drill", "/srv")
 MODELS = ("Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1", "smollm2", "MODEL")
-# Daemons that several lines need, with the line that starts each.
+# Daemons that several lines need, each with the line that starts the daemon.
 DAEMONS = {
     "shared": "scripts/run serve",
     "http": "scripts/run serve smollm2 --http 8000",
@@ -46,14 +45,14 @@ DAEMONS = {
 }
 RESTORE = "pensieve restore /srv/backup --data /var/drill"
 FIT = "pensieve simulate --journal run.jsonl --fit cost.json"
-# In OpenAI's Batch format.
+# A file in OpenAI's Batch format.
 REQUESTS = "".join(
     f'{{"custom_id": "a-{number}", "method": "POST", "url": "/v1/completions",'
     ' "body": {"model": "echo (arithmetic instead of a model)", "prompt": "Once upon a time",'
     ' "max_tokens": 5}}\n'
     for number in range(3)
 )
-# Of a chat template: what the built-in model has.
+# The chat template of the built-in model.
 TEMPLATE = """{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
 {%- endfor %}
@@ -62,23 +61,23 @@ TEMPLATE = """{%- for message in messages %}
 
 @dataclass(frozen=True)
 class Row:
-    """How a line is run, and what is to come of it."""
+    """How a line is run, and the expected result."""
 
     line: str
-    expects: tuple[str, ...] = ()  # patterns in what it writes
-    needs: tuple[str, ...] = ()  # what must be there before: methods of World
-    instead: Mapping[str, str] = field(default_factory=dict)  # for words of the line
-    more: tuple[str, ...] = ()  # words behind it
+    expects: tuple[str, ...] = ()  # patterns of its output
+    needs: tuple[str, ...] = ()  # methods of World to call before
+    instead: Mapping[str, str] = field(default_factory=dict)  # word of the line -> replacement
+    more: tuple[str, ...] = ()  # words to append
     stdin: str = ""
     code: int = 0
-    until: str = ""  # it does not end by itself: Ctrl-C once this was written
-    serves: bool = False  # a daemon: SIGTERM once it is ready
-    starts: str = ""  # the daemon of this name, which stays
-    alone: bool = False  # in a home where no daemon runs
-    beside: str = "home"  # in the home of this daemon
-    model: bool = False  # with the built-in model, and not with the echo engine
-    developing: bool = False  # needs the environment of development
-    nightly: bool = False  # takes long
+    until: str = ""  # the command does not end by itself: press Ctrl-C after this output
+    serves: bool = False  # a daemon: send SIGTERM when it is ready
+    starts: str = ""  # a daemon that keeps running, under this name
+    alone: bool = False  # use a home in which no daemon runs
+    beside: str = "home"  # use the home of this daemon
+    model: bool = False  # use the built-in model instead of the echo engine
+    developing: bool = False  # needs the development environment
+    nightly: bool = False  # slow, so only at night
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class World:
         self._daemons: dict[str, tuple[subprocess.Popen[str], Path]] = {}
         for place in ("var/lib", "var/log/pensieve", "srv"):
             (folder / place).mkdir(parents=True)
-        self.desk = folder / "desk"  # where the reader is, with files of his own
+        self.desk = folder / "desk"  # the reader's working folder, with some files
         self.desk.mkdir()
         (self.desk / "notes.txt").write_text("The lighthouse stands on a rock.\n")
         (self.desk / "requests.jsonl").write_text(REQUESTS)
@@ -108,7 +107,7 @@ class World:
         shutil.copy(CERTS / "server.pem", self.desk / "chain.pem")
         shutil.copy(CERTS / "server.key", self.desk / "key.pem")
 
-    # -- what lines need --
+    # -- requirements of lines --
 
     def need(self, name: str) -> None:
         if name not in self._done:
@@ -117,21 +116,21 @@ class World:
             self._done.add(name)
 
     def shared(self) -> None:
-        """A daemon in the usual folder, with a conversation and a declared prefix."""
+        """Start a daemon in the default folder, with a conversation and a declared prefix."""
         self._start("shared")
         with Client(self._address("50051")) as client:
             client.prefix("rules").create(system_prompt="Answer in one sentence.")
             client.conversation("trip-42").ask("Hello.", max_tokens=20)
 
     def http(self) -> None:
-        """A daemon with the built-in model and both ports."""
+        """Start a daemon with the built-in model and both ports."""
         address = self._start("http", home="http", model=True)
         self._ports["grpc beside http"] = int(address.rpartition(":")[2])
         with Client(address) as client:
             self._model_name = client.server_info().model
 
     def replica_a(self) -> None:
-        """A daemon with a conversation, and the file that names it and another."""
+        """Start a daemon with a conversation, and write the file that names it and replica_b."""
         address = self._start("replica_a")
         with Client(address) as client:
             client.conversation("trip-42").ask("Hello.", max_tokens=20)
@@ -139,39 +138,39 @@ class World:
         (self.desk / "cluster.toml").write_text(f'replicas = "{",".join(named)}"\n')
 
     def replica_b(self) -> None:
-        """Another daemon beside it."""
+        """Start the second replica."""
         self._start("replica_b")
 
     def drill(self) -> None:
-        """A daemon whose backup has what was written to it."""
+        """Start a daemon whose backup has everything that was written to it."""
         self._start("drill")
         with Client(self._address("50061")) as client:
             client.conversation("drill").ask("Remember this.", max_tokens=20)
-        self._stop(*self._daemons.pop("drill"))  # which writes what a minute would
+        self._stop(*self._daemons.pop("drill"))  # a stop writes a backup at once
         self._start("drill")
 
     def restored(self) -> None:
-        """A daemon with what was restored."""
+        """Start a daemon with a restored history."""
         self.need("drill")
         if not self._moved("/var/drill").exists():
             assert self.run(Row(RESTORE)).code == 0
         self._start("restored")
 
     def tokens(self) -> None:
-        """A token, and a file that knows it."""
+        """Make a token, and a file with its entry."""
         made = self.run(Row("pensieve token --tenant acme --file tokens.toml"))
         assert made.code == 0, made.err
         self._token = made.out.strip()
 
     def guarded(self) -> None:
-        """A daemon that asks for tokens, with a conversation of a tenant."""
+        """Start a daemon that requires tokens, with a conversation of a tenant."""
         self.need("tokens")
         address = self._start("guarded", home="guarded")
         with Client(address, token=self._token) as client:
             client.conversation("trip-42").ask("Hello.", max_tokens=20)
 
     def journal(self) -> None:
-        """What a daemon recorded while it served some turns."""
+        """Record a journal of a daemon that serves some turns."""
         row = Row("pensieve serve --journal run.jsonl", alone=True, model=True)
         daemon, log, address = self._serve(row)
         with Client(address) as client:
@@ -182,7 +181,7 @@ class World:
         self._stop(daemon, log)
 
     def cost(self) -> None:
-        """What the iterations of that journal cost."""
+        """Fit costs to the iterations of that journal."""
         self.need("journal")
         if not (self.desk / "cost.json").exists():
             fitted = self.run(Row(FIT))
@@ -191,7 +190,7 @@ class World:
     # -- lines --
 
     def run(self, row: Row) -> Ended:
-        """Run it to its end."""
+        """Run the line to its end."""
         words, source, target = self._words(row)
         process = self._popen(words, row)
         if row.until:
@@ -209,11 +208,11 @@ class World:
         return Ended(process.returncode, out, err)
 
     def run_python(self, code: str) -> Ended:
-        """Run the Python of a page, against the daemon with both ports."""
+        """Run a Python code block, with the daemon `http`."""
         self.need("http")
         grpc = f"127.0.0.1:{self._ports['grpc beside http']}"
         code = re.sub(r"(127\.0\.0\.1|gpu1):50051", grpc, code)
-        code = re.sub(r"gpu(\d):50051", r"127.0.0.1:\1", code)  # daemons that are away
+        code = re.sub(r"gpu(\d):50051", r"127.0.0.1:\1", code)  # daemons that do not exist
         code = code.replace("127.0.0.1:8000", self._address("8000"))
         code = code.replace('"smollm2"', repr(self._model_name))
         ended = subprocess.run(
@@ -234,11 +233,11 @@ class World:
         return self._stop(daemon, log)
 
     def close(self) -> list[Ended]:
-        """Stop what still runs."""
+        """Stop all daemons that are still running."""
         return [self._stop(daemon, log) for daemon, log in self._daemons.values()]
 
     def _words(self, row: Row) -> tuple[list[str], str, str]:
-        """The words of a line on this machine, and where its input comes from and its output goes."""
+        """Return the words of the line on this machine, the input file, and the output file."""
         words, files = [], {"<": "", ">": "", ">>": ""}
         given = iter(shlex.split(row.line))
         for word in given:
@@ -335,7 +334,7 @@ class World:
         return address
 
     def _serve(self, row: Row, **given: str) -> tuple[subprocess.Popen[str], Path, str]:
-        """A daemon that is ready, its log, and its address."""
+        """Start a daemon and wait until it is ready. Return the process, its log and its address."""
         given.setdefault("PENSIEVE_ADDRESS", f"127.0.0.1:{free_port()}")
         log = self.folder / f"serve-{free_port()}.log"
         daemon = self._popen(self._words(row)[0], row, log, **given)

@@ -61,7 +61,7 @@ class Auditor:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.num_commits = 0
-        self.num_ahead = 0  # commits while a later iteration was launched already
+        self.num_ahead = 0  # commits while a later iteration had already been launched
         self._num_planned = 0
 
     def received(self, message: EngineMessage, now: float) -> None:
@@ -80,7 +80,7 @@ class Auditor:
 
 
 class PacedExecutor(LedgerExecutor):
-    """Its iterations take `seconds`."""
+    """An executor whose iterations take `seconds`."""
 
     def __init__(self, clock: VirtualClock, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -132,7 +132,7 @@ class Rig:
             self.clock.advance(0.05)
 
     def take(self, *seconds: float) -> None:
-        """Iterations that take so long."""
+        """Run iterations that take these times."""
         for each in seconds:
             self.executor.seconds = each
             assert self.engine.step()
@@ -153,7 +153,7 @@ def submit(
 
 
 def traffic(rig: Rig, seed: int, num_messages: int, reply_max: int = 9) -> None:
-    """Several conversations at once, with everything that a client may ask for."""
+    """Run several conversations at once, with all requests that a client may send."""
     choose = random.Random(seed)
     logs: dict[str, list[int]] = {}
     prompts: dict[int, tuple[str, list[int]]] = {}

@@ -1,4 +1,4 @@
-"""One iteration ahead: what is launched, collected, wasted and failed, in which order."""
+"""Planning one iteration ahead: what is launched, collected, wasted and failed, in which order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_next_iteration_is_launched_before_the_present_one_is_collected() ->
     assert steps == ["launch 1", "launch 2 collect", "launch 3 collect", "collect"]
     assert calls == []
     assert rig.sink.reply_of(1) == reply_to([1, 2, 3], 6, stops=False)
-    assert rig.scheduler.counters.idle_tokens == 0  # an end by length is known beforehand
+    assert rig.scheduler.counters.idle_tokens == 0  # an end by length is known in advance
 
 
 def test_a_turn_that_stops_costs_one_token_for_nothing_when_planning_runs_ahead() -> None:
@@ -57,14 +57,14 @@ def test_a_turn_that_stops_costs_one_token_for_nothing_when_planning_runs_ahead(
 
 
 def test_an_iteration_that_waits_for_a_copy_is_collected_when_one_has_finished() -> None:
-    """With nothing to compute meanwhile; whoever comes then is launched first."""
+    """There is nothing to compute meanwhile. A turn that arrives then is launched first."""
     rig = Rig(depth=2, stops=False)
     rig.executor.late = 1.0
     rig.mailbox.put(submit(1, "a", [], list(range(20)), reply=2))
     rig.run()
     rig.mailbox.put(EvictConversation("a", to_host=True))
     rig.engine.step()
-    assert len(rig.executor.outstanding) == 6  # swap-outs alone: launched, not collected
+    assert len(rig.executor.outstanding) == 6  # only swap-outs: not collected yet
     rig.mailbox.put(submit(2, "b", [], [1, 2], reply=2))
     rig.engine.step()
     assert len(rig.executor.outstanding) == 5
@@ -94,7 +94,7 @@ def test_an_executor_that_fails_ahead_ends_every_turn() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_reply_is_right_however_far_planning_runs_ahead(depth: int) -> None:
-    """Turns, cancels, forks, rewinds, deletions and evictions; every commit is audited."""
+    """Run turns, cancels, forks, rewinds, deletions and evictions. Every commit is audited."""
     total: Counter[str] = Counter()
     for seed in range(40 * SCALE):
         rig = Rig(seed, depth=depth, failing=0.01 if seed % 2 else 0.0)

@@ -1,4 +1,4 @@
-"""A batch on a real engine: each request has the reply that it has alone, once, whatever happens."""
+"""A batch on a real engine: whatever happens, each request gets once the reply that it would get alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request(*tokens: int, reply: int = 3) -> BatchRequest:
 def family(
     first: int, prefix: int, number: int, own: int = 4, reply: int = 3
 ) -> list[BatchRequest]:
-    """So many requests with a prefix of so many tokens."""
+    """Return `number` requests that share a prefix of `prefix` tokens."""
     shared = range(first, first + prefix)
     return [
         request(*shared, *(first + 500 + 10 * n + i for i in range(own)), reply=reply)
@@ -46,7 +46,7 @@ def family(
 
 
 class Bench:
-    """A batch on an engine, step by step; another engine takes over where one is lost."""
+    """Runs a batch on an engine, step by step. If the engine is lost, another engine takes over."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Bench:
             sharing=sharing,
         )
         self.results: dict[int, Finished] = {}
-        self.computed_tokens = 0  # of prompts
+        self.computed_tokens = 0  # computed prompt tokens
         self.new_engine()
 
     def new_engine(self) -> None:
@@ -95,7 +95,7 @@ class Bench:
             self.rig.mailbox.put(message)
 
     def step(self) -> bool:
-        """False: there was nothing to do."""
+        """Run one step. Return False if there was nothing to do."""
         self.put(self.run.go())
         self.run.check()
         busy = self.rig.engine.step()
@@ -122,7 +122,7 @@ class Bench:
         self.take()
 
     def check_results(self, but: Sequence[int] = ()) -> None:
-        """Every request has the reply that it has alone, and the engine knows none of them."""
+        """Check that each request has the reply that it would get alone, and that the engine keeps none."""
         assert sorted(self.results) == list(range(len(self.requests)))
         for number, result in self.results.items():
             if number in but:
@@ -145,14 +145,14 @@ def test_a_prefix_is_computed_once_and_the_engine_forgets_it_with_the_last_reply
     one.finish()
     one.check_results()
     assert one.computed_tokens == (14 + 5 * 4) + (9 + 3 * 4)
-    # Its last token counts as new with every fork, though it is not computed again.
+    # In each fork, the last token of the prefix counts as new, though it is not recomputed.
     assert one.run.saved_tokens == 4 * 13 + 2 * 8
     assert one.run.prompt_tokens == 5 * 18 + 3 * 13
     assert one.rig.scheduler.counters.suspensions == 0
 
 
 def test_a_prefix_that_leaves_no_room_for_a_warm_is_shared_as_well() -> None:
-    """A warm takes no page below the mark, of 25 %; an opener is a turn like others."""
+    """A warm must leave 25 % of the pages free. The first request of a group is an ordinary turn instead."""
     one = Bench(family(0, 28, 4), CacheConfig(10, 0, CHUNK), pages_max=10)
     one.finish()
     one.check_results()
@@ -171,7 +171,7 @@ def test_a_prefix_that_was_evicted_is_computed_by_the_next_request_for_those_beh
     while len(one.results) < 3:
         one.step()
     assert one.run.pause() == []
-    one.step()  # the request that has ended is forgotten; the prefix is held by its fork alone
+    one.step()  # the ended request is forgotten, and only the prefix's fork holds the prefix
     one.put([EvictConversation("~batch/b/p0")])
     one.run.resume()
     one.finish()
@@ -180,7 +180,7 @@ def test_a_prefix_that_was_evicted_is_computed_by_the_next_request_for_those_beh
 
 
 def test_pages_of_a_prefix_that_are_taken_are_computed_by_one_of_its_holders() -> None:
-    """A message takes three of its four while the batch is paused; the next request finds the last one."""
+    """While the batch is paused, a message takes three of four pages. The next request finds only one."""
     one = Bench(family(0, 16, 6), CacheConfig(12, 0, CHUNK), turns_max=3)
     while len(one.results) < 2:
         one.step()
@@ -288,7 +288,7 @@ def test_an_engine_that_fails_ends_its_turns_and_the_next_one_computes_them() ->
     one = Bench(family(0, 13, 5))
     for _ in range(3):
         one.step()
-    one.rig.engine._end_everything()  # as `run` does
+    one.rig.engine._end_everything()  # `run` does this, too
     one.take()
     assert one.run.num_active == 0
     one.run.engine_lost()
@@ -297,7 +297,7 @@ def test_an_engine_that_fails_ends_its_turns_and_the_next_one_computes_them() ->
     one.check_results()
 
 
-# -- the ways of sharing to compare with --
+# -- other ways of sharing, for comparison --
 
 
 def interleaved(*families: list[BatchRequest]) -> list[BatchRequest]:
@@ -321,7 +321,7 @@ def test_lru_shares_what_earlier_requests_left_in_the_cache() -> None:
     small = Bench(requests, CacheConfig(8, 0, CHUNK), sharing="lru", turns_max=1)
     small.finish()
     small.check_results()
-    assert small.computed_tokens > one.computed_tokens  # two families do not fit
+    assert small.computed_tokens > one.computed_tokens  # two groups do not fit into the cache
 
 
 # -- anything at any time --
@@ -343,7 +343,7 @@ def drawn_requests(choose: random.Random, longest: int) -> list[BatchRequest]:
 
 
 def live_through(seed: int) -> Bench:
-    """A batch in a small cache, between messages of others, with everything that may happen to it."""
+    """Run a batch in a small cache, among other messages, with every event that may occur."""
     choose = random.Random(seed)
     cache = CacheConfig(choose.randint(8, 20), choose.choice((0, 0, 6, 20)), CHUNK)
     one = Bench(
@@ -403,7 +403,7 @@ def test_undisturbed_every_group_computes_its_prefix_once(turns_max: int) -> Non
             lengths = [len(requests[each].tokens) for each in members]
             if prefix < CHUNK:
                 expected += sum(lengths)
-            else:  # whoever is no longer than the prefix computes its last token itself
+            else:  # a request that is not longer than the prefix computes the last token itself
                 expected += lengths[0] + sum(max(each - prefix, 1) for each in lengths[1:])
         assert one.computed_tokens == expected, f"seed {seed}"
 
@@ -418,7 +418,7 @@ def test_a_journal_of_a_batch_is_planned_again_as_it_was_recorded() -> None:
         assert len(list(replay)) == replay.num_agreed == one.rig.auditor.num_commits
 
 
-# -- would the tests notice? --
+# -- planted faults: each must be found --
 
 Change = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""The cache as a picture: its letters, and what it leaves out."""
+"""The picture of the cache: the meaning of its letters, and what it leaves out."""
 
 from __future__ import annotations
 

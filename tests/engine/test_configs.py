@@ -1,4 +1,4 @@
-"""The one place that assembles an engine: limits that follow from several parts, and nothing shared."""
+"""The configuration of an engine: limits that follow from several parts, and no shared objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve.sim.executor import ModelledExecutor, VirtualClock
 def test_a_context_is_at_most_what_model_and_device_tier_hold(
     model_max: int | None, context_max: int
 ) -> None:
-    """Four pages of 32 slots, one of them set aside for copy on write."""
+    """Four pages of 32 slots; one page is reserved for copy on write."""
     configs = EngineConfigs.fitted(CacheConfig(4, 0, 32), SchedulerConfig(64, 2), model_max)
     assert configs.engine.context_max == context_max
 

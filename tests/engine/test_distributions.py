@@ -1,4 +1,4 @@
-"""Quantiles and shares of the latest minutes, in a few kilobytes."""
+"""Quantiles and shares of the last minutes, in a few kilobytes."""
 
 from __future__ import annotations
 

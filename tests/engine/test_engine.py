@@ -51,9 +51,9 @@ def test_a_second_turn_computes_only_what_is_new() -> None:
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool) -> None:
-    """At depth 2 a turn that ends by what it says still has a slice under way, which holds its pages."""
+    """At depth 2, a turn that stops by itself still has a slice in flight, which holds its pages."""
     rig = Rig(depth=depth)
-    rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=400))  # it stops before
+    rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=400))  # stops long before the limit
     while 1 not in rig.sink.ends():
         assert rig.engine.step()
         rig.clock.advance(0.05)
@@ -75,7 +75,7 @@ def test_a_message_turns_a_warm_into_the_turn() -> None:
     log = [*range(5, 35), *rig.sink.reply_of(1)]
     rig.mailbox.put(EvictConversation("a"))
     rig.mailbox.put(SubmitTurn(2, "a", packed(log), len(log), warm=True))
-    rig.engine.step()  # half of it is computed again
+    rig.engine.step()  # recomputes half of the conversation
     rig.mailbox.put(submit(3, "a", log, [9, 9], reply=3))
     rig.run()
     ends = rig.sink.ends()
@@ -138,7 +138,7 @@ def test_integrity_problems_are_named() -> None:
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3]))
     rig.run()
-    rig.scheduler.cache.device.take()  # a page that nobody holds
+    rig.scheduler.cache.device.take()  # leak a page
     rig.mailbox.put(CheckIntegrity(8))
     rig.run()
     answer = rig.sink.events[-1]

@@ -1,4 +1,4 @@
-"""KV goes from one engine to another in messages: whatever happens between two of them, replies are right."""
+"""KV is handed over between engines in messages. Replies are right, whatever happens between two messages."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from pensieve.engine.pipe import events_of, message_of, pack_events, pack_messag
 from tests.engine.rig import CACHE, Rig, packed, submit
 from tests.fakes import LedgerExecutor, reply_to
 
-SLOT = struct.Struct("<qq")  # prefix and turn, as the ledger knows them
+SLOT = struct.Struct("<qq")  # prefix and turn, as in the ledger
 SIZE = CACHE.chunk_tokens
 
 
 class LedgerPages:
-    """What the ledger's pages remember, as bytes."""
+    """The contents of the ledger's pages, as bytes."""
 
     slot_bytes = SLOT.size
 
     def __init__(self, executor: LedgerExecutor) -> None:
         self._executor = executor
-        self.changed: set[int] = set()  # host pages that are not what was copied to them
+        self.changed: set[int] = set()  # host pages that differ from what was copied to them
 
     def read(self, places: Sequence[KvPlace]) -> bytearray:
         body = bytearray()
@@ -70,7 +70,7 @@ class LedgerPages:
 
 
 class Side(Rig):
-    """An engine that hands KV over, and knows the logs of conversations as a store would."""
+    """An engine that hands over KV. It also keeps the logs of conversations, like a store."""
 
     def __init__(self, seed: int = 0, journal: io.StringIO | None = None, **options: Any) -> None:
         super().__init__(seed, journal, **options)
@@ -79,7 +79,7 @@ class Side(Rig):
         self.num_turns = 0
 
     def say(self, name: str, log: list[int], prompt: list[int], reply: int = 6) -> list[int]:
-        """A whole turn; the log after it."""
+        """Run a whole turn and return the log after it."""
         turn_id = self.put(name, log, prompt, reply)
         self.run()
         return self.end_of(turn_id, log + prompt)
@@ -98,13 +98,13 @@ class Side(Rig):
         return self.sink.ends()[self.num_turns].usage.recomputed_tokens
 
     def ask(self, message: EngineMessage) -> Any:
-        """What follows from it at once, as it comes over a pipe."""
+        """Return the direct answer to a message, as it arrives over a pipe."""
         (event,) = crossed(self.engine, message)
         return event
 
 
 def crossed(engine: Engine, message: EngineMessage) -> list[Any]:
-    """Put a message through the pipe's codec, and what follows from it back."""
+    """Send a message through the pipe's codec, and the answers back through it."""
     frame = pack_message(message)
     num_head, num_body = struct.unpack("<II", frame[:8])
     head, body = frame[8 : 8 + num_head], frame[8 + num_head :]
@@ -138,7 +138,7 @@ class Collecting:
 
 
 def exported(side: Side, name: str, num_tokens: int, num_bytes_max: int = 1) -> list[KvExported]:
-    """All parts, from the end on."""
+    """Return all parts, from the end of the conversation to its start."""
     parts: list[KvExported] = []
     before = 0
     while True:
@@ -152,7 +152,7 @@ def exported(side: Side, name: str, num_tokens: int, num_bytes_max: int = 1) -> 
 
 
 def import_of(name: str, log: list[int], part: KvExported, is_first: bool) -> ImportKv:
-    """As the service sends it on."""
+    """Return the message by which the service forwards a part."""
     assert part.digest == digest_of(array("I", log[: part.num_tokens]))
     log_bytes = packed(log) if is_first else b""
     return ImportKv(
@@ -180,7 +180,7 @@ def open_import(side: Side, name: str) -> None:
 def hand_over(
     source: Side, target: Side, name: str, log: list[int], num_bytes_max: int = 1
 ) -> list[int]:
-    """Chunks that were adopted of each part."""
+    """Hand over a conversation. Return the number of adopted chunks of each part."""
     open_import(target, name)
     parts = exported(source, name, len(log), num_bytes_max)
     return [
@@ -241,7 +241,7 @@ def test_nothing_is_exported_of_a_turn_that_runs_or_of_what_is_not_there() -> No
 
 
 def test_what_another_turn_may_still_fail_to_compute_is_not_exported() -> None:
-    """Pages that a turn of a fork holds are read from the host only."""
+    """Pages that a running turn of a fork holds are exported only from the host."""
     source = Side()
     log = source.say("a", [], list(range(1, 10)))
     source.mailbox.put(ForkConversation("a", 8, "b"))
@@ -347,7 +347,7 @@ def test_what_was_evicted_in_between_is_not_gone_on_with() -> None:
     target.mailbox.put(EvictConversation("a"))
     target.run()
     assert adopted(target, import_of("a", log, parts[1], False)) == 0
-    assert adopted(target, import_of("a", log, parts[0], True)) == 0  # it is closed
+    assert adopted(target, import_of("a", log, parts[0], True)) == 0  # this import is closed
 
 
 def test_the_oldest_of_too_many_imports_is_closed() -> None:
@@ -380,10 +380,10 @@ def test_a_verdict_on_the_bytes_is_a_field_that_a_journal_keeps() -> None:
 
 
 class Between(random.Random):
-    """What happens at a boundary of messages."""
+    """Random events between two messages."""
 
     def damage(self, message: ImportKv) -> ImportKv | None:
-        """The message, or one that is not what was sent, or none."""
+        """Return the message, a damaged message, or None."""
         roll = self.random()
         if roll < 0.7:
             return message
@@ -402,7 +402,7 @@ class Between(random.Random):
 def test_replies_are_right_and_a_replay_agrees_whatever_happens_between_two_messages(
     first_seed: int,
 ) -> None:
-    """Two engines with traffic of their own; conversations move back and forth, with faults."""
+    """Two engines with their own traffic. Conversations move back and forth, with faults."""
     total_adopted = 0
     for seed in range(first_seed, first_seed + 20):
         choose, journals = Between(seed), (io.StringIO(), io.StringIO())

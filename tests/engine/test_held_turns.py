@@ -1,4 +1,4 @@
-"""Turns whose constraints are not ready are held back, and nobody else waits; what meets a held turn."""
+"""A turn whose constraint is not ready is held, and no other turn waits. Events that meet a held turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONSTRAINT = Constraint(ConstraintKind.REGEX, "a+")
 
 
 class Compiling:
-    """Constraints that are ready when a test says so."""
+    """Constraints that become ready when a test says so."""
 
     def __init__(self) -> None:
         self.is_quick = False
@@ -83,7 +83,7 @@ def test_others_go_on_while_a_constraint_compiles() -> None:
     rig.compiling.finish(1)
     rig.run()
     assert ended(rig) == {2: "length", 1: "length"}
-    assert rig.compiling.forgotten == [1]  # nothing was prepared for the other one
+    assert rig.compiling.forgotten == [1]  # the other turn has no constraint
 
 
 def test_one_that_is_ready_is_taken_at_once() -> None:
@@ -164,7 +164,7 @@ def test_a_fork_and_a_rewind_see_the_conversation_before_the_held_turn() -> None
     assert list(conversations["c"].log) == log[:2]
     rig.compiling.finish(2)
     rig.run()
-    assert LogNeeded(2, "c", len(log)) in rig.sink.events  # of the log that its message builds on
+    assert LogNeeded(2, "c", len(log)) in rig.sink.events  # the log that its message follows
 
 
 def test_a_prefix_that_is_deleted_is_not_another_ones_of_that_name() -> None:

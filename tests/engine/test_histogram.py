@@ -1,4 +1,4 @@
-"""Histograms: what falls into which bucket, and how they cross the pipe."""
+"""Histograms: the bucket of a value, and histograms sent through the pipe."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def test_the_engine_counts_the_tokens_of_its_iterations() -> None:
     found = Histogram.of_figures("iteration_tokens", figures)
     assert found.bounds[:3] == (1, 8, 16)
     assert found.sum == figures["tokens_computed"] == 6
-    assert found.counts[:3] == [2, 1, 0]  # two tokens of the reply, and the prompt
+    assert found.counts[:3] == [2, 1, 0]  # two tokens of the reply, then the prompt

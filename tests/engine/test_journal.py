@@ -1,4 +1,4 @@
-"""A journal replays to the same iterations, and one that was changed is refused."""
+"""Replaying a journal gives the same iterations. A changed journal is refused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_journal_that_was_tampered_with_is_refused() -> None:
     rig = Rig(0, lines)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4, 5]))
     rig.run()
-    assert "[1, 2, 3, 4, 5]" not in lines.getvalue()  # lengths, no ids
+    assert "[1, 2, 3, 4, 5]" not in lines.getvalue()  # the journal has lengths, but no token ids
     tampered = lines.getvalue().replace('"tokens":20', '"tokens":24')
     with pytest.raises(ValueError, match="replay plans"):
         replay(tampered.splitlines())
@@ -87,7 +87,7 @@ def test_nothing_is_appended_to_what_could_not_be_read_afterwards(
 
 
 class FullDisk(io.StringIO):
-    """A file on a disk that takes so many lines."""
+    """A file on a disk with room for a given number of lines."""
 
     def __init__(self, num_lines: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A turn brings only what is new: the engine knows the log while it holds KV of it, and asks otherwise."""
+"""A turn sends only new tokens. The engine asks for the log unless it holds KV of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [5, 6, 7]
 
 
 def new(turn_id: int, name: str, log: list[int], prompt: list[int]) -> SubmitTurn:
-    """A turn as the service submits it."""
+    """Return a turn as the service submits it."""
     length = len(log)
     return SubmitTurn(turn_id, name, packed(prompt), length, options_of(6), first_position=length)
 
@@ -33,7 +33,7 @@ def warm(turn_id: int, name: str, log: list[int]) -> SubmitTurn:
 
 
 def first_turn(rig: Rig, name: str = "a") -> list[int]:
-    """The log after a first turn."""
+    """Run a first turn and return the log after it."""
     rig.mailbox.put(submit(1, name, [], PROMPT))
     rig.run()
     return PROMPT + rig.sink.reply_of(1)
@@ -115,7 +115,7 @@ def test_a_fork_is_known_too() -> None:
 
 
 def test_a_log_that_is_longer_than_what_is_known_is_asked_for() -> None:
-    """It may be when the turn before this one was answered from another engine."""
+    """This happens if another engine answered the turn before this one."""
     rig = Rig()
     log = first_turn(rig)
     rig.mailbox.put(new(2, "a", [*log, 1, 2, 3], [9]))
@@ -155,7 +155,7 @@ def test_a_waiting_warm_gives_way_to_the_turn_that_it_was_for() -> None:
 
 
 def test_a_waiting_warm_ends_when_its_conversation_is_rewound() -> None:
-    """Its tokens may be others by the time that they come."""
+    """By the time the log arrives, it may have other tokens."""
     rig = Rig()
     rig.mailbox.put(warm(7, "a", [1, 2, 3]))
     rig.mailbox.put(RewindConversation("a", 1))
@@ -186,8 +186,11 @@ def test_a_log_of_the_wrong_length_fails_the_turn() -> None:
 def test_nothing_is_built_on_the_log_of_a_conversation_whose_turn_still_releases_its_pages(
     follow_up: str,
 ) -> None:
-    """One iteration ahead, a deleted conversation stays in the cache until its last slice is committed; one
-    of the same name that is forked meanwhile is longer, but shares no token with it."""
+    """A new conversation with the name of a deleted one must not use the deleted one's tokens.
+
+    When planning one iteration ahead, the deleted conversation stays in the cache until its last slice is
+    committed.
+    """
     rig = Rig(depth=2, stops=False)
     rig.mailbox.put(SubmitTurn(1, "y", packed(range(100, 112)), 0, options_of(3)))
     rig.run()
@@ -213,7 +216,7 @@ def test_nothing_is_built_on_the_log_of_a_conversation_whose_turn_still_releases
 
 
 def running_with_a_slice_ahead() -> Rig:
-    """A rig whose turn 2, of conversation x, has an uncommitted slice."""
+    """Return a rig in which turn 2, of conversation x, has an uncommitted slice."""
     rig = Rig(depth=2, stops=False)
     rig.mailbox.put(SubmitTurn(2, "x", packed(range(300, 310)), 0, options_of(20)))
     for _ in range(6):
@@ -227,7 +230,7 @@ def running_with_a_slice_ahead() -> Rig:
 def test_a_fork_of_a_conversation_that_still_releases_its_pages_takes_none_of_what_was_cut() -> (
     None
 ):
-    """X is deleted and made anew in the store before it is forked; the KV is that of the old X."""
+    """The store has deleted x, created it again, and forked it. The cached KV still belongs to the old x."""
     rig = running_with_a_slice_ahead()
     log = list(range(500, 510))
     rig.mailbox.put(DeleteConversation("x"))
@@ -255,7 +258,7 @@ def test_a_shared_beginning_is_not_taken_from_what_was_cut() -> None:
 
 
 def under(turn_id: int, name: str, prefix: list[int], prompt: list[int]) -> SubmitTurn:
-    """The first turn of a conversation under a declared prefix."""
+    """Return the first turn of a conversation under a declared prefix."""
     length, options = len(prefix), options_of(6)
     return SubmitTurn(
         *(turn_id, name, packed(prompt), length, options),
@@ -308,7 +311,7 @@ def test_a_conversation_that_was_dropped_takes_its_prefix_from_the_one_that_is_t
     rig.mailbox.put(under(2, "a", PREFIX, [2]))
     rig.run()
     log = [*PREFIX, 2, *rig.sink.reply_of(2)]
-    rig.mailbox.put(DeleteConversation("a"))  # what an engine that has lost it knows
+    rig.mailbox.put(DeleteConversation("a"))  # so that the engine has lost the conversation
     rig.mailbox.put(
         SubmitTurn(
             *(3, "a", packed([9]), len(log), options_of(6)),
@@ -327,7 +330,7 @@ def test_a_conversation_that_was_dropped_takes_its_prefix_from_the_one_that_is_t
 
 
 def test_a_prefix_that_was_declared_anew_while_a_log_was_asked_for_is_not_shared() -> None:
-    """The first turn of a conversation under the old one waits; the new one has other tokens."""
+    """The first turn of a conversation waits for the old prefix. The new prefix has other tokens."""
     rig = Rig()
     old, fresh = PREFIX, list(range(400, 412))
     rig.mailbox.put(under(1, "a", old, [1]))
@@ -361,7 +364,7 @@ def test_the_log_of_a_prefix_that_is_being_deleted_is_not_taken() -> None:
 
 
 def test_a_provided_log_replaces_whatever_is_cached_under_its_name() -> None:
-    """A fork of another conversation's log may be cached under this name, shorter than the real one."""
+    """A fork of another conversation may be cached under this name, shorter than the real log."""
     rig = Rig()
     log = first_turn(rig)
     other = [*log[:3], *range(500, 520)]

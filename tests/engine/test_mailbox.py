@@ -1,4 +1,4 @@
-"""The mailbox is bounded, and a full outbox makes its writer wait."""
+"""The mailbox is bounded, and a writer waits while the outbox is full."""
 
 from __future__ import annotations
 

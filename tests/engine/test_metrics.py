@@ -1,4 +1,4 @@
-"""What is attained of the objectives, by iterations whose times are named; figures to be checked by hand."""
+"""How far objectives are met, in iterations with given times, so that figures can be checked by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pensieve.engine.metrics import ERRORS_KEPT
 from tests.engine.rig import ENGINE, SCHEDULER, Rig, submit
 
 PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
-EVEN = IterationCost(0.0, 0.1, 0.0, 0.0, 0.0)  # every iteration is predicted to take the same
+EVEN = IterationCost(0.0, 0.1, 0.0, 0.0, 0.0)  # predicts the same time for every iteration
 
 
 def rig_with(
@@ -38,7 +38,7 @@ def figures(rig: Rig) -> dict[str, float]:
 
 
 def two_replies(rig: Rig) -> None:
-    """Gaps of 0.1, 0.1, 0.1, 0.2, and of 1.0 for both; first tokens after 0.5 and 0.2 s."""
+    """Gaps of 0.1, 0.1, 0.1, 0.2 s, then 1.0 s for both turns. First tokens come after 0.5 and 0.2 s."""
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
     rig.take(0.5, 0.1, 0.1, 0.1)
     rig.mailbox.put(submit(2, "b", [], [5, 6, 7, 8], reply=2))
@@ -80,7 +80,7 @@ def test_a_gap_far_above_the_median_is_a_stall_unless_the_objective_allows_it(
 def test_a_turn_that_is_gone_leaves_nothing() -> None:
     rig = rig_with()
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
-    rig.mailbox.put(submit(2, "b", [], [1] * 48))  # more than the context has
+    rig.mailbox.put(submit(2, "b", [], [1] * 48))  # exceeds the context
     rig.take(0.5, 0.1)
     rig.mailbox.put(submit(3, "c", [], [5, 6, 7]))
     rig.mailbox.put(CancelTurn(3, 0))
@@ -94,7 +94,7 @@ def test_a_turn_that_is_gone_leaves_nothing() -> None:
 
 
 def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> None:
-    """Two turns that do not fit beside each other to their ends."""
+    """Two turns that do not fit together until their ends."""
     rig = rig_with()
     for number, name in ((1, "a"), (2, "b")):
         rig.mailbox.put(submit(number, name, [], [number] * 12, reply=24))
@@ -123,7 +123,7 @@ def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> No
 
 @pytest.mark.parametrize("tbt", [0.0, 9.0])
 def test_predictions_are_held_against_what_iterations_took(tbt: float) -> None:
-    """Errors of 0, 0, 0, then 0.4 s where 0.2 were predicted, then the reverse, then 0 again."""
+    """Errors: 0, 0, 0, then 0.4 s instead of the predicted 0.2 s, then the reverse, then 0 again."""
     rig = rig_with(tbt, cost=EVEN)
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=20))
     rig.take(0.2, 0.2)
@@ -136,7 +136,7 @@ def test_predictions_are_held_against_what_iterations_took(tbt: float) -> None:
 
 
 def test_a_piece_of_a_prompt_is_predicted_beside_what_generates() -> None:
-    """10 ms and 1 ms for each token, both predicted as half of that: found out, and right from then on."""
+    """Iterations take 10 ms, and 1 ms a token. Predictions are half of that, until they are corrected."""
     rig = rig_with(cost=IterationCost(0.0005, 0.0, 0.0, 0.0, 0.005))
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=30))
     rig.take(0.014, 0.011, 0.011)

@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out, and what is no frame is refused."""
+"""Frames: the reader gets what the writer sent, and invalid frames are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PART = box.KvExported(3, "", 2, (4, 4), (1, 2), 16, "d", 2, b"\x00\xff" * 9)
 
 
 def all_through(packed: bytes) -> list[channel.Frame]:
-    """Through a real pipe."""
+    """Send bytes through a real pipe."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(packed)

@@ -1,4 +1,4 @@
-"""As many iterations in flight as pipeline stages: micro-batches, and replies that stay right."""
+"""As many iterations in flight as pipeline stages: micro-batches, and right replies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def staged(config: SchedulerConfig, stages: int) -> SchedulerConfig:
 
 
 class Watch:
-    """An observer that notes which turns are in each iteration, and that none awaits a token."""
+    """An observer that records the turns of each iteration, and checks that no token is awaited."""
 
     def __init__(self) -> None:
         self.turns: list[list[int]] = []
@@ -89,7 +89,7 @@ def test_the_pieces_of_a_prompt_follow_each_other_without_waiting() -> None:
 
 
 def test_micro_batches_take_equal_time_and_not_equal_numbers() -> None:
-    """One long context weighs as much as many short ones, where reading it is what takes the time."""
+    """If reading keys takes the time, one long context weighs as much as many short ones."""
     by_keys = IterationCost(0.0, 1.0, 0.0, 1.0, 0.0)
     rig, watch = watched(2, replace(SCHEDULER, cost=by_keys, batch_tokens_max=32), stops=False)
     rig.mailbox.put(submit(1, "long", [], list(range(24)), reply=9))
@@ -101,7 +101,7 @@ def test_micro_batches_take_equal_time_and_not_equal_numbers() -> None:
 
 
 def test_the_limits_are_those_of_all_iterations_between_two_tokens_of_a_turn() -> None:
-    """Twice as many iterations for a token, so in each a prompt may add half as much."""
+    """With two stages, two iterations fit between two tokens. So prompts may add half as much to each."""
     cost = IterationCost(0.001, 0.0, 0.0, 0.0, 0.0)
     sizes = {}
     for stages in (1, 2):
@@ -113,7 +113,7 @@ def test_the_limits_are_those_of_all_iterations_between_two_tokens_of_a_turn() -
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_every_reply_is_right_with_a_pipeline(stages: int) -> None:
-    """Turns, cancels, forks, rewinds, deletions and evictions; every commit is audited."""
+    """Run turns, cancels, forks, rewinds, deletions and evictions. Every commit is audited."""
     total: Counter[str] = Counter()
     for seed in range(40 * SCALE):
         rig, watch = watched(stages, seed=seed, failing=0.01 if seed % 2 else 0.0)

@@ -1,7 +1,7 @@
-"""Replay one seed of the fault search, or search on.
+"""Replay one seed of the fault search, or search more seeds.
 
-python -m tests.faults 42            every event of the world with this seed, a line each
-python -m tests.faults --seeds 1000..5000
+python -m tests.faults 42                    print every event of the run with seed 42, one a line
+python -m tests.faults --seeds 1000..5000    search these seeds
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A disk with injected faults, and the files that are left when the process dies.
+"""A simulated disk that injects faults, and keeps the files when the simulated process dies.
 
-The files are real, in memory, and so is SQLite. Every statement passes through `Disk.call`, so a fault can be
-placed before or after any statement. A death keeps the files as they are at that moment: committed
-transactions are in them, others are not.
+SQLite and its files are real; the files are in memory. Every statement passes through `Disk.call`, so a
+fault can be injected before or after any statement. When the process dies, the files stay as they are at
+that moment. They contain the committed transactions and no others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILES = (DATABASE_NAME, f"{DATABASE_NAME}-wal")
 
 
 class ProcessDied(BaseException):
-    """A kill -9. The code that was running must not handle it."""
+    """Simulates kill -9. The interrupted code must not handle this exception."""
 
 
 class Fault(NamedTuple):
@@ -48,7 +48,7 @@ STORE_FAULTS = (
 
 
 class Disk:
-    """A replacement for a database driver (`connect`, `Error`, versions) that holds the folder."""
+    """A replacement for the SQLite driver (`connect`, `Error`, versions). Owns the database folder."""
 
     def __init__(self, shelf: Path, between: Callable[[], None] = lambda: None) -> None:
         self.Error = preferred_driver.Error
@@ -77,7 +77,7 @@ class Disk:
         self._fault = self.commit_fault = None
 
     def die(self) -> None:
-        """Continue with a copy of the files in another folder; connections to the old folder are dead."""
+        """Kill the process: continue with a copy of the files; old connections no longer work."""
         old, self.folder = self.folder, self._next_folder()
         for name in FILES:
             if (old / name).exists():
@@ -137,5 +137,5 @@ def shelf() -> Iterator[Path]:
 
 
 def begin_with(folder: Path, shelf: Path) -> None:
-    """Copy an empty history, which is faster than creating one."""
+    """Copy an empty history into `folder`. This is faster than creating one."""
     shutil.copyfile(shelf / "empty" / DATABASE_NAME, folder / DATABASE_NAME)

@@ -1,8 +1,8 @@
-"""Threads that run one at a time, so that concurrent store calls are deterministic in each world.
+"""Threads that run one at a time, so that concurrent store calls are deterministic.
 
-`Fibers.run` starts its jobs in separate threads. One of them runs until it waits for another one, yields or
-ends. Then the next one is drawn at random. Whatever waits in the store while it uses the disk must be a
-`Waiter` or `Lock` of this module: a real one would block for ever.
+`Fibers.run` starts each job in its own thread, but only one thread runs at any moment. It runs until it waits
+for another fiber, yields or ends. Then the next thread is drawn at random. Store code that blocks while it
+holds the disk must use the `Waiter` or `Lock` of this module. A real lock would block for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pensieve.store import shared_commits
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import ProcessDied
 
-WAIT_SECONDS = 60.0  # after this time, a fiber is blocked by something outside its world
+WAIT_SECONDS = 60.0  # a fiber that blocks longer is blocked by something outside its world
 
 
 class Fiber:
@@ -35,7 +35,7 @@ class Fiber:
         self._thread.start()
 
     def resume(self) -> None:
-        """Run the fiber until it leaves."""
+        """Run the fiber until it calls `leave` or ends."""
         self._resumed.release()
         assert self._left.acquire(timeout=WAIT_SECONDS), (
             "a fiber waits for what is not of its world"
@@ -44,7 +44,7 @@ class Fiber:
             self._thread.join()
 
     def leave(self) -> None:
-        """Let the others run, until this fiber is resumed."""
+        """Let other fibers run until this fiber is resumed."""
         if self.fibers.has_died:
             raise ProcessDied
         self._left.release()
@@ -73,15 +73,15 @@ _here = _Here()
 
 
 class Fibers:
-    """The fibers of one process of a world."""
+    """The fibers of one simulated process."""
 
     def __init__(self, seed: int) -> None:
-        self.has_died = False  # the process has died; some of its threads may not know yet
+        self.has_died = False  # the process has died; some threads may not have noticed
         self.ready: list[Fiber] = []
         self.random = random.Random(seed)
 
     def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Fiber]:
-        """Run all jobs to their ends; ProcessDied if one of them raised it."""
+        """Run all jobs to their ends. Raise ProcessDied if a job raised it."""
         fibers = [Fiber(self, job) for job in jobs]
         self.ready = list(fibers)
         while self.ready:
@@ -95,7 +95,7 @@ class Fibers:
         return fibers
 
     def give_way(self) -> None:
-        """Let another fiber run, perhaps. A thread that is no fiber may call it, too."""
+        """Let another fiber run, with some probability. Does nothing in a thread that is not a fiber."""
         fiber = _here.fiber
         if fiber is not None and not self.has_died and self.random.random() < 0.3:
             self.ready.append(fiber)
@@ -140,7 +140,7 @@ class Lock:
 
 
 def prepare(store: ConversationStore) -> None:
-    """Replace the locks that a thread holds while it uses the disk."""
+    """Replace the store's locks that a thread holds while it uses the disk."""
     vars(vars(store)["_transactions"])["_mending"] = Lock()
     vars(store.erasure)["_deleting"] = Lock()
 

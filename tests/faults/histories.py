@@ -1,8 +1,8 @@
-"""Track which histories are possible, given what clients were told.
+"""Track which histories are possible, given the answers that clients received.
 
-Each client request is a *deed*: a turn, a rewind, a deletion or a creation. A deed that is under way, or
-whose answer was lost, may or may not have happened. So this module keeps all possible states of each
-conversation. Each look at the store and each answer rules some of them out. If none is left, something
+Each client request is a *deed*: a turn, rewind, deletion or creation. A deed may or may not have happened
+while its request is running, or if its answer was lost. So this module keeps all possible states of each
+conversation. Each read of the store and each answer excludes some states. If no state is left, something
 acknowledged was lost, something refused happened, or something happened twice.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-ABSENT, GONE = -2, -1  # in place of a revision
+ABSENT, GONE = -2, -1  # revisions of a conversation that does not exist yet, or was deleted
 
 
 class Deed(NamedTuple):
     kind: str  # "turn", "rewind", "delete", "create", "fork"
-    revision: int = 0  # rewind: target; fork: where it begins
-    exchanges: tuple[tuple[int, int], ...] = ()  # with which a fork begins
+    revision: int = 0  # rewind: its target; fork: the revision at which it branches off
+    exchanges: tuple[tuple[int, int], ...] = ()  # fork: the exchanges that it starts with
 
 
 class Seen(NamedTuple):
@@ -54,12 +54,12 @@ class Histories:
         self._states: dict[str, set[_State]] = {}
 
     def conceive(self, deed: Deed) -> int:
-        """Return a number for a deed that cannot happen yet."""
+        """Return a number for a new deed. The deed cannot happen before `under_way`."""
         self._deeds.append(deed)
         return len(self._deeds) - 1
 
     def under_way(self, name: str, deed: Deed, number: int | None = None) -> int:
-        """Note that a deed begins, or (with its number) begins again; return its number."""
+        """Note that a deed begins, or begins again if it has a `number`. Return its number."""
         if number is None:
             number = self.conceive(deed)
         self._states[name] = {
@@ -75,11 +75,11 @@ class Histories:
         return max((len(state.pending) for state in self._states.get(name, ())), default=0)
 
     def withdrawn(self, name: str, number: int) -> None:
-        """Note that a deed was not begun: if it has not happened, it never will."""
+        """Note that the client gave up this deed. If it has not happened by now, it never will."""
         self._states[name] = {state.without(number) for state in self._states[name]}
 
     def acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
-        """Note that a client was told that this has happened, and which revision it made."""
+        """Note that a client was told that the deed has happened. `revision` is what it made."""
         self._states[name] = {
             state
             for state in self._closure(name)
@@ -90,7 +90,7 @@ class Histories:
         )
 
     def refused(self, name: str, number: int) -> None:
-        """Note that a client was told that this has not happened and will not."""
+        """Note that a client was told that the deed has not happened and will not."""
         self._states[name] = {
             state.without(number)
             for state in self._closure(name)
@@ -99,7 +99,7 @@ class Histories:
         assert self._states[name], f"{name}: deed {number} was refused and has happened"
 
     def seen(self, name: str, seen: Seen | None, live: Callable[[int], bool] | None) -> None:
-        """Compare with what the store shows; deeds that are not `live` can no longer happen."""
+        """Exclude states that contradict the store, and deeds that are not `live` any more."""
         possible = {
             state
             for state in self._closure(name)
@@ -130,7 +130,7 @@ class Histories:
         return all(state.revision == GONE for state in self._states[name])
 
     def begin_again(self, name: str, pending: Iterable[int]) -> None:
-        """Let another conversation take this name; these deeds may still happen in it."""
+        """Reuse this name for a new conversation, in which the `pending` deeds may still happen."""
         self._states[name] = {_State(ABSENT, pending=frozenset(pending))}
 
     def has_happened(self, name: str, number: int) -> bool:
@@ -138,7 +138,7 @@ class Histories:
         return all(number in state.numbers_done for state in self._states[name])
 
     def _closure(self, name: str) -> set[_State]:
-        """Return all states that are possible by now, with pending deeds done in every order."""
+        """Return all states that are possible now: any pending deeds may be done, in any order."""
         found = set(self._states[name])
         border = list(found)
         while border:

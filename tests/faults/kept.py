@@ -1,7 +1,7 @@
 """Seeds that found bugs, with a description of each bug.
 
-A seed stands for the same world only as long as worlds are drawn in the same way. So each bug also has its
-own test, and is planted again in test_planted_faults.py.
+A change to the code that draws worlds gives each seed another world. So each bug also has a test of its own,
+and is planted again in test_planted_faults.py.
 """
 
 KEPT = {

@@ -10,7 +10,7 @@ from tests.faults.disk import STORE_FAULTS
 from tests.faults.kept import KEPT
 from tests.faults.machine import EngineShape
 
-BY_CALL = {  # the highest probability, at each opportunity
+BY_CALL = {  # the highest probability of each fault, at each call where it can happen
     "copies are late": 0.95,
     "copies finish out of order": 1.0,
     "a row is not a number": 0.08,
@@ -75,15 +75,15 @@ class Shape:
     grace_seconds: float = 5.0
     heartbeat_seconds: float = 30.0
     iteration_seconds_max: float = 30.0
-    short_characters: int = 4096  # 0: everything is tokenised beside the loop
+    short_characters: int = 4096  # longer texts are tokenised beside the loop
     num_moves: int = 120
-    store_threads: int = 1  # that work at once
+    store_threads: int = 1  # store threads that run at once
 
 
 def drawn_shape(choose: random.Random, seed: int) -> Shape:
     chunk_tokens = choose.choice((1, 2, 4, 4, 8))
     scale = max(1, 4 // chunk_tokens)
-    # Separate random streams, so that older seeds still stand for the same worlds.
+    # Separate random streams, so that older seeds still give the same worlds.
     places, streams = random.Random(seed), random.Random(~seed)
     threads = random.Random(f"threads of {seed}")
     engine = EngineShape(

@@ -1,10 +1,10 @@
-"""Run the engine process of the fault search in the test's own process.
+"""Run the engine process of the fault search inside the test's own process.
 
 It is the real engine over a faulty ledger, with a simulated pipe.
 
-A `Machine` is one life of the engine. When it dies, events that did not get through the pipe are lost, and so
-are messages that it has not read. Both ends notice late. A `Link` is the real `EngineClient` without the
-spawning: it supervises machines, and starts another when one is gone.
+A `Machine` is one run of the engine process. When it dies, unread messages are lost, and so are events that
+did not get through the pipe. Both sides notice the death late. A `Link` is the real `EngineClient`, except
+that it spawns no process: it supervises machines, and starts a new machine when the current machine is gone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 COST = CostProfile.analytic(
     num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4
 )
-Strikes = Callable[[str], bool]  # kind -> whether this fault happens now
+Strikes = Callable[[str], bool]  # return whether a fault of this kind happens now
 Note = Callable[[str, str], None]  # actor, event
 
 
@@ -66,7 +66,7 @@ class EngineShape:
     swap_outs_max: int = 64
     staging_pages: int = 0  # per arena, for streamed turns
     stream: str = "on"
-    checks_every: int = 1  # commits
+    checks_every: int = 1  # commits between two checks of the invariants
 
     @property
     def cache(self) -> CacheConfig:
@@ -78,7 +78,7 @@ class EngineShape:
 
 
 class FaultyLedger(LedgerExecutor):
-    """A ledger whose device fails. Its tokens carry the words that they stand for."""
+    """A ledger whose device fails at times. Its tokens stand for words."""
 
     def __init__(self, shape: EngineShape, seed: int, late: float, strikes: Strikes) -> None:
         super().__init__(
@@ -188,7 +188,7 @@ class Machine:
                 )
 
     def step(self) -> bool:
-        """Run one step of the engine; if it fails, act like the engine's process."""
+        """Run one step of the engine. Handle its errors like the real engine process."""
         if not self.alive or self.is_hung:
             return False
         self._num_rounds += 1
@@ -199,7 +199,7 @@ class Machine:
             return True
 
     def flush(self) -> None:
-        """Write one frame of all events since the last flush, or a sign of life."""
+        """Write all events since the last flush as one frame; without events, write a heartbeat."""
         now = self._clock.now()
         if not self.alive or self.is_stopped:
             return
@@ -213,7 +213,7 @@ class Machine:
         self._spoke_at = now
 
     def die(self, num_frames: int, cut: bool) -> None:
-        """Simulate kill -9: `num_frames` written frames get through, and half a frame if `cut`."""
+        """Simulate kill -9: deliver `num_frames` written frames, and half a frame if `cut`."""
         self.alive = False
         self._published = []
         gone = list(self.frames)[num_frames:]
@@ -301,14 +301,14 @@ class _Wire:
         return 0
 
     def abort(self) -> None:
-        """Close the pipe: the engine's process reads its end and exits, unless it was killed before."""
+        """Close the pipe. The engine process then exits, unless it is dead."""
         self._closed = True
         if self._machine.alive:
             self._machine.die(0, cut=False)
 
 
 class Link(EngineClient):
-    """The real supervision, over machines that `begin` makes; None if a machine does not start."""
+    """The real supervision, over machines that `begin` makes. `begin` may return None: a failed start."""
 
     def __init__(
         self, daemon: Daemon, begin: Callable[[], Machine | None], strikes: Strikes
@@ -327,7 +327,7 @@ class Link(EngineClient):
         super().put(message)
 
     def deliver(self, num_frames: int) -> None:
-        """Feed the service the engine's frames, and then the end of the pipe if the engine is dead."""
+        """Pass frames of the engine to the service. If the engine is dead, pass the end of the pipe, too."""
         machine, reader = self.machine, self._reader
         if machine is None or reader is None:
             return

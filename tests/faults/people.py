@@ -1,8 +1,9 @@
-"""The clients in a world, and the checks of their answers.
+"""The simulated clients, and the checks of their answers.
 
-A `Request` is a message to be answered. It is sent again, under the same id, until it is. A `Call` is one
-attempt. Each answer is compared with earlier answers. Each look at the store is compared with the replies
-that the ledger's arithmetic requires, and with the possible histories (histories.py).
+A `Request` is a message to be answered. Clients send it again under the same id until it is answered. A
+`Call` is one attempt. Each answer is compared with earlier answers to the request. Each read of the store is
+compared with the possible histories (histories.py), and with the replies that follow from the ledger's
+arithmetic.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tests.faults.texts import text_of, word
 
 WORDS = [number for number in range(5, 997) if not ends_turn(number)]
 PRIORITIES = (0, 0, 1, -1, 0, 2)
-DEEDS_MAX = 4  # under way in one conversation, since all their orders are possible
+DEEDS_MAX = 4  # running deeds of one conversation: the checks try all their orders
 Reply = tuple[list[int], str, FinishReason, int | None]
 
 
@@ -57,10 +58,10 @@ class Request:
     words: str
     request_id: str
     max_tokens: int
-    is_open: bool = True  # it would be sent again
-    num_calls: int = 0  # under way
+    is_open: bool = True  # a client would send it again
+    num_calls: int = 0  # running calls
     cancelled_at: set[int] = field(default_factory=set)  # delivered tokens at each cancellation
-    is_cut: bool = False  # a client left it, and may have kept less than others received
+    is_cut: bool = False  # a client ended it, and may have kept less text than others received
     told: dict[int, list[int]] = field(default_factory=dict)  # received tokens, by attempt
     reply: Reply | None = None  # the acknowledged reply
 
@@ -84,7 +85,7 @@ class Call:
     what: str
     request: Request | None = None
     task: asyncio.Task[None] | None = None
-    stalled: asyncio.Event | None = None  # the reader takes nothing until it is set
+    stalled: asyncio.Event | None = None  # the client reads nothing until this event is set
 
 
 class People:
@@ -106,8 +107,8 @@ class People:
         self._note = note
         self._by_deed: dict[int, Request] = {}
         self._by_words: dict[str, Request] = {}
-        self._busy: set[str] = set()  # conversations that a call other than a turn may change
-        self._deletions_begun = Counter[str]()  # by conversation
+        self._busy: set[str] = set()  # conversations with a running call that is not a turn
+        self._deletions_begun = Counter[str]()  # conversation -> number
         self._deletions_ended = Counter[str]()
         self._num_names = 0
 
@@ -127,7 +128,7 @@ class People:
     # -- conversations --
 
     def create(self, name: str = "", system: str | None = None, prefix_id: str = "") -> None:
-        """Create a conversation. Some share a prefix and its KV; some have equal beginnings by chance."""
+        """Create a conversation. Some share a prefix and its KV; others begin alike only by chance."""
         if self.daemon is None:
             return
         daemon = self.daemon
@@ -218,7 +219,7 @@ class People:
         return True
 
     def check(self, problems: list[str]) -> None:
-        """Call the operator's check, and add the problems that it reports."""
+        """Run the operator's check, and add the reported problems."""
         assert self.daemon is not None
         daemon = self.daemon
 
@@ -232,7 +233,7 @@ class People:
     def say(self, name: str, max_tokens: int | None = None) -> Request:
         """Send a message with new words."""
         num_words = self.random.randint(0, self.shape.prompt_words_max)
-        # Many messages begin alike, so that prefixes are shared. The last word makes each unique.
+        # Many messages begin alike and share prefixes. The last word makes each message unique.
         numbers = [*self.random.choices(WORDS[:2], k=num_words), WORDS[len(self.requests)]]
         words = " ".join(word(number) for number in numbers)
         if max_tokens is None:
@@ -245,7 +246,7 @@ class People:
         return request
 
     def say_again(self, request: Request) -> None:
-        """Send the same message under the same id: it attaches, replays, or begins (again)."""
+        """Send the same message under the same id. The turn is attached to, replayed, or begun (again)."""
         name, deed = request.conversation, request.deed
         if self.daemon is None:
             return
@@ -272,14 +273,14 @@ class People:
         self._spawn(call, say(), name)
 
     def say_all_again(self) -> bool:
-        """Send again, in each conversation, the first message without an answer."""
+        """Send again the first unanswered message of each conversation."""
         waiting = {each.conversation: each for each in reversed(self.requests) if each.is_open}
         for request in waiting.values():
             self.say_again(request)
         return bool(waiting)
 
     def say_otherwise(self) -> bool:
-        """Send other words under the id of an answered message; they must be refused."""
+        """Send other words under the id of an answered message. The daemon must refuse them."""
         answered = [
             each
             for each in self.requests
@@ -297,7 +298,7 @@ class People:
             except (InvalidArgument, NotFound, Unavailable, QueueFull, TurnRunning):
                 return
             if self._deletions_begun[name] != num_deletions:
-                return  # the answer may be deleted and the conversation created again
+                return  # the conversation may be deleted and created again
             raise AssertionError("other words were taken under an id that has its answer")
 
         self._call("say other words", say())
@@ -314,7 +315,7 @@ class People:
         return True
 
     def leave(self) -> bool:
-        """Cancel a turn on purpose, keeping some of the delivered text or nothing."""
+        """End a turn as a client that wants to keep some of the delivered text, or none."""
         if self.daemon is None or not self.requests:
             return False
         daemon = self.daemon
@@ -333,7 +334,7 @@ class People:
         async def leave() -> None:
             turns, keep_tokens = daemon.conversations.turns, keep
             if daemon.conversations.arriving.has_request("", name, request_id):
-                keep_tokens = 0  # it is not yet known how much was delivered
+                keep_tokens = 0  # the number of delivered tokens is not known yet
             live = turns.of_request_id("", name, request_id)
             if live is not None and keep_tokens != 0:
                 most = live.num_tokens if keep_tokens is None else keep_tokens
@@ -395,7 +396,7 @@ class People:
         except PensieveError as error:
             self._note("client", f"{request.request_id} ended: {error}")
             if request.is_cut and str(error) == CUT:
-                return  # it is in the history
+                return  # the history has the shortened reply
             self._happened["the engine's queue is full"] += isinstance(error, QueueFull)
             if self._is_last(request, daemon) and live.attempt == max(request.told):
                 self.histories.refused(request.conversation, request.deed)
@@ -451,7 +452,7 @@ class People:
         return self._look(process.looking, name, live)
 
     def look_at_what_is_left(self, looking: Any) -> None:
-        """Check what a dead process has left: everything under way has happened or never will."""
+        """Check the store of a dead process: each deed under way has happened by now or never will."""
         self._busy.clear()
         for name in self.histories.names():
             self._look(looking, name, lambda deed: False)
@@ -463,7 +464,7 @@ class People:
         return bool(request.num_calls) or self._is_live(request)
 
     def _is_last(self, request: Request, daemon: Daemon) -> bool:
-        """Return whether no other call can begin it, and nothing of it is on its way or live."""
+        """Return whether no other call can begin the request, and no turn of it is arriving or live."""
         others = request.num_calls > 1 or daemon.conversations.arriving.num_turns
         return not others and not self._is_live(request)
 
@@ -531,10 +532,11 @@ class People:
     # -- names --
 
     def _name_again(self) -> str:
-        """Return, sometimes, the name of a conversation that is certainly gone, for reuse.
+        """Return the name of a deleted conversation for reuse, sometimes; else "".
 
-        Messages of the first conversation may be sent again, and are new to the second. What a client began
-        before it hung up may still begin in the second, but not with tokens made for the first.
+        Messages of the first conversation may be sent again: they are new to the second one. A turn whose
+        client disconnected before it began may still begin in the second conversation. It must not use
+        tokens made for the first.
         """
         called = set(self._busy) | {
             call.request.conversation for call in self.calls if call.request is not None
@@ -566,7 +568,7 @@ class People:
         return f"{letter}{self._num_names}"
 
     def _call(self, what: str, work: Coroutine[Any, Any, None], *names: str) -> None:
-        """Make a call that may change these conversations; no other such call runs meanwhile."""
+        """Make a call that may change these conversations. They have no other such call meanwhile."""
 
         async def tried() -> None:
             try:
@@ -586,7 +588,7 @@ class People:
         def ended(task: asyncio.Task[None]) -> None:
             self._over(call)
             if task.cancelled():
-                return  # the work that it began continues
+                return  # a call that was cancelled may continue in the daemon
             if (error := task.exception()) is not None:
                 raise error
             if call.request is None:

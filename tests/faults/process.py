@@ -1,4 +1,4 @@
-"""Run the service's process in a world: the real store and daemon, from start to death."""
+"""Run the service's process in a fault world: the real store and daemon, from start to death."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Process:
     def __init__(
         self, store: ConversationStore, loop: Threads, fibers: Fibers, threads_max: int
     ) -> None:
-        """`threads_max`: number of store threads that work at once."""
+        """`threads_max`: number of store threads that run at once."""
         self.store = store
         self.loop = loop
         self.fibers = fibers
@@ -41,7 +41,7 @@ class Process:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether everything begun is known, as a live turn or by its call."""
+        """Return whether each running request is visible as a live turn or as an open call."""
         return not self.in_job and not (
             self.daemon is not None and self.daemon.conversations.arriving.num_turns
         )
@@ -51,7 +51,7 @@ class Process:
             self.link.deliver(num_frames)
 
     def work(self, other: bool) -> None:
-        """Run one job of each of several store threads, or one job of another thread."""
+        """Run one job of each of several store threads. With `other`, prefer one job of another thread."""
         loop = self.loop
         if loop.other_jobs and (other or not loop.store_jobs):
             loop.work(loop.other_jobs)
@@ -72,7 +72,7 @@ class Process:
         assert not self.owners.violations, self.owners.violations
 
     def bury(self) -> None:
-        """Release what the operating system releases when a process is gone."""
+        """Release what the operating system releases when a process ends."""
         if self.machine is not None:
             self.machine.alive = False
         if self.daemon is not None:
@@ -90,7 +90,7 @@ def looking_at(path: Any) -> Any:
 
 
 class _Errors(logging.Handler):
-    """Collect errors that the daemon only logs, such as a failed task of its own."""
+    """Collect errors that the daemon only logs, such as a failed background task."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -106,7 +106,7 @@ LOGGED = _Errors()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Disable garbage collection and log output inside the block: worlds are small and many."""
+    """Disable garbage collection and log output inside the block, to run many small worlds fast."""
     log = logging.getLogger("pensieve")
     freeze, collect, propagate = gc_pause.freeze, gc_pause.collect, log.propagate
     gc_pause.freeze = gc_pause.collect = lambda: None

@@ -1,7 +1,8 @@
-"""Run one short story once for every statement of the store, with a fault at that statement.
+"""Inject a fault at every statement of the store, one statement in each run of a short story.
 
-The fault is before or after the statement takes effect, lasts for a while, or kills the process. Afterwards
-the disk works again: nothing acknowledged is lost, nothing is half done, and the story reaches its end.
+The fault comes before or after the statement takes effect. It is a single error, a lasting error, or the
+death of the process. Afterwards the disk works again. Nothing acknowledged may be lost, nothing may be half
+done, and the story must reach its end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def place() -> Iterator[Path]:
 
 
 def story(world: World) -> None:
-    """Use every operation of the store once; unanswered requests are sent again at the end."""
+    """Use every operation of the store. At the end, send unanswered requests again."""
     people = world.people
     world.start()
     people.create("tea", "w5 w6 w7", "brief")
@@ -55,7 +56,7 @@ def story(world: World) -> None:
 
 
 def told(place: Path, fault: Fault, countdown: int) -> World:
-    """Run the story with a fault at that statement, and the final check."""
+    """Run the story with this fault, `countdown` statements after the start, and the final check."""
     world = World(countdown, place, shape=SHAPE, rates=NO_FAULTS)
     try:
         world.disk.arm(fault, countdown)

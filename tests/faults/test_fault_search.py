@@ -1,7 +1,7 @@
-"""Four hundred worlds: whatever fails, nothing acknowledged is lost, nothing is wrong, everything ends.
+"""Run four hundred worlds: nothing acknowledged is lost, nothing is wrong, and everything ends.
 
-world.py describes the moves and the checks of a world. `python -m tests.faults SEED` prints one event by
-event.
+world.py describes the moves and the checks of a world. `python -m tests.faults SEED` prints the events of
+one world.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def lived(seed: int, place: Path) -> World:
 
 @cache
 def searched(first: int, place: Path) -> Counter[str]:
-    """Run these worlds, which must be right; return what happened in them."""
+    """Run these worlds, which must find no error. Return how often each event happened."""
     happened: Counter[str] = Counter()
     for seed in range(first, first + SEEDS_AT_ONCE):
         world = lived(seed, place)
@@ -59,7 +59,7 @@ def test_nothing_is_lost_and_everything_ends_whatever_fails(first: int, place: P
 
 
 def test_every_kind_of_fault_has_happened(place: Path, request: pytest.FixtureRequest) -> None:
-    """Check the searches of this run, which may be a third of all (tests/selection.py)."""
+    """Check the searches of this run, which may be only a third of all searches (tests/selection.py)."""
     search = test_nothing_is_lost_and_everything_ends_whatever_fails.__name__
     callspecs = (
         item.callspec
@@ -81,7 +81,7 @@ def test_what_was_found_once_stays_found(seed: int, place: Path) -> None:
 
 
 def test_a_world_is_the_same_in_another_process(place: Path) -> None:
-    """No string hash, address, clock or chance may influence a world."""
+    """A world must not depend on string hashes, addresses, clocks or unseeded randomness."""
     for seed in (1, 2):
         told = subprocess.run(
             [sys.executable, "-m", "tests.faults", str(seed)],

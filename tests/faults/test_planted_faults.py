@@ -1,7 +1,7 @@
-"""Plant each fault in the real code; some world must notice it.
+"""Plant each bug in the real code; some world must notice it.
 
-tests/core/test_planted_faults.py has those of the core and the cache. These are where the engine, the
-conversations and the store meet. The last one is a bug that the search has found.
+These bugs are in the code where the engine, the conversations and the store meet. Bugs of the core and the
+cache are in tests/core/test_planted_faults.py. The last bug here was found by the search itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.faults.world import run
 SEEDS = 120
 FIRST = {
     "KV of a lost turn is taken for a cancelled one's": 100
-}  # seeds near one that finds a rare fault
+}  # each near a seed that finds the rare bug
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -15,7 +15,7 @@ from tests.faults.world import World
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """A world with a conversation of one turn, in which the end of the next turn cannot be stored."""
+    """A conversation with one turn, and a second turn whose end could not be stored."""
     with quiet(), shelf() as place:
         world = World(0, place, shape=Shape(), rates=NO_FAULTS)
         world.start()
@@ -35,7 +35,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def test_a_message_whose_answer_could_not_be_stored_is_answered_when_it_is_said_again(
     world: World,
 ) -> None:
-    """The turn was found running by its id, then interrupted by the transaction that looked closer."""
+    """Before the fix, the request found its turn running; a second look then called it interrupted."""
     request = world.people.requests[1]
     assert request.reply is None
     world.people.say_again(request)
@@ -46,7 +46,7 @@ def test_a_message_whose_answer_could_not_be_stored_is_answered_when_it_is_said_
 def test_another_message_is_answered_after_one_whose_answer_could_not_be_stored(
     world: World,
 ) -> None:
-    """No transaction wrote, so the dead turn's row still said that it runs."""
+    """Before the fix, nothing updated the row of the dead turn, so it stayed "running"."""
     world.people.requests[1].is_open = False
     request = world.people.say("tea", 3)
     world.rest(say_again=False)
@@ -54,13 +54,13 @@ def test_another_message_is_answered_after_one_whose_answer_could_not_be_stored(
 
 
 def test_an_answer_that_could_not_be_stored_is_in_no_reply_after_it(world: World) -> None:
-    """A turn cancelled in the queue joins the log; the KV of the lost turn lay at its positions."""
+    """Before the fix, a turn cancelled in the queue was given positions that held KV of the lost turn."""
     people = world.people
     people.requests[1].is_open = False
     daemon = people.daemon
     assert daemon is not None
     request = people.say("tea", 3)
-    for _ in range(3):  # submitted, but not yet read from the pipe
+    for _ in range(3):  # the turn is submitted, but the engine has not read it from the pipe
         assert world.process is not None
         while world.process.loop.store_jobs:
             world.process.work(other=False)
@@ -76,7 +76,7 @@ def test_an_answer_that_could_not_be_stored_is_in_no_reply_after_it(world: World
 
 @pytest.fixture
 def sound_world() -> Iterator[World]:
-    """A world with a conversation of one turn, without faults."""
+    """A conversation with one turn, without faults."""
     with quiet(), shelf() as place:
         world = World(0, place, shape=Shape(), rates=NO_FAULTS)
         world.start()
@@ -89,7 +89,7 @@ def sound_world() -> Iterator[World]:
 
 
 def test_a_turn_whose_log_cannot_be_read_ends(sound_world: World) -> None:
-    """The engine waited for the log, and everything else waited for the engine."""
+    """Before the fix, the engine waited for the log for ever, and all other turns waited for the engine."""
     world = sound_world
     world.kill_engine()
     world.rest()
@@ -105,7 +105,7 @@ def test_a_turn_whose_log_cannot_be_read_ends(sound_world: World) -> None:
 
 
 def test_a_deletion_that_fails_leaves_the_end_of_a_turn_to_its_own_job(sound_world: World) -> None:
-    """The client was told that its turn was given up, but then it was committed."""
+    """Before the fix, the client was told that its turn was given up, and then the turn was committed."""
     world, process = sound_world, sound_world.process
     assert process is not None
     assert process.machine is not None
@@ -118,7 +118,7 @@ def test_a_deletion_that_fails_leaves_the_end_of_a_turn_to_its_own_job(sound_wor
         world.clock.advance(0.01)
     process.machine.flush()
     process.deliver(100)
-    process.loop.spin()  # the commit's job waits behind it
+    process.loop.spin()  # the commit's job waits behind the deletion's job
     assert len(process.loop.store_jobs) == 2
     world.disk.arm(Fault("the interruption is refused", IO_ERROR), 2)
     world.rest(say_again=False)

@@ -1,7 +1,7 @@
 """A real tokenizer and chat template over 997 words, for the fault search.
 
-Token ids are those of the ledger (tests/fakes.py): every sixteenth ends a reply and has no text; all others
-are words.
+Token ids are those of the ledger (tests/fakes.py). Every sixteenth token ends a reply and has no text. All
+others are words.
 """
 
 from __future__ import annotations

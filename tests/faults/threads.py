@@ -1,8 +1,8 @@
-"""Run the service's threads one move at a time, only when the world asks for it.
+"""Run the service's threads one move at a time, when the fault world asks for it.
 
-`Threads` is an event loop on a virtual clock, without sockets. `spin` runs what is ready until nothing is.
-Jobs for other threads (a store thread, the text pool, a check) wait until `work` runs them, or
-`work_together` if several store threads work at once.
+`Threads` is an event loop on a virtual clock, without sockets. `spin` runs callbacks until none is ready.
+Jobs for other threads (a store thread, the text pool, a check) wait until `work` runs them. If several store
+threads work at once, `work_together` runs their jobs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pensieve.sim.executor import VirtualClock
 from tests.faults.fibers import Fibers
 
-Job = tuple[Callable[[], Any], "asyncio.Future[Any]", object]  # function, result, its thread
+Job = tuple[Callable[[], Any], "asyncio.Future[Any]", object]  # function, result, thread of the job
 SPINS_MAX = 10_000
 
 
@@ -40,14 +40,14 @@ class Threads(asyncio.BaseEventLoop):
         self.store_jobs: deque[Job] = deque()
         self.other_jobs: deque[Job] = deque()
         self.problems: list[str] = []  # exceptions that nothing handled
-        self.caller = "loop"  # the thread that is running; clients call from the loop
+        self.caller = "loop"  # name of the running thread; clients call from the loop
         self.set_exception_handler(self._complain)
 
     def time(self) -> float:
         return self._clock.now()
 
     def spin(self) -> None:
-        """Run everything that is ready, and due timers."""
+        """Run all ready callbacks and due timers."""
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -62,7 +62,7 @@ class Threads(asyncio.BaseEventLoop):
 
     @contextlib.contextmanager
     def on_the_loop(self) -> Iterator[None]:
-        """Let the loop run while a job of another thread is in the middle of its work."""
+        """Let the loop run while a job of another thread is half done."""
         caller, self.caller = self.caller, "loop"
         try:
             yield
@@ -79,7 +79,7 @@ class Threads(asyncio.BaseEventLoop):
         return future
 
     def work(self, jobs: deque[Job]) -> None:
-        """Run the oldest of these jobs and set its result; ProcessDied passes through."""
+        """Run the oldest of these jobs and set its result. Do not catch ProcessDied."""
         job, future, _ = jobs.popleft()
         self.caller = "store" if jobs is self.store_jobs else "another thread"
         try:
@@ -117,7 +117,7 @@ class Threads(asyncio.BaseEventLoop):
                 raise fiber.error
 
     def abandon(self) -> None:
-        """Cancel everything that still waits, because the process is gone."""
+        """Cancel all tasks and jobs that still wait, because the process is gone."""
         self.store_jobs.clear()
         self.other_jobs.clear()
         self.set_exception_handler(lambda loop, context: None)

@@ -1,23 +1,24 @@
-"""One world of the fault search, drawn from one seed: the whole service over fake surroundings.
+"""One world of the fault search: the whole service over simulated surroundings, drawn from one seed.
 
-Real are the core, the engine, its mailbox, the frames of the pipe, the supervision of the engine process, the
-daemon with its readers and graces, the conversations, and the store over SQLite. Fake are the clock, the
-event loop and its threads (threads.py), the device and the engine's process (machine.py), the disk (disk.py),
-and the clients (people.py).
+Real: the core, the engine, its mailbox, the frames of the pipe, the supervision of the engine process, the
+daemon with its readers and grace periods, the conversations, and the store over SQLite.
+
+Simulated: the clock, the event loop and its threads (threads.py), the device and the engine's process
+(machine.py), the disk (disk.py), and the clients (people.py).
 
 Nothing moves by itself. Each move is drawn from the seed: some engine steps, some frames through the pipe,
-some jobs of the store's thread, some time, one client action, or a fault. So any two of them may meet in any
-order, and a seed always gives the same world, event by event.
+some jobs of the store's thread, some time, one client action, or a fault. Events can therefore meet in any
+order, and a seed always gives the same events in the same order.
 
 These checks run all the time:
 
-* each slice against the ledger (what it attends to), and the core against its invariants;
+* each slice against the ledger (the tokens it attends to), and the core against its invariants;
 * each reply, as delivered and as stored, against the arithmetic of the ledger's tokens;
-* each history against everything that may have happened, given what clients were told;
-* the tokens of an attempt against the tokens delivered for it before.
+* each history against all possible histories, given the answers that clients received;
+* the tokens of an attempt against the tokens delivered earlier for the same attempt.
 
-When the faults stop, every turn ends, every client gets an answer, and the store verifies. After all
-conversations are deleted, all pages are empty.
+After the faults stop, every turn must end, every client must get an answer, and the store must verify. After
+all conversations are deleted, all pages must be empty.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from tests.faults.process import Process, looking_at, quiet
 from tests.faults.texts import template
 from tests.faults.threads import Threads
 
-STEPS_MAX = 800  # within which everything must end once the faults have stopped
+STEPS_MAX = 800  # after the faults have stopped, everything must end within these steps
 WALL = 1_700_000_000.0
-COUNTDOWNS = (1, 2, 4, 8, 16)  # statements before a fault of the store
+COUNTDOWNS = (1, 2, 4, 8, 16)  # statements from now until a store fault happens
 
 
 class World:
@@ -74,7 +75,7 @@ class World:
         self._tell = tell
         self._digest = hashlib.blake2b(digest_size=16)
         self._wall_offset = WALL
-        self._stalled_until = 0  # in moves
+        self._stalled_until = 0  # a number of moves
         self._held_until = 0
         self._num_moves = 0
         self._num_machines = 0
@@ -88,7 +89,7 @@ class World:
         begin_with(self.disk.folder, shelf)
 
     def run(self) -> None:
-        """Run the whole world: random moves, rest, and the final check."""
+        """Run the whole world: random moves, then a rest, then the final check."""
         self.note("world", f"seed {self.seed}: {self.shape}")
         self.start()
         for _ in range(self.shape.num_moves):
@@ -109,7 +110,7 @@ class World:
             self._tell(line)
 
     def strikes(self, kind: str) -> bool:
-        """Return whether a fault happens at this opportunity."""
+        """Draw whether a fault of this kind happens now."""
         if kind in BY_ITSELF:
             self.happened[kind] += 1
             return False
@@ -181,12 +182,12 @@ class World:
                 people.say(name)
 
     def _do(self, kind: str) -> bool:
-        """Do one of BY_MOVE; return False if there was nothing to do it to."""
+        """Do a move of BY_MOVE. Return False if the move was impossible or takes effect later."""
         people = self.people
         fault = next((each for each in STORE_FAULTS if each.kind == kind), None)
         if fault is not None:
             self.disk.arm(fault, self.random.choice(COUNTDOWNS))
-            return False  # it happens later
+            return False  # the fault happens at a later statement
         if kind == "the engine is killed":
             return self.kill_engine()
         if kind in ("the engine is stopped", "the engine's main thread hangs"):
@@ -251,7 +252,7 @@ class World:
     # -- start and end of processes --
 
     def start(self) -> None:
-        """Start the service; it may die on the way."""
+        """Start the service, which may die during the start."""
         with self._mortal():
             self._open()
 
@@ -281,7 +282,7 @@ class World:
         daemon = Daemon(
             process.store,
             LoadedTexts(template(), "the fingerprint", Sampling()),
-            # The world replaces the process by its machine below.
+            # This program is never run: below, the world replaces the process by its machine.
             EngineProgram((), {}, self.disk.folder),
             DaemonConfig(
                 turns_max=self.shape.turns_max,
@@ -318,7 +319,7 @@ class World:
         return True
 
     def hang_engine(self, whole: bool) -> bool:
-        """Stop the engine from now on: its main thread, or (`whole`) all its threads."""
+        """Hang the engine's main thread, or (`whole`) all its threads."""
         machine = self.process.machine if self.process is not None else None
         if machine is None or not machine.alive:
             return False
@@ -334,7 +335,7 @@ class World:
         return True
 
     def stop(self) -> bool:
-        """Stop the service like SIGTERM: drain, close, and start again."""
+        """Stop the service as SIGTERM does (drain and close), and start it again."""
         process = self.process
         if process is None or process.daemon is None:
             return False
@@ -386,7 +387,7 @@ class World:
     # -- the end --
 
     def settle(self) -> None:
-        """Stop the faults, and continue until every turn has ended and every client has its answer."""
+        """Stop the faults. Continue until every turn has ended and every client has an answer."""
         self.note("world", "the faults stop")
         self._faulty = False
         self.disk.heal()
@@ -396,7 +397,7 @@ class World:
         self.rest()
 
     def rest(self, say_again: bool = True) -> None:
-        """Continue until nothing is under way, and (`say_again`) no message lacks its answer."""
+        """Continue until nothing runs. With `say_again`, also send messages until each is answered."""
         for _ in range(STEPS_MAX):
             with self._mortal():
                 if not self._go_on(say_again):
@@ -414,7 +415,7 @@ class World:
                 self._go_on(say_again=False)
 
     def _go_on(self, say_again: bool) -> bool:
-        """Let every part move once; return False if none had anything to do."""
+        """Let every part move once. Return False if no part had anything to do."""
         if self.process is None:
             self.start()
             return True
@@ -425,7 +426,7 @@ class World:
                 worked = True
                 self.clock.advance(0.01)
                 if not machine.scheduler.num_turns:
-                    break  # copies that no turn waits for may take their time
+                    break  # no turn waits for the remaining copies, so they may take their time
             machine.flush()
             process.deliver(100)
         while process.loop.store_jobs or process.loop.other_jobs:
@@ -443,7 +444,7 @@ class World:
         return worked or bool(self.people.calls) or not resting
 
     def reckon(self) -> None:
-        """Check at the end that store, engine and clients agree, and that nothing is left behind."""
+        """Final check: store, engine and clients agree, and nothing is left over."""
         people = self.people
         for name in people.names:
             people.look(name)

@@ -1,4 +1,4 @@
-"""A GGUF file becomes the folder that it was made from, or is refused with the reason."""
+"""A GGUF file is converted back to the folder that it was made from, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_quantised_file_is_what_transformers_itself_reads_from_it(
 def test_rows_that_are_written_block_by_block_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks have three rows of 32, so no block ends where a head ends."""
+    """Blocks have three rows of 32, so the end of a block is never the end of a head."""
     model = random_model("llama")
     for name, elements in (("whole", 1 << 22), ("blocks", 100)):
         monkeypatch.setattr(weights_module, "BLOCK_ELEMENTS", elements)
@@ -125,7 +125,7 @@ def test_the_size_is_said_beforehand_and_is_the_size_on_the_disk(tmp_path: Path)
     assert "as bfloat16" in conversion.sizes()
     assert "--weights int8" in conversion.sizes()
     size = (converted(path) / "model.safetensors").stat().st_size
-    assert conversion.num_bytes <= size <= conversion.num_bytes + 8192  # and the names of tensors
+    assert conversion.num_bytes <= size <= conversion.num_bytes + 8192  # 8192: names of tensors
 
 
 def test_every_token_that_may_end_a_turn_and_the_sampling_of_a_file_are_kept(
@@ -224,5 +224,5 @@ def test_a_file_that_lacks_a_tensor_or_its_end_is_refused(tmp_path: Path) -> Non
 
 
 def test_the_rows_of_a_head_go_back_where_they_were() -> None:
-    """Two heads of four rows, which llama.cpp writes as 0 2 1 3."""
+    """Two heads of four rows. llama.cpp writes the rows of a head as 0 2 1 3."""
     assert permuted(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer cuts text as the model's own does. An unknown rule is refused."""
+"""A GGUF file's tokenizer splits text like the model's own tokenizer. An unknown rule is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXTS = [
 
 
 def words(made: Any, text: str) -> list[str]:
-    """Return the words of a text, before merges."""
+    """Return the words of a text before merging."""
     return [word.replace("Ġ", " ") for word, _ in made.pre_tokenizer.pre_tokenize_str(text)]
 
 
@@ -61,7 +61,7 @@ def test_each_rule_cuts_text_in_its_own_way(rule: str, cut: list[str], tmp_path:
 def test_a_rule_that_transformers_knows_too_gives_the_same_tokens(
     rule: str, tmp_path: Path
 ) -> None:
-    """transformers has neither separate digits (smollm, starcoder) nor Unicode's forms (qwen2)."""
+    """transformers lacks separate digits (smollm, starcoder) and Unicode normalization (qwen2)."""
     path = tmp_path / "tiny.gguf"
     write_gguf(path, rule=rule)
     made, theirs = (
@@ -84,7 +84,7 @@ def test_a_decomposed_letter_is_composed_where_the_model_wants_it(tmp_path: Path
 
 
 def write_sentencepiece(path: Path, scheme: str) -> Any:
-    """Write a file with a tokenizer like Llama 2's, or like one that puts no space before a text."""
+    """Write a file with a tokenizer like Llama 2's, or one that adds no space before a text."""
     original = sentencepiece_library(("<s>", "</s>"), prepend_scheme=scheme)
     definition = json.loads(original.to_str())
     merged = {"".join(pair): rank for rank, pair in enumerate(definition["model"]["merges"])}

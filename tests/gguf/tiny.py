@@ -25,7 +25,7 @@ Change = Callable[[gguf.GGUFWriter], object]
 
 
 def random_model(architecture: str, **changes: Any) -> Any:
-    """Return an fp32 model that can be quantised: llama.cpp needs rows of whole blocks of 32."""
+    """Return an fp32 model that can be quantized. llama.cpp needs rows of whole blocks of 32."""
     config = SERVED[ARCHITECTURES[architecture]]()
     config.vocab_size, config.intermediate_size = 512, 64
     for name, value in changes.items():
@@ -121,7 +121,7 @@ def _write_tensors(
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """`LlamaModel.permute` of llama.cpp's converter."""
+    """Do the same as `LlamaModel.permute` of llama.cpp's converter."""
     shape = values.shape
     parts = values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:])
     return parts.swapaxes(1, 2).reshape(shape)
@@ -148,7 +148,7 @@ def llama3_factors(config: Any) -> np.ndarray:
 
 
 def write_byte_level(writer: gguf.GGUFWriter, library: Any, rule: str | None) -> None:
-    """Write a tokenizer of the library as the arrays of a GGUF file."""
+    """Write a tokenizer of the tokenizers library as the arrays of a GGUF file."""
     definition = json.loads(library.to_str())
     added = {each["id"]: each for each in definition["added_tokens"]}
     vocabulary = library.get_vocab(with_added_tokens=True)

@@ -30,7 +30,7 @@ SECRET = "the words of a conversation"
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Parse all lines; a name with a line break must not split a line."""
+    """Return all lines as JSON. A name with a line break must not split a line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -58,7 +58,7 @@ def test_everybody_elses_address_needs_tls_and_tokens(address: str) -> None:
     ],
 )
 def test_what_is_no_host_is_no_address_even_if_it_is_insecure(address: str, insecure: bool) -> None:
-    """A peer on a UNIX socket counts as the operator, so only the socket in the data folder may exist."""
+    """A peer on a UNIX socket counts as the operator. So only the socket of the data folder is allowed."""
     with pytest.raises(ConfigError, match="is not HOST:PORT"):
         check_exposure(Listening(address, insecure=insecure))
 

@@ -24,13 +24,13 @@ def test_a_tenant_may_run_so_many_turns_at_once() -> None:
 
 def test_tokens_are_saved_up_for_ten_seconds_and_debts_are_waited_for() -> None:
     allowance = Allowance(Limits(tokens_per_second=5.0), 100.0)
-    allowance.spend(70, 100.0)  # 50 were saved up
+    allowance.spend(70, 100.0)  # 50 tokens had been saved up
     exceeded = allowance.exceeded(0, 100.0)
     assert exceeded is not None
     assert exceeded.retry_after_seconds == 4.0
     assert allowance.exceeded(0, 104.0) is None
     allowance.spend(0, 1000.0)
-    allowance.spend(50, 1000.0)  # never more than 50
+    allowance.spend(50, 1000.0)  # at most 50 tokens are saved up
     assert allowance.exceeded(0, 1000.0) is None
     allowance.spend(1, 1000.0)
     assert allowance.exceeded(0, 1000.0) is not None
@@ -43,7 +43,7 @@ def test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limit
     assert [allowance.seconds_to_refuse(full, 0.0) for _ in range(100)] == [0.0] * 100
     later = [allowance.seconds_to_refuse(full, 0.0) for _ in range(12)]
     assert later == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0])
-    # What it may do is answered at once, mistakes included; so is a full daemon.
+    # Answers within the limits come at once, errors included. So does the answer of a full daemon.
     assert allowance.seconds_to_refuse(missing, 0.0) == 0.0
     assert allowance.seconds_to_refuse(QueueFull("too many turns are waiting"), 0.0) == 0.0
     allowance.spend(60, 0.0)
@@ -82,7 +82,7 @@ def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
     assert guard.authenticate(admin, f"Bearer {other}", "ipv4:1.2.3.4:5").admin
     assert guard.authenticate(admin, None, "unix:").admin
     assert guard.authenticate(check, None, "ipv4:1.2.3.4:5") == callers.Caller(known=False)
-    # Whose slot for a body it takes.
+    # The caller matters here, because the call takes a slot of its tenant.
     assert guard.authenticate(check, f"Bearer {token}", "ipv4:1.2.3.4:5") == callers.Caller("acme")
     with pytest.raises(PermissionDenied):
         guard.authenticate(admin, f"Bearer {token}", "ipv4:1.2.3.4:5")

@@ -106,7 +106,7 @@ def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
 def test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if the file did not change: the machine failed, or the file was being replaced."""
+    """This holds even if the file did not change: the machine failed, or the file was being replaced."""
     path = tmp_path / "tokens.toml"
     path.write_text(callers.new_token("a", admin=False)[1])
     path.chmod(0o600)
@@ -189,7 +189,7 @@ def test_who_connects_is_shown_the_certificate_of_the_moment(
 ) -> None:
     before = guarded.certificate()
     assert guarded.certificate() == before
-    shutil.copy(CERTS / "client.pem", guarded.cert)  # the key of another certificate, for a moment
+    shutil.copy(CERTS / "client.pem", guarded.cert)  # for a moment, the key does not match
     assert guarded.certificate() == before
     shutil.copy(CERTS / "client.key", guarded.key)
     wait_for(lambda: guarded.certificate() != before, 30)

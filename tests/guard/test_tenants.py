@@ -1,4 +1,4 @@
-"""Each limit of tenants, over gRPC; and limits that change while the daemon runs."""
+"""Each limit of tenants, over gRPC, and limits that change while the daemon runs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TokensRig(DaemonRig):
         new.replace(self.file)
 
     def change(self, limits: dict[str, dict[str, Any]]) -> None:
-        """Change limits, and wait until they are in force."""
+        """Change the limits, and wait until they apply."""
         before = self.limits()
         self.write(limits)
         wait_for(lambda: self.limits() != before, 30)
@@ -110,7 +110,7 @@ class TokensRig(DaemonRig):
         return int(self.call(look()))
 
     def charged(self) -> list[tuple[str, int]]:
-        """Record which tenant is charged for how many tokens."""
+        """Record the tenant and the tokens of each charge."""
         seen: list[tuple[str, int]] = []
         charge = self.daemon.admission.charge
 
@@ -204,7 +204,7 @@ def test_a_reply_that_was_stored_is_repeated_and_a_turn_that_runs_is_stored_abov
 def test_what_changes_the_history_is_paid_for_and_a_tenant_in_debt_may_read_and_delete(
     tmp_path: Path,
 ) -> None:
-    """Otherwise a limited tenant could make others wait for the tokenization of its texts."""
+    """Otherwise a limited tenant could make others wait while its texts are tokenized."""
     with TokensRig(tmp_path, {"a": {"tokens_per_second": 5}}) as rig, rig.client("a") as client:
         client.conversation("c").ask("hello", max_tokens=1, ignore_eos=True)
         charged = rig.charged()
@@ -242,7 +242,7 @@ def test_a_text_that_is_tokenized_and_does_not_fit_is_paid_for(tmp_path: Path) -
 def test_requests_are_counted_whatever_they_ask(tmp_path: Path) -> None:
     with TokensRig(tmp_path, {"a": {"requests_per_second": 0.5}, "b": {}}) as rig:
         with rig.client("a") as client:
-            for number in range(5):  # ten seconds' worth
+            for number in range(5):  # 10 requests in all, more than may be saved up
                 with contextlib.suppress(NotFound):
                     (client.conversations, lambda: client.conversation("no").delete())[number % 2]()
                     list(client.conversations())
@@ -267,10 +267,10 @@ def test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits(
             metadata = rig.metadata(tenant)
             return rig.stub.GetConversation.future(request, metadata=metadata, timeout=timeout)
 
-        assert get("few").code() is grpc.StatusCode.NOT_FOUND  # the one that may be saved up
+        assert get("few").code() is grpc.StatusCode.NOT_FOUND  # the one request that was saved up
         waits = get("few")
         wait_for(lambda: rig.num_calls("few") == 1)
-        # Another tenant's are answered; and who waits for so long only is told in time.
+        # Another tenant gets its answer. A caller with a short timeout is refused before the timeout.
         assert get("other").code() is grpc.StatusCode.NOT_FOUND
         assert get("few", timeout=4.0).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not waits.done()
@@ -297,7 +297,7 @@ def test_calls_of_a_tenant_in_debt_begin_at_a_pace_and_nobody_else_waits(
         waits = listed("owes")
         wait_for(lambda: rig.num_calls("owes") == 1)
         assert listed("other").result().conversations == []
-        assert len(listed("owes", timeout=4.0).result().conversations) == 1  # in time
+        assert len(listed("owes", timeout=4.0).result().conversations) == 1  # before the timeout
         assert not waits.done()
         assert waits.cancel()
         wait_for(lambda: rig.num_calls("owes") == 0)
@@ -376,7 +376,7 @@ def test_a_warm_counts_as_a_turn_and_is_paid_for(tmp_path: Path) -> None:
         with rig.client("b") as client:
             charged = rig.charged()
             client.conversation("c").warm()
-            wait_for(lambda: sum(num_tokens for _, num_tokens in charged) > 50)  # what it computed
+            wait_for(lambda: sum(num_tokens for _, num_tokens in charged) > 50)  # of the warm
             assert {tenant for tenant, _ in charged} == {"b"}
             assert not rig.num_turns("b")
 
@@ -417,7 +417,7 @@ def test_what_a_tenants_clients_do_not_read_is_bounded(tmp_path: Path) -> None:
         answers_nobody_takes(rig, "a", peers, 40)
         wait_for(lambda: rig.unread_bytes("a") > 300_000)
         request = pb.ListMessagesRequest(conversation_id="c")
-        wait_for(lambda: rig.num_calls("a") < 6)  # the others were refused
+        wait_for(lambda: rig.num_calls("a") < 6)  # further calls were refused
         with refused("unread_bytes"):
             rig.stub.ListMessages(request, metadata=rig.metadata("a"))
         assert rig.unread_bytes("a") <= 400_000, "an answer that went beyond it was let out"
@@ -507,9 +507,9 @@ def test_a_priority_above_the_tokens_ceiling_is_lowered_to_it(tmp_path: Path) ->
 def order_of_admission(
     folder: Path, limits: dict[str, dict[str, Any]], turns: Sequence[str]
 ) -> list[str]:
-    """Return the tenants of turns that wait behind another turn, in the order of admission.
+    """Return the tenants of turns that wait for another turn, in the order of admission.
 
-    The first turn keeps its place, because its weight is the highest.
+    That other turn keeps its place, because its weight is the highest.
     """
     slow, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
     with TokensRig(folder, {"first": {"weight": 100}, **limits}, slow, written) as rig:
@@ -544,7 +544,7 @@ def test_tenants_that_all_have_more_than_can_run_get_it_by_their_weights(tmp_pat
 
 
 def test_warms_take_places_among_those_who_wait(tmp_path: Path) -> None:
-    """The engine's queue has as many places as the daemon's limit, and a flood of warms must not fill it."""
+    """A flood of warms must not fill the engine's queue, which is only as long as the daemon's limit."""
     config = DaemonConfig(turns_max=2)
     slow, written = (*ECHO, "--seconds=0.2"), {"token_budget": "16"}
     with DaemonRig(tmp_path / "data", config=config, program=slow, written=written) as rig:

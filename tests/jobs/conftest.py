@@ -1,4 +1,4 @@
-"""The fixtures of the store's tests: a folder in memory, and each available SQLite driver."""
+"""Use the fixtures of the store's tests: a folder in memory, and each available SQLite driver."""
 
 from tests.store.conftest import driver, pytest_generate_tests, tmp_path
 

@@ -1,6 +1,6 @@
-"""Jobs over a real job store, whose lines are answered when a test says so.
+"""Jobs over a real job store. Their lines are answered when a test says so.
 
-A line that is not a JSON object is refused; other lines are answered with their own text.
+A line that is not a JSON object is refused. Any other line is answered with its own text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shortcuts for batch jobs, for tests about something else."""
+"""Shortcuts for batch jobs, for tests whose subject is something else."""
 
 from __future__ import annotations
 

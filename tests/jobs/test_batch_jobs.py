@@ -1,4 +1,4 @@
-"""Batch jobs of a daemon: each line gets exactly one answer in all circumstances, and chats go first."""
+"""Batch jobs of a daemon: each line gets exactly one answer, whatever happens, and chats go first."""
 
 from __future__ import annotations
 

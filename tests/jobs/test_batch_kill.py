@@ -1,4 +1,4 @@
-"""A job survives when its daemon or engine is killed at any moment: each line gets one, unchanged answer."""
+"""Jobs survive kills of their daemon or engine: each line gets one answer, which never changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINES, KILLS = 100 * SCALE, 3 * SCALE
 
 
 def job_of(client: Client, job_id: str) -> Job | None:
-    """Return the job; None while no daemon answers."""
+    """Return the job, or None while no daemon answers."""
     with contextlib.suppress(PensieveError):
         return client.jobs.get(job_id, timeout=2.0)
     return None

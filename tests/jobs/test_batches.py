@@ -91,7 +91,7 @@ def test_openais_client_uploads_a_file_and_has_it_answered(client: openai.OpenAI
         metadata={"for": "ada"},
     )
     assert (batch.object, batch.input_file_id, batch.metadata) == ("batch", file.id, {"for": "ada"})
-    client.files.delete(file.id)  # the batch has its own lines
+    client.files.delete(file.id)  # the batch keeps its own copy of the lines
     done = ended(client, batch.id)
     assert done.status == "completed"
     assert done.request_counts is not None
@@ -108,7 +108,7 @@ def test_openais_client_uploads_a_file_and_has_it_answered(client: openai.OpenAI
     text = client.files.content(done.error_file_id).text
     assert client.files.retrieve(done.error_file_id).bytes == len(text.encode())
     errors = [json.loads(each)["error"] for each in text.splitlines()]
-    assert [each["line"] for each in errors] == [4, 5]  # as in the file
+    assert [each["line"] for each in errors] == [4, 5]  # line numbers of the file
     listed = {each.id: each.purpose for each in client.files.list()}
     assert listed[done.output_file_id] == listed[done.error_file_id] == "batch_output"
     assert file.id not in listed
@@ -116,7 +116,7 @@ def test_openais_client_uploads_a_file_and_has_it_answered(client: openai.OpenAI
 
 @pytest.mark.parametrize("state", JobState)
 def test_a_batch_names_its_results_once_it_has_ended(state: JobState) -> None:
-    """Earlier, a client could take a part of the results for all of them."""
+    """If results were named earlier, a client could take a part of them for all."""
     has_ended = state is JobState.ENDED
     view = JobView(
         *("batch_1", "", 1, "in.jsonl", "", 0, "/v1/chat/completions"),
@@ -327,7 +327,7 @@ def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
-        ended(client, batch.id)  # whose sizes nobody has asked for
+        ended(client, batch.id)  # sizes of this batch have not been requested yet
     store = door.rig.job_store
     read, go_on, is_over = [], threading.Event(), threading.Event()
     result_bytes, enter = store.result_bytes, GuardedCall.enter

@@ -1,4 +1,4 @@
-"""After a kill -9 or a power loss during jobs, acknowledged data is there exactly once."""
+"""After a kill -9 or a power loss during jobs, acknowledged data is stored exactly once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.scale import SCALE
 from tests.store.power import NOTE, Event, files_after, recorded
 from tests.store.test_power_loss import library
 
-__all__ = ["library"]  # the fixture
+__all__ = ["library"]  # used as a fixture
 NUM_KILLS = 12 * SCALE
 NUM_LINES = 400
 
-# Goes on with the job where the last process was killed; a line once something is durable.  An answer
-# names the life that computed it.
+# Continues the job where the last process was killed, and prints a line when something is durable. An answer
+# contains the number of the process run that computed it.
 CHILD = """
 import os, random, sys
 from pathlib import Path
@@ -55,7 +55,7 @@ sys.stdin.read()
 
 
 def killed_after(folder: Path, life: int, num_said: int, seconds: float) -> list[str]:
-    """Return what a process acknowledged before it was killed."""
+    """Run a process and kill it. Return what it acknowledged."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder), str(life), str(NUM_LINES)],
         stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ def killed_after(folder: Path, life: int, num_said: int, seconds: float) -> list
 
 def test_no_acknowledged_answer_is_lost_and_none_is_given_twice(tmp_path: Path) -> None:
     rng = random.Random(5)
-    acknowledged: dict[int, int] = {}  # which life answered a line
+    acknowledged: dict[int, int] = {}  # line -> process run that answered it
     was_sent = False
     for life in range(NUM_KILLS):
         said = killed_after(tmp_path, life, rng.randrange(1, 5), rng.uniform(0.0, 0.01))
@@ -183,7 +183,7 @@ os._exit(0)
 
 
 def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
-    """Return what jobs that survived a power loss lack, given these events."""
+    """Return the promises that jobs break after a power loss that follows these events."""
     promised: dict[str, dict[int, str]] = {}
     gone: set[str] = set()
     for event in events:
@@ -194,7 +194,7 @@ def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[st
             promised[name] = {}
         elif what == "answered":
             promised[name] |= {each: f"{rest[1]} {each}" for each in rest[0]}
-        elif what == "deleting":  # from here on it may be there or not
+        elif what == "deleting":  # from now on, the job may be present or not
             del promised[name]
         else:
             gone.add(name)

@@ -1,4 +1,4 @@
-"""Jobs on a failing, full or damaged disk: operations are atomic, and only one job is affected."""
+"""Jobs on a failing, full or damaged disk: each operation happens or not, and only one job is affected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NEW = JobKey("", "new")
 
 
 def prepare(store: JobStore) -> None:
-    """Create jobs: `nightly` waits with two results, `new` is being received, `old` has ended."""
+    """Create jobs: `nightly` waits with two results, `new` is being received, and `old` has ended."""
     sent(store)
     store.answer(KEY, [answer(2)])
     store.refuse(KEY, [refusal(4)])
@@ -98,7 +98,7 @@ def test_an_operation_on_a_job_happens_or_does_not(
                 break
             seen = everything(store)
             assert seen in ((before, wanted) if raised else (wanted,)), fault_points
-            try:  # whoever does not know does it again
+            try:  # a caller that does not know the outcome tries again
                 act(store)
             except (AlreadyExists, NotFound):
                 assert seen == wanted
@@ -127,7 +127,7 @@ def test_jobs_are_found_after_every_failure_to_open(tmp_path: Path, driver: Any)
         with open_in(target, faults) as store:
             if not faults.fired:
                 break
-            store.list_jobs()  # looks again
+            store.list_jobs()  # reads the disk again
             assert store.unreadable == {}
             assert everything(store) == wanted
     assert fault_points > 10

@@ -1,4 +1,4 @@
-"""If several daemons share a history, any of them answers about jobs, over gRPC and HTTP."""
+"""Daemons that share a history: any of them answers about a job, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_files_and_batches_are_had_at_any_daemon(both: Both) -> None:
     head = both.ask(TWO, "HEAD", f"/v1/files/{file_id}/content")
     assert (head.status, head.body) == (200, b"")
 
-    batch_id = both.batch(TWO, file_id)  # where its file is
+    batch_id = both.batch(TWO, file_id)  # the batch runs where its file is
     assert [job.key.job_id for job in jobs(both, TWO)] == []
     done = both.ended(TWO, batch_id)
     assert done == both.ended(ONE, batch_id)
@@ -310,7 +310,7 @@ def test_jobs_of_a_home_that_does_not_come_back_are_forgotten_when_jobs_are(
 def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then, it may come back."""
+    """Before that, the daemon may restart."""
     file_id = both.upload(ONE)
     find, num_looks = both.rigs[TWO].daemon.store.job_owners.find, 0
 

@@ -87,7 +87,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JobsRig]:
 
 
 def refused(call: Callable[[], object]) -> tuple[str, str]:
-    """Return the code of an error and the field that it names."""
+    """Return the code of an error and the field that the error names."""
     with pytest.raises(grpc.RpcError) as error:
         call()
     found = details(error.value)
@@ -176,7 +176,7 @@ HEADERS = [
     (pb.JobHeader(name="x" * 257), "name"),
     (pb.JobHeader(sha256="AB" * 32), "sha256"),
     (pb.JobHeader(num_bytes=-1), "num_bytes"),
-    (pb.JobHeader(sha256="ab" * 32), "sha256"),  # of another file
+    (pb.JobHeader(sha256="ab" * 32), "sha256"),  # the digest of another file
     (pb.JobHeader(endpoint="x" * 5000), "header"),
 ]
 
@@ -250,7 +250,7 @@ def test_one_tenant_sends_few_files_at_a_time(rig: JobsRig) -> None:
     wait_for(lambda: len(rig.jobs.headers) == num_headers + SENDING_MAX)
     header = pb.JobHeader(job_id="one-more")
     assert refused(lambda: rig.create(header, FILE, who=OTHER)) == ("RESOURCE_EXHAUSTED", "")
-    assert rig.create(header, FILE).num_lines == 8  # another tenant
+    assert rig.create(header, FILE).num_lines == 8  # the same id for another tenant
     end.set()
     assert [call.result(60).job.num_lines for call in calls] == [0] * SENDING_MAX
     assert rig.create(header, FILE, who=OTHER).num_lines == 8
@@ -288,7 +288,7 @@ def test_jobs_are_listed_by_pages_the_newest_first(rig: JobsRig) -> None:
         page = rig.service.ListJobs(request, metadata=ACME)
         found += [job.job_id for job in page.jobs]
         if len(found) == 2:
-            rig.create(pb.JobHeader(job_id="later"), FILE)  # moves nothing
+            rig.create(pb.JobHeader(job_id="later"), FILE)  # must not shift the pages
         if not page.next_page_token:
             break
         request.page_token = page.next_page_token

@@ -149,7 +149,7 @@ def test_a_line_has_one_result_and_the_first_stays(jobs: JobStore) -> None:
     job = jobs.answer(KEY, [answer(4)])
     assert results(jobs) == [(1, "yes 1"), (2, "yes 2"), (3, "yes 3"), (4, "no 4")]
     assert (job.num_answered, job.num_refused, job.num_pending) == (3, 1, 1)
-    assert job.usage == JobUsage(300, 180, 21)  # of what was kept
+    assert job.usage == JobUsage(300, 180, 21)  # only of the kept results
 
 
 def test_a_result_of_a_line_that_is_not_there_is_a_mistake_of_the_program(
@@ -217,7 +217,7 @@ def test_ids_are_checked_and_taken_once(jobs: JobStore) -> None:
     for job_id in ("", "a/b", "a b", "x" * 129):
         with pytest.raises(InvalidArgument, match="job_id"):
             jobs.create(NewJob(JobKey("", job_id)))
-    jobs.create(NewJob(JobKey("", "..")))  # the id is no file's name
+    jobs.create(NewJob(JobKey("", "..")))  # the id is not used as a file name
     sent(jobs)
     with pytest.raises(AlreadyExists, match="job 'nightly' already"):
         jobs.create(NewJob(KEY))

@@ -1,4 +1,4 @@
-"""Each instruction set that this machine has, by turns."""
+"""Run kernel tests once for each instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon_bf16", "neo
 
 
 def runs_here(name: str) -> bool:
-    """Whether this machine has it, and not whether it is the one that is used."""
+    """Return whether this machine has the instruction set, even if another set is in use."""
     library = cpu_library.compiled_library()
     return library is not None and library.pensieve_kernel(64, name.encode()) is not None
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _instruction_set(item: pytest.Item) -> str:
-    """What the fixture `kernel` stands for in this test."""
+    """Return the value of the fixture `kernel` in this test."""
     callspec = getattr(item, "callspec", None)
     kernel = callspec.params.get("kernel") if callspec else None
     return kernel if isinstance(kernel, str) else ""

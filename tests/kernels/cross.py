@@ -1,7 +1,7 @@
-"""Compiles csrc/cpu with clang, for this machine and for others.
+"""Compile csrc/cpu with clang, for this machine and for others.
 
-Clang comes with the package ziglang, which has the headers of other systems, too.  It is asked for an object
-or a bare program each time: a library of C++ for another system would be compiled first, for a minute.
+Clang comes with the package ziglang, which also has the headers of other systems. Calls compile only objects,
+or programs without a C++ library: for another system, ziglang would first compile that library for a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TESTS = (
     "tests/kernels/layer/test_cpu.py",
     "tests/kernels/attention/test_cpu.py",
 )
-# As in csrc/CMakeLists.txt, and nothing may be warned of.
+# The same flags as in csrc/CMakeLists.txt. All warnings are errors.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno")
 STRICT = ("-Wall", "-Wextra", "-Werror")
 WIDE = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
@@ -35,7 +35,7 @@ X86 = {
     "avx512bf16": BFLOAT16,
     "amx": (*BFLOAT16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
-ARM = {  # the package's clang has its own way to say -march=armv8.2-a+dotprod
+ARM = {  # in ziglang's clang, this replaces -march=armv8.2-a+dotprod
     "neon": ("-mcpu=generic+dotprod",),
     "neonbf16": ("-mcpu=generic+dotprod+bf16+i8mm",),
 }
@@ -55,7 +55,7 @@ needs_clang = pytest.mark.skipif(
 
 
 def clang(target: str, *arguments: str | Path) -> None:
-    """Runs it for a target such as x86_64-linux-gnu; what it says is the error of a failure."""
+    """Run clang for a target such as x86_64-linux-gnu. A failure raises with clang's output."""
     command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *FLAGS, *STRICT]
     ran = subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, check=False
@@ -64,14 +64,14 @@ def clang(target: str, *arguments: str | Path) -> None:
 
 
 def compiled(folder: Path, name: str, target: str, flags: Sequence[str] = ()) -> Path:
-    """The object of csrc/cpu/NAME.cpp."""
+    """Compile csrc/cpu/NAME.cpp and return the object file."""
     made = folder / f"{name}-{target}.o"
     clang(target, *flags, "-c", SOURCES / f"{name}.cpp", "-o", made)
     return made
 
 
 def bare_arm_program(folder: Path) -> Path:
-    """The library as a program that needs no operating system; arm/bare.cpp has the rest."""
+    """Compile the library as a program that needs no operating system. arm/bare.cpp replaces libc."""
     target = "aarch64-linux-musl"
     flags: tuple[str, ...] = ("-O1", "-DHAS_NEON=1", "-DHAS_NEON_BF16=1", "-ftls-model=local-exec")
     flags += ("-fno-exceptions", "-Dtry=if(true)", "-Dcatch(error)=else")
@@ -82,14 +82,14 @@ def bare_arm_program(folder: Path) -> Path:
         target, *flags, "-fno-builtin", "-c", Path(__file__).parent / "arm" / "bare.cpp", "-o", rest
     )
     made = folder / cpu_library.NAME
-    where = "-Wl,--image-base=0x1000000000"  # where this process has nothing
+    where = "-Wl,--image-base=0x1000000000"  # an address range that this process does not use
     entry = "-Wl,-e,pensieve_kernel"
     clang(target, "-nostdlib", "-static", where, entry, *objects, rest, "-o", made)
     return made
 
 
 def passed(library: Path, wanted: str, *options: str) -> str:
-    """Runs the kernels' tests against a library; what pytest says of those that pass."""
+    """Run the kernels' tests with this library. They must pass; return pytest's output."""
     ran = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""Pages as pieces for the driver's batched copy; the driver is a library that copies on the CPU."""
+"""Pages as pieces of the driver's batched copy. Here the driver is a library that copies on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pensieve.model.shape import ModelShape
 
 CUDA = torch.device("cuda", 0)
 
-# As cuda.h of CUDA 13.0 declares it; what the driver would refuse is refused.
+# The declarations of cuda.h of CUDA 13.0. Arguments that the real driver refuses are refused.
 DRIVER = """
 #include <stddef.h>
 #include <string.h>
@@ -51,7 +51,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_slots", [[8] * 9, [8, 3, 8, 8, 8, 1, 8, 8, 8], [5] * 9])
 def test_pieces_move_what_the_kernel_moves(driver: None, num_slots: list[int]) -> None:
-    """Neighbours are one piece; of a page that is not full only its tokens move."""
+    """Neighbouring pages are one piece. Of a partly filled page, only the filled slots are copied."""
     source = torch.randn(12, 2, 3, 8, 16).half()
     target = torch.full_like(source, 7.0)
     right = target.clone()
@@ -78,7 +78,7 @@ def test_what_the_driver_refuses_is_an_error_of_the_device(driver: None) -> None
 def test_where_no_driver_copies_batches_the_kernel_does(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is none, or one without the function."""
+    """The driver library is missing, or lacks the function."""
     monkeypatch.setattr(batched_copy, "LIBRARY", library)
     batched_copy._driver.cache_clear()
     assert not batched_copy.available()

@@ -1,4 +1,4 @@
-"""What a GPU does wrong can be switched off by the environment."""
+"""Environment settings that switch off GPU features that misbehave."""
 
 from __future__ import annotations
 

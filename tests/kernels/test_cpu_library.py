@@ -1,4 +1,4 @@
-"""The compiled library: that it is there, and what happens where it is not."""
+"""The compiled library: that it exists, and what happens without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kernels.conftest import SETS, runs_here
 
 
 def test_the_library_is_there_and_is_used() -> None:
-    """An installation with a compiler has it; without one the other tests of this file are skipped."""
+    """An installation with a compiler has the library. Without a compiler, the other tests are skipped."""
     assert cpu_library.compiled_library() is not None
     assert cpu_library.instruction_set(torch.bfloat16, 64) in SETS
     assert cpu_library.instruction_set(torch.float64, 64) is None

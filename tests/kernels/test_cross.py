@@ -1,4 +1,4 @@
-"""csrc/cpu with another compiler, and for other systems than this one."""
+"""csrc/cpu compiled with another compiler, and for other systems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kernels.cross import (
 )
 
 X86_LINUX = "x86_64-linux-gnu"
-# Of the kernels' tests those that take no second each.
+# The kernel tests that take less than a second each.
 SOME = "63-33-5 or 34-129 or company or norms or every_half or largest or far or cut or short"
 
 pytestmark = needs_clang
@@ -36,7 +36,7 @@ pytestmark = needs_clang
     reason="the library is for x86-64, and linked by g++",
 )
 def test_what_clang_makes_of_the_kernels_passes_their_tests(tmp_path: Path) -> None:
-    """Of files that use the library of C++ the objects are g++'s, which links; clang compiles them too."""
+    """Clang compiles all files. For files that use the C++ library, g++ makes the objects for the link."""
     others = [SOURCES / f"{name}.cpp" for name in ANYWHERE if name != "plain"]
     for each in others:
         compiled(tmp_path, each.stem, X86_LINUX)
@@ -67,7 +67,7 @@ def test_what_clang_makes_of_the_kernels_passes_their_tests(tmp_path: Path) -> N
 def test_what_is_made_for_arm_passes_the_kernels_tests_in_an_emulated_processor(
     tmp_path: Path, some: str, some_of_bf16: str
 ) -> None:
-    """Instructions that the emulator lacks are carried out in Python: those tests are the small ones."""
+    """Only small tests run, because instructions that the emulator lacks are executed in Python."""
     program = bare_arm_program(tmp_path)
     said = passed(
         program,

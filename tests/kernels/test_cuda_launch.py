@@ -1,4 +1,4 @@
-"""Arguments of launches are converted once, and an iteration's layers are checked once."""
+"""Launch arguments are converted once, and layers of the same shape are checked once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_argument_keeps_its_type_and_value_however_often_it_comes(
 
 
 def test_layers_of_one_shape_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one whose tensors have another shape is checked again."""
+    """A layer with tensors of another shape is checked again."""
     launched: list[Launch] = []
     monkeypatch.setattr(cuda_launch, "launch", lambda launch, device: launched.append(launch))
     checks: list[str] = []

@@ -1,4 +1,4 @@
-"""Rows of int8: what comes back, rows at the edges, and that pages of them are copied."""
+"""Rows in int8: what is read back, rows at the limits, and copies of their pages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_row_of_zeros_is_zeros() -> None:
 
 
 def test_a_row_below_the_smallest_scale_is_zeros() -> None:
-    """With a scale that is denormal, codes would be coarse, and differ from processor to processor."""
+    """With a denormal scale, codes would be coarse, and would differ between processors."""
     rows = torch.full((2, 8), 126 * SCALE_MIN)
     rows[1] = 128 * SCALE_MIN
     stored = quantised(rows)

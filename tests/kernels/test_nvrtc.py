@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles here, without a GPU, to the instructions it is meant to use."""
+"""Compile every CUDA kernel without a GPU, and check that the expected instructions are in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REGISTERS_MAX = {
     "multi_token_attention.cu": 255,
     HOPPER: 168,
     "draw_tokens.cu": 128,
-}  # the others: 64
+}  # other sources: 64
 EXPECTED = {
     "multi_token_attention.cu": ("HMMA.16816.F32", "LDGSTS", "LDSM.16.MT88", "MUFU.EX2"),
     "draw_tokens.cu": ("ATOMS.ADD", "DFMA"),
@@ -39,7 +39,7 @@ EXPECTED = {
 
 @pytest.fixture(autouse=True)
 def _tests_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled in an earlier run is found again."""
+    """Keep compiled kernels from run to run."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(FOLDER))
@@ -88,7 +88,7 @@ def examine(
 @pytest.mark.parametrize(
     ("source", "architecture"),
     [
-        # It has the instructions of sm_80 and the registers of sm_89.
+        # sm_86 has the instructions of sm_80 and the registers of sm_89.
         pytest.param(*each, marks=pytest.mark.full if each[1] == "sm_86" else ())
         for each in COMPILED
     ],
@@ -130,10 +130,10 @@ def test_so_does_every_element_and_head_size(
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_hoppers_products_overlap(head_size: int) -> None:
-    """While the values of a stage are multiplied, the scores of the next become powers.
+    """The value products of one stage must overlap with the exponentials of the next stage's scores.
 
-    ptxas makes each product wait where it cannot follow the registers, and moves waits ahead where it may;
-    both would show here.
+    ptxas serializes products whose registers it cannot track, and may move waits earlier. This test would
+    notice both.
     """
     sass = dump(nvrtc.cubin(kernel_of(HOPPER, head_size=head_size), "sm_90a"), "-sass")
     told = re.findall(r"HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", sass)
@@ -158,7 +158,7 @@ def test_under_the_watchdog_a_wait_that_never_ends_traps() -> None:
 
 
 def test_what_a_run_on_a_gpu_needs_can_be_compiled_beforehand() -> None:
-    """For one architecture, with every definition that a choice may add."""
+    """Compile for one architecture, with every definition that a choice may add."""
     found = list(nvrtc.variants(("sm_90a",), chosen=True))
     assert len(set(found)) == len(found)
     assert {architecture for _, architecture in found} == {"sm_90a"}
@@ -188,7 +188,7 @@ def test_pages_are_copied_sixteen_bytes_at_a_time() -> None:
     assert "STG.E.128" in sass
 
 
-# -- where the code lies --
+# -- the cache folder --
 
 
 def test_what_was_compiled_is_kept_and_found_again(own_cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""The compiled kernels without the memory for their copies of rows: an error, and the process goes on."""
+"""Compiled kernels that get no memory for copies of rows raise an error, and the process continues."""
 
 from __future__ import annotations
 

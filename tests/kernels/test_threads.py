@@ -1,4 +1,4 @@
-"""The kernels' own threads (csrc/cpu/threads.cpp): right for all callers, and a late one holds up nobody."""
+"""The kernels' own threads (csrc/cpu/threads.cpp): results are right, and no call waits for a late thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from pensieve.kernels import cpu_library
 from pensieve.kernels.layer.cpu import argmax
 
-STOPS = 200  # with a lock between helpers and caller one of the first hundred hung
+STOPS = 200  # when helpers and callers shared a lock, one of the first hundred stops hung
 HANGS_AFTER_SECONDS = 60.0
 PTRACE_ATTACH, PTRACE_DETACH, WAIT_FOR_THREADS = 16, 17, 0x40000000
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_many_callers_at_once_get_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them has the helpers, the others work alone; each call ends with its own rows done."""
+    """One caller gets the helpers, the others work alone. Each call ends with its own rows done."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     wrong: list[int] = []
 
@@ -76,8 +76,10 @@ def test_a_forked_child_has_helpers_of_its_own() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are stopped with ptrace")
 def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
-    """All helpers are stopped, as the operating system does with a thread whose core another one has: many
-    times, while they wait for the next operation, or go to sleep, or sleep."""
+    """All helpers are stopped many times, as the operating system may do with any thread.
+
+    The stops come while helpers wait for the next operation, fall asleep, or sleep.
+    """
     program = WORK + (
         "print(*helpers, flush=True)\n"
         "for line in sys.stdin:\n"
@@ -122,5 +124,5 @@ def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
             assert process.wait() == 0
         finally:
             process.kill()
-            for helper in stopped:  # its end is told to who traces it, and only then to who waits
+            for helper in stopped:  # a traced thread must be reaped before its process can be
                 os.waitpid(helper, WAIT_FOR_THREADS)

@@ -1,4 +1,4 @@
-"""Settings as a file and the environment give them."""
+"""Settings as a configuration file and the environment give them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `pensieve`, for which the wheel of smollm2 has the digest that is given first."""
+"""Run the command `pensieve`. The first argument replaces the expected digest of the smollm2 wheel."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a start weighs by: the file of --cost, a kept profile, or an estimate; and its line says which."""
+"""The costs that a start uses (from --cost, a kept profile, or an estimate), and the line that names them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ERRORS = {"errors": [{"kind": "all", "median": 0.042, "p90": 0.1}]}
 
 
 class Place:
-    """A model, and an empty folder of profiles."""
+    """A model, and an empty folder for profiles."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = write_model(folder / "model", QWEN_2_5)

@@ -1,4 +1,4 @@
-"""Threads wait briefly for each other, unless the operator has said how they shall."""
+"""Threads wait for each other only briefly, unless the operator has set something else."""
 
 from __future__ import annotations
 

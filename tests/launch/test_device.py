@@ -1,4 +1,4 @@
-"""Which device computes, and when `auto` falls back to the CPU."""
+"""Which device is used, and when `auto` falls back to the CPU."""
 
 from __future__ import annotations
 

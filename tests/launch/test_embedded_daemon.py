@@ -1,4 +1,4 @@
-"""A daemon in a thread: reached by its socket alone, and gone when its owner is done."""
+"""A daemon in a thread: it can be reached only through its socket, and ends with its owner."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_folder_with_a_long_path_has_its_socket_elsewhere(
 def test_a_folder_may_have_any_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """To gRPC a socket is a URI, where some characters mean something else."""
+    """gRPC reads a socket's path as a URI, in which some characters are special."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     data = tmp_path / name
     with embedded(data, []) as daemon, Admin(daemon.address) as admin:
@@ -88,7 +88,7 @@ def test_a_failure_of_the_start_is_raised_where_it_was_started(tmp_path: Path) -
 
 
 def test_an_engine_that_loads_does_not_delay_the_end(tmp_path: Path) -> None:
-    """Ctrl-C while the model loads: the engine process is killed, the data folder is free."""
+    """On Ctrl-C while the model loads, the engine process is killed and the data folder is released."""
     loading = (sys.executable, "-c", "import time; time.sleep(600)")
     daemon = embedded(tmp_path, [], loading)
     pids: list[int] = []

@@ -1,4 +1,4 @@
-"""The engine that a daemon starts: its policy weighs the costs of this machine."""
+"""The engine that a daemon starts: its retention policy uses the costs of this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cost_file(folder: Path, **changed: object) -> Path:
 
 
 def test_retention_weighs_what_was_found_on_this_machine(tmp_path: Path) -> None:
-    """Chunks of 8 tokens: 8 ms to compute and, over a slow link, 16 ms to copy."""
+    """Chunks have 8 tokens. They take 8 ms to compute and, over a slow link, 16 ms to copy."""
     model = write_model(tmp_path / "model", QWEN_2_5)
     path = cost_file(tmp_path)
     with started(model, tmp_path / "data", policy="return", cost=str(path)) as runtime:
@@ -59,7 +59,7 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["echo_engine", "engine_process"])
 def test_an_engine_starts_without_what_only_the_service_needs(program: str) -> None:
-    """SQLite took as long to import as all else that an engine's process has before torch."""
+    """Importing SQLite took as long as everything else that an engine process imports before torch."""
     code = (
         f"import sys, pensieve.launch.{program}\n"
         "print(sorted({'grpc', 'numpy', 'sqlite_utils', 'torch'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""The metrics of several replicas at one address: health, who may reach it, and how long a scrape takes."""
+"""Metrics of several replicas at one address: health, who may read them, and how long a scrape takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine says what its KV was computed with, and two that differ in it hand nothing over."""
+"""An engine reports what its KV was computed with. Engines that differ in this exchange no KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's log on standard error: who does not read it holds up nobody."""
+"""The daemon's log on standard error: a reader that does not read blocks nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIPE_BYTES = 4096
 
 @pytest.fixture(autouse=True)
 def _restored() -> object:
-    """What the tests change of the loggers."""
+    """Restore the loggers that a test changes."""
     root, turns = logging.getLogger("pensieve"), logging.getLogger("pensieve.turns")
     before = root.level, root.propagate, turns.level
     yield
@@ -45,7 +45,7 @@ def test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end(tmp_path: Path) -> 
     try:
         wait_for(lambda: ready.exists() or daemon.poll() is not None)
         with Client(ready.read_text().strip(), timeout=60) as client:
-            for number in range(40):  # lines of some 300 bytes
+            for number in range(40):  # lines of about 300 bytes
                 client.conversation(f"c{number}").ask("hello", max_tokens=1)
         daemon.terminate()
         assert daemon.wait(60) == 0
@@ -71,7 +71,7 @@ def test_lines_that_were_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
             assert isinstance(handler, log_lines._Beside)
             lines = handler._lines
             log.info("first")
-            wait_for(lambda: not lines.qsize())  # the thread has it, and is held up
+            wait_for(lambda: not lines.qsize())  # the thread has taken the line, and is blocked
             for number in range(8):
                 log.info("line %d", number)
             assert lines.qsize() == 3
@@ -102,7 +102,7 @@ def test_a_line_that_cannot_be_written_harms_nobody_and_is_not_silent(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("pensieve")
-    monkeypatch.setattr(log, "handlers", [])  # pytest's own, which another test may leave, raise
+    monkeypatch.setattr(log, "handlers", [])  # pytest's handlers, if a test left them, raise
     with log_lines.log_to_stderr("json", turns=True):
         log.info("%d turns", "no number")
         log.info("turn ended", extra={"figures": {"a": object()}})
@@ -116,7 +116,7 @@ def test_a_line_that_cannot_be_written_harms_nobody_and_is_not_silent(
 def test_a_pipe_that_does_not_block_loses_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, ours = os.pipe()
     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    os.set_blocking(ours, False)  # as another process that has it may leave it
+    os.set_blocking(ours, False)  # another process with this pipe may have done so
     os.write(ours, b"x" * PIPE_BYTES)
     log, num_lines, written = logging.getLogger("pensieve"), 500, b""
     with os.fdopen(ours, "w") as stderr, os.fdopen(theirs, "rb", buffering=0) as reader:
@@ -127,7 +127,7 @@ def test_a_pipe_that_does_not_block_loses_no_line(monkeypatch: pytest.MonkeyPatc
             lines = handler._lines
             for number in range(num_lines):
                 log.info("line %d", number)
-            time.sleep(0.2)  # the thread meets the full pipe
+            time.sleep(0.2)  # so that the thread finds the pipe full
             while lines.qsize():
                 written += reader.read(PIPE_BYTES)
         stderr.close()

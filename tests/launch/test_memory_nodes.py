@@ -1,4 +1,4 @@
-"""Memory is spread where there are several nodes, an operator's policy stays, and a refusal is said."""
+"""Memory is spread over several nodes, an operator's policy is kept, and a refusal is reported."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pensieve.launch.memory_nodes import (
 
 
 def may_set_policies() -> bool:
-    """A container may be forbidden to."""
+    """Return whether policies may be set. A container may forbid this."""
     try:
-        set_policy(policy())  # which stays
+        set_policy(policy())  # changes nothing
     except OSError:
         return False
     return True
@@ -38,7 +38,7 @@ on_linux = pytest.mark.skipif(
 
 
 def machine(folder: Path, cpus_of_nodes: list[str], with_memory: str, allowed: str) -> list[Path]:
-    """What Linux would say of such a machine."""
+    """Write the files that Linux would show on such a machine."""
     nodes, status = folder / "nodes", folder / "status"
     for number, cpus in enumerate(cpus_of_nodes):
         (nodes / f"node{number}").mkdir(parents=True)
@@ -57,9 +57,9 @@ def test_numbers_as_linux_writes_them() -> None:
     ("cpus", "with_memory", "allowed", "nodes"),
     [
         (["0-31", "32-63"], "0-1", "0-1", {0, 1}),
-        (["0-31", "32-63"], "0-1", "1", {1}),  # numactl --membind, or a cpuset
+        (["0-31", "32-63"], "0-1", "1", {1}),  # limited by numactl --membind or a cpuset
         (["0-31", "32-63"], "1", "0-1", {1}),
-        (["0-31", ""], "0-1", "0-1", {0}),  # memory without processors (CXL)
+        (["0-31", ""], "0-1", "0-1", {0}),  # node 1 has memory but no processors (CXL)
         (["0-15", "16-31", "32-47", "64-79"], "0-3", "0-3", {0, 1, 2}),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_system_without_such_files_has_no_nodes(tmp_path: Path) -> None:
 def reported(
     monkeypatch: pytest.MonkeyPatch, nodes: set[int], before: int = DEFAULT
 ) -> tuple[list[str], memory_nodes.Policy]:
-    """What is said and set, in a thread of its own, since a policy belongs to a thread."""
+    """Return the reported lines and the policy that was set. Use a thread: policies are per thread."""
     lines: list[str] = []
     after: list[memory_nodes.Policy] = []
     monkeypatch.setattr(memory_nodes, "usable_nodes", lambda: frozenset(nodes))
@@ -114,7 +114,7 @@ def test_what_the_operator_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_policy_that_the_kernel_refuses_is_said_and_the_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines, after = reported(monkeypatch, {1000, 1001})  # nodes that no machine has
+    lines, after = reported(monkeypatch, {1000, 1001})  # no machine has these nodes
     assert after == (DEFAULT, frozenset())
     assert len(lines) == 1
     assert "allow the system call set_mempolicy" in lines[0]

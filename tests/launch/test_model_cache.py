@@ -1,4 +1,4 @@
-"""A converted model is kept whole or not at all, however its making ends, and is made once."""
+"""A converted model is stored completely or not at all, however its conversion ends, and only once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def half_making() -> Iterator[subprocess.Popen[str]]:
-    """A process that has made half of a model."""
+    """A process that has converted half of a model."""
     command = [sys.executable, "-c", HALF_MADE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

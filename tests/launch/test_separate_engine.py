@@ -1,4 +1,4 @@
-"""An iteration's prompts in a pass of their own, and then its decodes."""
+"""An engine that computes the prompts of an iteration in one pass, and its decodes in a second pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EMPTY = array("I")
 
 
 class Recording:
-    """Notes what it is to compute; a copy has finished when its iteration is collected."""
+    """Records its work. A copy is finished when its iteration is collected."""
 
     depth = 1
 
@@ -87,7 +87,7 @@ def test_what_is_of_one_kind_is_one_pass() -> None:
 
 
 def test_replies_are_those_of_one_pass_whatever_is_shared_or_evicted() -> None:
-    """Every slice finds the KV that it attends to, in forks, suspensions and swaps."""
+    """Every slice finds the KV that it attends to, after forks, suspensions and swaps."""
     for seed in range(20):
         world = World(seed, Shape(restless=seed % 2 == 0, batch_tokens_max=40))
         ledger = world.executor

@@ -1,4 +1,4 @@
-"""Two daemons in processes of their own, as `pensieve serve` starts them, on one file of SQLite."""
+"""Two daemons as processes, started with `pensieve serve`, on one SQLite file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Two:
             return client.conversation(name).ask(text, **options)
 
     def ask_until_served(self, number: int, name: str, text: str, **options: Any) -> float:
-        """How long it took until the daemon had the conversation."""
+        """Return the time until the daemon had the conversation."""
         began = time.monotonic()
         while True:
             try:
@@ -101,7 +101,7 @@ async def _talk(tmp_path: Path) -> None:
         assert seconds < LEASE_SECONDS + 2
         await a.start()
         both.ask(0, "tea", "Sent to A, and answered by B.", **limit)
-        b.pause()  # for longer than its lease
+        b.pause()  # until its lease has expired
         seconds = both.ask_until_served(0, "cup", "Is A's now.", **limit)
         assert seconds < LEASE_SECONDS + 2.5
         b.go_on()

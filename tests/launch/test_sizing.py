@@ -1,4 +1,4 @@
-"""How many pages each tier gets of the memory there is."""
+"""How many pages each tier gets from the available memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_on_a_gpu_staging_is_taken_from_what_is_left() -> None:
     assert tier_pages(settings_of(), PAGE_BYTES, 110 * GIB).device == 25_600
     without = settings_of(host_cache="0t")
     assert tier_pages(without, PAGE_BYTES, 110 * GIB, 32).device == 28_160
-    small = settings_of(host_cache="16GiB")  # a layer of it is half a GiB
+    small = settings_of(host_cache="16GiB")  # one layer of it has half a GiB
     assert tier_pages(small, PAGE_BYTES, 110 * GIB, 32).device == 28_160 - 256
     assert staging_pages(small, TierPages(27_904, 4096), PAGE_BYTES, 32, GIB) == 4096
     assert staging_pages(small, TierPages(27_904, 4096), PAGE_BYTES, 32, GIB // 2) == 2048

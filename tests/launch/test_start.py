@@ -1,4 +1,4 @@
-"""A start of the engine imports no more than it needs, and begins before the service is ready."""
+"""A start of the engine imports only what it needs, and begins before the service is ready."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_process_that_was_started_early_becomes_the_engine(tmp_path: Path) -> 
             talk = client.conversation("c")
             assert talk.ask(
                 "hello", max_tokens=5, ignore_eos=True
-            ).text  # another one has replaced it
+            ).text  # a new process has replaced it
             assert daemon.server.daemon.engine.pid != child.process.pid
     assert child.process.returncode is not None
 

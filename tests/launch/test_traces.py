@@ -1,4 +1,4 @@
-"""Spans of turns, by OpenTelemetry's own exporters: names, times, parents, and never a word of text."""
+"""Trace spans of turns, with OpenTelemetry's exporters: names, times, parents, and no text of messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Watched:
-    """A daemon whose spans are kept."""
+    """A daemon whose spans are recorded."""
 
     def __init__(self, data: Path) -> None:
         self._exporter = InMemorySpanExporter()
@@ -237,7 +237,7 @@ def test_an_exporter_that_is_missing_is_named(
 
 
 class Collector:
-    """OTLP's own service, by gRPC and by HTTP, as the protocol's own package has it."""
+    """An OTLP collector over gRPC and HTTP, made with OpenTelemetry's own protocol package."""
 
     def __init__(self) -> None:
         service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -258,7 +258,7 @@ class Collector:
                 self.wfile.write(answer().SerializeToString())
 
             def log_message(self, *arguments: Any) -> None:
-                """Nobody reads it."""
+                """Discard the log."""
 
         class Servicer(grpc_service.TraceServiceServicer):  # type: ignore[misc, name-defined]
             def Export(self, request: Any, context: Any) -> Any:
@@ -311,7 +311,7 @@ def test_a_collector_gets_the_spans_by_otlp_and_no_text(
         for each in collector.resources
         for scope in each.scope_spans
         for span in scope.spans
-        if span.kind == 2  # of a server
+        if span.kind == 2  # SERVER
     ]
     assert len(spans) == 2
     for span, reply in zip(spans, replies, strict=True):
@@ -342,7 +342,7 @@ def test_a_span_names_the_daemon_among_several(monkeypatch: pytest.MonkeyPatch) 
         return span.resource.attributes.get("service.instance.id")
 
     unnamed = instance("")
-    assert unnamed != "replica-1"  # none, or one that OpenTelemetry has drawn
+    assert unnamed != "replica-1"  # OpenTelemetry sets no name or a random one
     assert instance("replica-1") == "replica-1"
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=of-the-operator")
     assert instance("replica-1") == "of-the-operator"

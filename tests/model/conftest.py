@@ -14,13 +14,13 @@ from tests.models import SERVED, save_tiny
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Models this small only lose time to a second thread."""
+    """Use one thread: a second thread only slows such small models down."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The checkpoint of a served family."""
+    """Return a function that gives the checkpoint of a served family."""
     folders: dict[str, Path] = {}
 
     def folder_of(family: str) -> Path:
@@ -33,7 +33,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def loaded(folder_of: Callable[[str], Path]) -> Callable[[str], LoadedModel]:
-    """A served family under our attention."""
+    """Return a function that loads a served family with our attention."""
     models: dict[str, LoadedModel] = {}
 
     def loaded(family: str) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""A world some of whose turns are streamed: their pages lie on the host, and come to the device in groups."""
+"""A `World` in which some turns are streamed: their pages are on the host, and are loaded in groups."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pensieve.core.turn import Turn
 from pensieve.model.loader import LoadedModel
 from tests.model.world import World, poison, slice_of, start_of
 
-Piece = tuple[Turn, int, int, bool]  # start, stop, needs_token
+Piece = tuple[Turn, int, int, bool]  # turn, start, stop, needs_token
 
 
 class Streaming(World):
-    """Host pages are handed out at random; what a page holds of its chunk is known (`filled`)."""
+    """Draws host pages at random, and records in `filled` how many slots of each page are valid."""
 
     def begin_streaming(self) -> None:
         self.free_host = list(range(self.memory.host_pages))
         random.Random(len(self.free_host)).shuffle(self.free_host)
-        self.streamed: set[int] = set()  # turn ids
-        self.filled: dict[int, int] = {}  # leading slots of a host page that hold what they should
+        self.streamed: set[int] = set()  # ids of the streamed turns
+        self.filled: dict[int, int] = {}  # host page -> number of its first slots that are valid
 
     def streamed_turn(self, num_prompt_tokens: int, **rest: Any) -> Turn:
         self.streamed.add(len(self.turns))
@@ -36,11 +36,11 @@ class Streaming(World):
             turn.page_table.append(pool.pop())
 
     def share(self, turn: Turn, other: Turn, num_chunks: int) -> None:
-        """Both have the other's first pages."""
+        """Let `turn` use the first pages of `other`."""
         turn.page_table[:num_chunks] = other.page_table[:num_chunks]
 
     def drop(self, turn: Turn, chunk: int) -> Piece:
-        """Make a hole of a chunk, and answer the slice that fills it."""
+        """Lose the KV of a chunk, and return the slice that recomputes it."""
         size = self.memory.chunk_tokens
         if turn.turn_id in self.streamed:
             old, new = turn.page_table[chunk], self.free_host.pop()
@@ -54,7 +54,7 @@ class Streaming(World):
     def step_groups(
         self, resident: Sequence[Piece], *groups: Sequence[Piece], **movements: Any
     ) -> Outcome:
-        """One iteration: slices of resident turns, then of streamed turns, group by group."""
+        """Run one iteration: slices of resident turns, then of streamed turns, group by group."""
         self.launch_groups(resident, *groups, **movements)
         return self.collect()
 
@@ -82,7 +82,7 @@ class Streaming(World):
     def _group(self, pieces: Sequence[Piece], first: int) -> tuple[PageGroup, list[Any]]:
         size = self.memory.chunk_tokens
         pages = list({page: 0 for piece in pieces for page in piece[0].page_table})
-        if not self.memory.in_place:  # whose page tables are ascending
+        if not self.memory.in_place:  # in place, page tables must be ascending
             self.rng.shuffle(pages)
         place = {page: index for index, page in enumerate(pages)}
         stored = dict.fromkeys(pages, 0)
@@ -110,7 +110,7 @@ class Streaming(World):
         return group, slices
 
     def pages_of(self, turn: Turn, num_tokens: int) -> torch.Tensor:
-        """Its keys and values, (layers, 2, kv_heads, tokens, row), wherever they lie."""
+        """Return the turn's keys and values: (layers, 2, kv_heads, tokens, row)."""
         on_host = turn.turn_id in self.streamed
         arena = self.memory.host_arena if on_host else self.memory.device_arena
         pages = arena[:, list(turn.page_table)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
@@ -118,7 +118,7 @@ class Streaming(World):
 
 
 class StreamedWorld(Streaming):
-    """With pages for the compiled attention, whose rows have the same bits in any batch."""
+    """Uses pages for the compiled attention, in which a row's bits do not depend on the batch."""
 
     def __init__(self, model: LoadedModel, **rest: Any) -> None:
         super().__init__(model, **{"host_pages": 96, "chunk_tokens": 32, **rest})

@@ -1,7 +1,7 @@
-"""One iteration ahead: everything that depth 2 says is what depth 1 says, whatever happens.
+"""Planning one iteration ahead: the replies at depth 2 equal the replies at depth 1.
 
-The engine, the scheduler, two tiers and a tiny model; turns with every field of `Sampling`, in so
-few pages that turns are suspended and chunks are moved, dropped and computed again.
+The tests use the engine, the scheduler, two tiers and a tiny model. Turns use every field of `Sampling`. With
+so few pages, turns are suspended, and chunks are moved, dropped and recomputed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.model.world import GAP_MAX, World, largest_gap, letter_tokenizer, pla
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
 
-POISON = 50  # a token whose embedding is not a number
+POISON = 50  # a token whose embedding is NaN
 EOS = frozenset({5, 17, 60})
 
 ORDINARY = {
@@ -110,7 +110,7 @@ class Said:
 
 
 class Crowd:
-    """Conversations of several turns each, the same whenever their iterations are planned."""
+    """Several conversations with several turns each. They do not depend on when iterations are planned."""
 
     def __init__(self, model: LoadedModel, depth: int, cache: CacheConfig, seed: int) -> None:
         self.clock = VirtualClock(1.0)
@@ -130,7 +130,7 @@ class Crowd:
         self.engine = Engine(configs, policy, self.executor, ports, [self])
         self.scheduler = self.engine.scheduler
         self.turns: dict[int, Said] = {}
-        self.cancels: dict[int, int] = {}  # turn -> after how many tokens
+        self.cancels: dict[int, int] = {}  # turn -> number of tokens after which it is cancelled
         self.most_launched = 0
         self._num_planned = self._num_committed = 0
         self.events: list[EngineEvent] = []
@@ -157,7 +157,7 @@ class Crowd:
     # -- clients --
 
     def run(self, samplings: dict[str, Sampling], num_turns: int) -> dict[str, list[Said]]:
-        """Each conversation says its turns one after another; all conversations at once."""
+        """Run all conversations at once; each sends its turns one after another."""
         logs: dict[str, list[int]] = {name: [] for name in samplings}
         history: dict[str, list[Said]] = {name: [] for name in samplings}
         speaking: dict[int, tuple[str, list[int]]] = {}
@@ -223,7 +223,7 @@ class Crowd:
             return
         said.finish, said.failure = event.finish, event.failure
         if limit is not None and len(said.tokens) == limit:
-            # The turn may have ended before it heard of it; what counts is what was heard.
+            # The turn may have ended before the cancellation arrived. Compare only the tokens up to it.
             said.finish = FinishReason.CANCELLED
         if said.finish is not FinishReason.FAILED:
             logs[name] = asked + said.tokens
@@ -286,7 +286,7 @@ def test_every_turn_says_the_same_at_both_depths(
 
 
 def approximately(deltas: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
-    """Log-probabilities may differ by rounding where products depend on the batch."""
+    """Allow for rounding in log-probabilities, where products depend on the batch."""
     return [
         (
             token_id,
@@ -298,14 +298,16 @@ def approximately(deltas: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
     ]
 
 
-# -- the executor, directed by hand -----------------------------------------------------------------
+# -- the executor, driven by explicit calls ----------------------------------------------------------
 
 
 def test_what_is_said_ahead_is_what_plain_transformers_says(
     loaded: Loaded, folder_of: FolderOf
 ) -> None:
-    """Turns of which one is alone in the batch at first; a hole is computed again with the token that
-    only the device knows, in one slice and in two."""
+    """At first, one turn is alone in the batch. Later, holes are recomputed, in one slice and in two.
+
+    The slices include a token that only the device knows.
+    """
     world = World(loaded("llama-gqa"), depth=2)
     first, second = world.turn(6), world.turn(5)
     world.launch((first, 0, 6, True))
@@ -360,7 +362,7 @@ def test_a_failed_row_does_no_harm_to_what_was_launched_after_it(
 
 
 def test_of_a_turn_that_ended_meanwhile_only_the_id_is_reported(loaded: Loaded) -> None:
-    """Its detokeniser and its stop strings are left as they were at its end."""
+    """The turn's detokeniser and stop strings stay as they were when the turn ended."""
     world = World(loaded("llama-gqa"), depth=2, eos_token_ids=frozenset(range(128)))
     turn = world.turn(4, sampling=Sampling(logprobs=1))
     world.launch((turn, 0, 4, True))
@@ -379,7 +381,7 @@ def test_copies_are_reported_once_whichever_iteration_is_collected_first(loaded:
     world.launch(swap_outs=[SwapOut(1, turn.page_table[0], 0, 4)])
     world.launch((turn, 8, 9, True), swap_outs=[SwapOut(2, turn.page_table[1], 1, 4)])
     finished = list(world.collect().finished_copies)
-    assert finished  # an iteration without slices waits for one
+    assert finished  # an iteration without slices waits for a copy
     finished += world.collect().finished_copies
     page = world.replace_page(turn, 0)[1]
     if finished != [1, 2]:
@@ -397,7 +399,7 @@ def test_copies_are_reported_once_whichever_iteration_is_collected_first(loaded:
 def test_launching_never_asks_what_the_device_has_computed(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    """On a device each of these would wait for everything launched before; here we pretend."""
+    """On a GPU, each such question would wait for all earlier launches. Here the CPU stands in for it."""
     if not compiled:
         monkeypatch.setattr(dense, "available", lambda dtype: False)
     for module in (draw_module, sampler_module):

@@ -1,4 +1,4 @@
-"""An iteration's slices as tensors."""
+"""The tensors that are made from an iteration's slices."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_slices_that_begin_with_the_same_pages_are_grouped() -> None:
         [*front, 5, 6],
         [7, 8, 9, 10, 11, 12],
         [*front, 13],
-        [*document, 14],  # not at the front of the others
+        [*document, 14],  # not the first of those that share the document
     ]
     turns = [turn_of(i, list(range(4 * len(pages))), pages) for i, pages in enumerate(tables)]
     slices = [slice_of(turn, len(turn.tokens) - 2, len(turn.tokens), True) for turn in turns]
@@ -96,7 +96,7 @@ def test_slices_that_begin_with_the_same_pages_are_grouped() -> None:
 def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
     pages = list(range(8))
     turns = [turn_of(i, list(range(32)), pages) for i in range(3)]
-    starts = (25, 26, 14)  # the last begins in the fourth page
+    starts = (25, 26, 14)  # the last one starts in the fourth page
     slices = [
         slice_of(turn, start, start + 1, True) for turn, start in zip(turns, starts, strict=True)
     ]
@@ -109,7 +109,7 @@ def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
 
 @pytest.mark.parametrize("changed", [1, 5, 11])
 def test_what_was_shared_is_searched_again_when_one_later_page_is_another(changed: int) -> None:
-    """The first page of a context stays, and one behind it was computed again elsewhere."""
+    """The first page of a context stays, but a later page was recomputed on another page."""
     search, front = SharedSearch(), list(range(1000, 1012))
 
     def of(pages_of_second: list[int]) -> list[Slice]:
@@ -126,18 +126,18 @@ def test_what_was_shared_is_searched_again_when_one_later_page_is_another(change
 
 
 def test_what_was_shared_is_shared_until_a_page_or_a_turn_is_another() -> None:
-    """The same as a search each time, whatever changes from one iteration to the next."""
+    """Each result equals a fresh search, whatever changes between iterations."""
     choose, search = random.Random(3), SharedSearch()
     fronts = [choose.sample(range(1000, 2000), 12) for _ in range(3)]
     turns = {index: fronts[index % 3] + [index] * 30 for index in range(12)}
     lengths = dict.fromkeys(turns, 56)
     num_searched = 0
     for step in range(200):
-        if step % 11 == 10:  # a turn comes back with other pages, or another one comes
+        if step % 11 == 10:  # a turn gets other pages, or is replaced by another turn
             index, kind = choose.choice(list(turns)), choose.random()
             if kind < 0.3:
                 turns[index] = choose.sample(range(3000, 4000), 42)
-            elif kind < 0.6:  # one page of it is another
+            elif kind < 0.6:  # replace one of its pages
                 page = choose.randrange(12)
                 turns[index] = [*turns[index][:page], 5000 + step, *turns[index][page + 1 :]]
             else:

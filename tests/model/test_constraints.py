@@ -1,4 +1,4 @@
-"""Masks of replies with a constraint: where they may end, thinking, what is ahead, what fails."""
+"""Masks of constrained replies: where a reply may end, thinking, tokens ahead, and failures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pensieve.sampling import Sampling
 from tests.model.sampling.world import OPTIONS, make_logits, make_turn
 from tests.model.world import LetterTokenizer
 
-VOCAB_SIZE = 128  # the model's, which pads the tokenizer's
+VOCAB_SIZE = 128  # of the model, which has more ids than the tokenizer
 EOS, STOP = 0, 110
-THINK, THOUGHT = 1, 2  # that open and close the thinking
+THINK, THOUGHT = 1, 2  # tokens that open and close the thinking
 
 
 def letter(text: str) -> list[int]:
@@ -43,7 +43,7 @@ def saying(letters: str) -> set[int]:
 
 
 class Reply:
-    """One turn with a constraint, whose tokens a test chooses."""
+    """A turn with a constraint. The test chooses its tokens."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def test_a_reply_may_end_or_go_on() -> None:
 
 
 def test_many_tokens_at_once_are_followed_like_one_by_one() -> None:
-    """A log that has grown by a whole reply, as after a turn that began again."""
+    """The log has grown by a whole reply, as after a turn that was begun again."""
     slow, quick = Reply("(ab|cd){9}"), Reply("(ab|cd){9}")
     for token_id in letter("abcdab"):
         slow.may_be()
@@ -141,11 +141,11 @@ def test_thinking_is_free_and_does_not_end_the_reply(opened_by: str) -> None:
     ("prompt", "may_open"),
     [
         (letter("hi"), True),
-        ([THINK, THOUGHT], False),  # the template has closed it: this reply does not think
+        ([THINK, THOUGHT], False),  # the template has closed the thinking, so the reply has none
         (
             [THINK, *letter("hm"), THOUGHT, *letter("yes"), EOS, *letter("hi")],
             True,
-        ),  # an earlier one
+        ),  # an earlier reply has ended its thinking
     ],
 )
 def test_a_reply_may_begin_to_think_unless_its_prompt_has_ended_that(
@@ -201,7 +201,7 @@ def test_turns_without_a_constraint_cost_nothing() -> None:
     assert constraints._threads is None
 
 
-# -- the sampler, with masks made by hand -----------------------------------------------------------
+# -- the sampler, with masks made by the test --------------------------------------------------------
 
 
 def a_mask(allowed: set[int], size: int, must_end: bool = False) -> TokenMask:
@@ -226,7 +226,7 @@ def test_a_masked_row_is_drawn_as_if_there_were_no_other_tokens(name: str) -> No
         assert drawn.token_id in allowed
         others = torch.full_like(logits, -1e30)
         others[:, sorted(allowed)] = logits[:, sorted(allowed)]
-        counts_others = sampling.top_n_sigma  # in the deviation of all logits
+        counts_others = sampling.top_n_sigma  # uses the deviation of all logits
         penalties = sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty
         if not (counts_others or penalties):
             (alone,) = sampler.draw(others, [row._replace(mask=None)]).read()
@@ -250,7 +250,7 @@ def test_rows_beside_masked_ones_are_bit_for_bit_what_they_are_alone() -> None:
         assert other is not None
         if number % 2:
             assert other.token_id in (7, 8, 9)
-            assert other.top_logprobs == one.top_logprobs  # the model's own
+            assert other.top_logprobs == one.top_logprobs  # of the unmasked logits
         else:
             assert other == one
 

@@ -1,4 +1,4 @@
-"""The executor's contract: what an iteration does, what it answers, and who fails alone."""
+"""The executor's contract: what an iteration does, what it reports, and that failures affect one turn."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_logprobs_reach_the_sample(world: World) -> None:
 
 
 def test_a_turn_with_nan_logits_fails_alone(folder_of: FolderOf) -> None:
-    """Token 50 has a poisoned embedding: its turn fails, the others do not notice."""
+    """The embedding of token 50 is NaN. Its turn fails, and the other turns are not affected."""
     model = load(folder_of("llama-gqa"))
     model.flat.module.get_input_embeddings().weight[50] = float("nan")
     world = World(model)
@@ -104,7 +104,7 @@ def test_a_turn_with_nan_logits_fails_alone(folder_of: FolderOf) -> None:
     ((turn_id, reason, message),) = outcome.failures
     assert (turn_id, reason) == (sick.turn_id, "NAN_LOGITS")
     assert message == "the model's logits at position 2 are not finite"
-    # Its pages hold NaN now; another turn gets them and fills only some of their slots.
+    # The failed turn's pages contain NaN. Another turn gets such a page and fills only some of its slots.
     late.page_table.append(sick.page_table[0])
     for _ in range(6):
         world.decode(well, late)
@@ -135,7 +135,7 @@ def test_page_copies_without_slices_happen_at_once(world: World) -> None:
 def test_a_slice_attends_to_what_another_slice_of_the_iteration_computes(
     world: World, folder_of: FolderOf
 ) -> None:
-    """Two turns share a chunk that one of them computes in this very iteration."""
+    """Two turns share a chunk, which one of them computes in this iteration."""
     first = world.turn(6)
     second = world.turn(0, tokens=[*first.tokens[:4], 40, 41])
     second.page_table[0] = first.page_table[0]
@@ -159,7 +159,7 @@ def test_close_ends_the_copier(world: World) -> None:
 
 
 class MeetingMemory(KVMemory):
-    """The copy of layer 1 meets the compute of layer 0 halfway: neither goes on alone."""
+    """The copy of layer 1 and the compute of layer 0 wait for each other, so they must overlap."""
 
     def __init__(self, model: LoadedModel) -> None:
         super().__init__(model.shape, 16, 8, CHUNK_TOKENS)
@@ -179,9 +179,9 @@ class MeetingMemory(KVMemory):
 def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(
     compiled: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer 0's MLP waits until layer 1's copy has begun, and goes on only when it is done.
+    """Layer 0's MLP waits until layer 1's copy has begun, and continues only after that copy.
 
-    Were the copies finished before the forward, or begun when a layer needs them, this would hang.
+    The test would hang if copies finished before the forward pass, or began only when a layer needs them.
     """
     if not compiled:
         monkeypatch.setattr(dense, "available", lambda dtype: False)
@@ -220,7 +220,7 @@ def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(
 
 
 class SlowMemory(KVMemory):
-    """Swaps that take far longer than computing."""
+    """Swap-ins take much longer than computing."""
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:
         time.sleep(0.05)
@@ -242,7 +242,7 @@ def test_a_layer_never_attends_before_its_pages_have_come(
 
 
 def test_a_stop_string_may_be_completed_by_a_later_token(world: World) -> None:
-    """What a turn has withheld lives from one iteration to the next."""
+    """Text that a turn holds back is kept from one iteration to the next."""
     alone = world.turn(0, tokens=[5, 6, 7])
     texts = [world.step((alone, 0, 3, True)).samples[0].text]
     texts += [world.decode(alone).samples[0].text for _ in range(2)]

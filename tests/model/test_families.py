@@ -1,4 +1,4 @@
-"""Paged = plain: every family, every movement, against plain transformers on the same ids."""
+"""Compare paged attention with plain transformers: every family, and every movement of pages."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, load
     device, host = world.memory.device_arena, world.memory.host_arena
     first, second, third = world.turn(13), world.turn(6), world.turn(1)
 
-    # Prefills cut at odd places share batches with decodes.
+    # Prefills, cut at arbitrary positions, share batches with decodes.
     world.step((first, 0, 5, False), (second, 0, 6, True))
     world.step((third, 0, 1, True), (first, 5, 13, True), (second, 6, 7, True))
     for _ in range(4):
         world.decode(third, first, second)
     assert (len(first.tokens), len(second.tokens), len(third.tokens)) == (18, 12, 6)
 
-    # The whole first turn but its last token goes to the host, is lost on the device, and comes back.
+    # The first turn's KV, except for its last token, is swapped out, lost on the device, and swapped in.
     filled = [4, 4, 4, 4, 1]
     outs = [SwapOut(i, first.page_table[i], 30 - i, filled[i]) for i in range(5)]
     finished = list(world.decode(second, third, swap_outs=outs).finished_copies)
@@ -55,7 +55,7 @@ def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, load
     for page, kept in moved[:4]:
         assert torch.equal(device[:, page], kept)
 
-    # Two chunks far apart are dropped; their holes are repaired beside the decode itself.
+    # Two chunks far apart are dropped. They are recomputed in the same iteration as a decode.
     world.replace_page(first, 1)
     world.replace_page(first, 3)
     last = len(first.tokens) - 1
@@ -66,7 +66,7 @@ def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, load
         (first, last, last + 1, True),
     )
 
-    # A fork inside a chunk shares two pages, copies half of the third, and goes its own way.
+    # A fork inside a chunk shares two pages, copies half of the third page, and continues differently.
     fork = world.turn(0, tokens=[*first.tokens[:10], 9, 8, 7])
     fork.page_table[:2] = first.page_table[:2]
     copy = PageCopy(first.page_table[2], fork.page_table[2], 2)
@@ -90,9 +90,9 @@ def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, load
 def test_random_iterations_keep_every_token(
     family: str, chunk_tokens: int, seed: int, folder_of: FolderOf, loaded: Loaded
 ) -> None:
-    """Random cuts, swaps to random pages, holes in random chunks, for several turns at once.
+    """Several turns at once, with random cuts, swaps to random pages, and holes in random chunks.
 
-    With pages of 32 tokens a fused layer is one call.
+    With pages of 32 tokens, a fused layer is a single call.
     """
     print("seed", seed)
     world = World(loaded(family), device_pages=160, seed=seed, chunk_tokens=chunk_tokens)
@@ -106,7 +106,7 @@ def test_random_iterations_keep_every_token(
 
 @pytest.mark.parametrize("family", FAR_SCALED)
 def test_a_scale_of_far_positions_is_the_models_own(family: str, tmp_path: Path) -> None:
-    """It begins behind the prompts of the probe, and a row's number in the batch is not its position."""
+    """The scale starts after the probe's prompts, and a row's index in the batch is not its position."""
     folder = save_tiny(FAR_SCALED[family](), tmp_path)
     world = World(load(folder))
     first, second = world.turn(90), world.turn(70)

@@ -1,4 +1,4 @@
-"""Batches in halves where memory is short; decode iterations from captured graphs."""
+"""Batches that are split where memory is short, and decode iterations that replay captured graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Loaded = Callable[[str], LoadedModel]
 
 
 class ShortOfMemory:
-    """A model that computes no more than so many tokens at once."""
+    """A model that can compute at most `tokens_max` tokens at once."""
 
     def __init__(self, model: LoadedModel, tokens_max: int) -> None:
         self.tokens_max = tokens_max
@@ -42,7 +42,7 @@ class ShortOfMemory:
 
     def __call__(self, input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         if len(input_ids) > self.tokens_max:
-            self._logits(input_ids, *rest)  # it may have written anything before it failed
+            self._logits(input_ids, *rest)  # a failing pass may already have written anything
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.computed.append(len(input_ids))
         return self._logits(input_ids, *rest)
@@ -51,7 +51,7 @@ class ShortOfMemory:
 def test_a_batch_that_does_not_fit_is_computed_in_parts(
     folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices that share a chunk, a page copy before them, and rows of every half."""
+    """Slices share a chunk, a page is copied before them, and every part has rows of them."""
     model = load(folder_of("llama-gqa"))
     world = World(model)
     first = world.turn(11)
@@ -90,7 +90,7 @@ def test_a_single_token_that_does_not_fit_ends_the_engine(
 
 
 def test_what_an_allocator_says_is_understood() -> None:
-    """Of this machine: it refuses more than there is."""
+    """The first error comes from this machine's allocator, which is asked for too much memory."""
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 60, dtype=torch.uint8).fill_(0)
     assert is_out_of_memory(refused.value)
@@ -102,7 +102,7 @@ def test_halves_keep_the_order_and_who_needs_a_token() -> None:
     table = array("i", [0, 1, 2])
     slices = [
         Slice(1, 3, 4, array("I", [3]), table, True),
-        Slice(2, 0, 6, array("I", range(5)), table, True, True),  # the last token is awaited
+        Slice(2, 0, 6, array("I", range(5)), table, True, True),  # its last token is still awaited
         Slice(3, 9, 10, array("I", [9]), table),
     ]
     for num_first in range(1, 8):
@@ -137,7 +137,7 @@ def graphed(model: LoadedModel, captured: Any, turns_max: int = 8) -> Any:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_graphs_say_what_the_model_says(loaded: Loaded, folder_of: FolderOf, depth: int) -> None:
-    """Turns come and go, so graphs of all sizes run between mixed iterations; pages move meanwhile."""
+    """Turns come and go, so graphs of all sizes run between mixed iterations. Pages move meanwhile."""
     model, captured = loaded("llama-gqa"), Captured()
     world = World(model, device_pages=200, depth=depth, graphs=graphed(model, captured))
     assert captured.captured == 4, "of 1, 2, 4 and 8 rows"
@@ -226,7 +226,7 @@ def test_what_cannot_be_captured_runs_as_before(loaded: Loaded) -> None:
 
 
 def test_what_a_graph_reads_stays(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured kernel knows addresses; nothing of it keeps a tensor alive."""
+    """A captured kernel stores only addresses. It does not keep the tensors alive."""
     model = loaded("llama-gqa")
     seen: list[weakref.ref[torch.Tensor]] = []
     logits = model.flat.logits
@@ -248,7 +248,7 @@ def test_what_a_graph_reads_stays(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
 
     graphs = graphed(model, Forgetful())(KVMemory(model.shape, 16, 0, 4))
     gc.collect()
-    assert len(seen) == 2 * 4 * 8  # four sizes, each run once and recorded
+    assert len(seen) == 2 * 4 * 8  # four graph sizes, each run once and recorded once
     assert all(each() is not None for each in seen)
     assert not graphs.failure
 
@@ -256,7 +256,7 @@ def test_what_a_graph_reads_stays(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
 def test_the_halves_of_a_batch_may_both_be_graphs(
     loaded: Loaded, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph's logits are good until the next; the first half's must not be the second's."""
+    """A graph's logits are valid until the next replay. The second half must not overwrite the first's."""
     model, captured = loaded("llama-gqa"), Captured()
     world = World(model, graphs=graphed(model, captured))
     turns = [world.turn(3 + index) for index in range(4)]
@@ -282,7 +282,7 @@ def test_the_halves_of_a_batch_may_both_be_graphs(
 def test_a_graph_reads_the_plan_of_its_batch(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six decodes, of which five begin with the same pages, then two that share nothing: one list for all."""
+    """First six decodes, five of which share their first pages. Then two decodes without shared pages."""
     monkeypatch.setattr(graphs, "attends", lambda memory: True)
     monkeypatch.setattr(cuda, "blocks_at_once", lambda *rest: BlocksAtOnce(1, 1))
     model = loaded("llama-gqa")

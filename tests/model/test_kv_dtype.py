@@ -1,4 +1,4 @@
-"""A model whose KV is kept as int8: its shape, its logits, and what the probe refuses."""
+"""A model with KV in int8: its shape, its logits, and the models that the probe refuses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_both_tiers_hold_rows_of_bytes_and_move_them() -> None:
     assert torch.equal(memory.device_arena[:, 0, :, :, :2], before[:, 3, :, :, :2])
     assert not memory.device_arena[:, 0, :, :, 2:].any()
     assert sums.is_intact(4)
-    memory.host_arena[2, 4, 1, 0, 2, 7] ^= 1  # a bit of a scale
+    memory.host_arena[2, 4, 1, 0, 2, 7] ^= 1  # flip a bit of a scale
     assert not sums.is_intact(4)
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_this_rounding_changes_too_much_is_refused(
 def test_under_pressure_every_token_and_every_byte_of_kv_is_that_of_an_engine_without(
     family: str, dtype: torch.dtype, folder_of: FolderOf
 ) -> None:
-    """Random cuts, swaps and holes, against prompts in one piece and one token at a time, each turn alone."""
+    """Random cuts, swaps and holes. Each turn is compared with a run alone, in one piece, without swaps."""
     model = load(folder_of(family), dtype=dtype, kv_dtype="int8")
     world = World(model, device_pages=160, seed=3, chunk_tokens=32)
     turns = play_at_random(world, 3)
@@ -138,13 +138,13 @@ def test_under_pressure_every_token_and_every_byte_of_kv_is_that_of_an_engine_wi
         while len(alone.tokens) < len(turn.tokens):
             other.decode(alone)
         assert alone.tokens == turn.tokens
-        length = len(turn.tokens) - 1  # the last token's KV is not computed yet
+        length = len(turn.tokens) - 1  # the KV of the last token is not computed yet
         assert torch.equal(rows_of(other, alone, length), rows_of(world, turn, length))
         other.executor.close()
     world.executor.close()
 
 
 def rows_of(world: World, turn: Turn, length: int) -> torch.Tensor:
-    """A turn's rows in the order of their positions, (layers, 2, kv_heads, length, row)."""
+    """Return the turn's rows in the order of positions: (layers, 2, kv_heads, length, row)."""
     pages = world.memory.device_arena[:, torch.tensor(turn.page_table)]
     return pages.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]

@@ -1,4 +1,4 @@
-"""A model whose KV is kept as fp8: its scales, its shape, its logits; here torch reads and writes it."""
+"""A model with KV in fp8: its scales, its shape and its logits. Here torch reads and writes the KV."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_too_large_is_cut_off_and_what_is_not_finite_is_no_number() -> N
 
 
 def test_the_probe_chooses_a_scale_for_each_head_of_each_layer(model: LoadedModel) -> None:
-    """With another prompt, numbers lie in the upper part of what a byte can say, and none is cut off."""
+    """With another prompt, values use the upper part of the fp8 range, and none is cut off."""
     shape = model.shape
     scales = torch.exp2(torch.tensor(shape.kv_exponents).float())
     assert scales.shape == (shape.num_layers, 2, shape.num_kv_heads)

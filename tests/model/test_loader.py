@@ -1,4 +1,4 @@
-"""What loads, what is refused and why, and that every refusal is one line."""
+"""Which models load, which are refused and why, and that every refusal is one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORM = r"layers in (C\+\+ \(\w+\)|torch: .+)"
 
 @pytest.fixture
 def copied(folder_of: FolderOf, tmp_path: Path) -> Path:
-    """A checkpoint that a test may damage."""
+    """Return a copy of a checkpoint that a test may damage."""
     return Path(shutil.copytree(folder_of("llama-gqa"), tmp_path / "model"))
 
 
@@ -133,7 +133,7 @@ def test_a_context_beyond_the_models_own_is_refused(folder_of: FolderOf) -> None
 def test_a_model_that_would_not_be_exact_is_refused(family: str, tmp_path: Path) -> None:
     config, reason = REFUSED[family]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # slow fallbacks of recurrent layers
+        warnings.simplefilter("ignore")  # about slow fallbacks of recurrent layers
         folder = save_tiny(config(), tmp_path)
         with pytest.raises(UnsupportedModel) as refusal:
             load(folder)
@@ -158,7 +158,7 @@ def test_rotary_scalings_that_do_not_depend_on_length_are_served(tmp_path: Path)
 
 
 def test_modelling_code_that_answers_differently_is_caught_by_its_logits() -> None:
-    """A layer that mixes rows of the flat batch reaches the interface as it should, yet is wrong."""
+    """A layer that mixes rows of the flat batch uses the interface correctly, but its logits are wrong."""
 
     class Mixing(torch.nn.Module):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -185,14 +185,14 @@ def test_a_type_that_is_too_narrow_for_a_model_is_named(copied: Path) -> None:
     weights = safetensors.torch.load_file(path)
     for name in weights:
         if "embed_tokens" in name or "_proj" in name:
-            weights[name] *= 3e4  # each fits float16, their products do not
+            weights[name] *= 3e4  # each weight fits into float16, but products of two do not
     safetensors.torch.save_file(weights, path, {"format": "pt"})
     with pytest.raises(ModelError, match="its logits are not finite in float16"):
         load(copied, dtype=torch.float16)
 
 
 def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
-    """Experts are stacked when they are loaded, and what went wrong is only in transformers' log."""
+    """Experts are stacked while they are loaded. The cause of a failure is only in transformers' log."""
     folder = save_tiny(SERVED["mixtral"](), tmp_path)
     path = folder / "model.safetensors"
     weights = safetensors.torch.load_file(path)
@@ -301,7 +301,7 @@ def add_weights(folder: Path, *names: str) -> None:
 
 
 def quantized(folder: Path, method: dict[str, object]) -> None:
-    """Say so in the config."""
+    """Add a quantization method to the config."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": method}))
 
@@ -326,7 +326,7 @@ def test_a_weight_that_the_model_would_leave_out_is_refused(copied: Path, name: 
 def test_other_parts_of_a_checkpoint_may_be_left_out(copied: Path) -> None:
     add_weights(
         copied,
-        "model.layers.2.self_attn.q_norm.weight",  # predicts one token more: there are two layers
+        "model.layers.2.self_attn.q_norm.weight",  # a third layer, for multi-token prediction
         "mtp.fc.weight",
         "model.visual.blocks.0.norm.weight",
         "vision_tower.norm.weight",
@@ -337,7 +337,7 @@ def test_other_parts_of_a_checkpoint_may_be_left_out(copied: Path) -> None:
 
 
 def test_a_quantization_that_transformers_does_not_know_is_refused(copied: Path) -> None:
-    """It would load the weights without their scales."""
+    """Transformers would load the weights without their scales."""
     reason = "its weights are quantized by modelopt, which transformers does not know"
     quantized(copied, {"quant_method": "modelopt", "quant_algo": "FP8"})
     with pytest.raises(UnsupportedModel, match=reason):
@@ -350,7 +350,7 @@ def test_a_quantization_that_transformers_does_not_know_is_refused(copied: Path)
 
 
 def test_scales_that_a_known_quantization_leaves_out_are_refused(copied: Path) -> None:
-    """AutoFP8 calls its scales weight_scale, and says fp8 as DeepSeek does."""
+    """AutoFP8 names its scales weight_scale, but its config says fp8, as DeepSeek's does."""
     path = copied / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     for name in [each for each in weights if each.endswith("_proj.weight")]:
@@ -365,7 +365,7 @@ def test_scales_that_a_known_quantization_leaves_out_are_refused(copied: Path) -
 
 
 def test_an_adapter_beside_the_model_is_refused(copied: Path) -> None:
-    """Transformers applies it if peft is installed, and else says nothing."""
+    """Transformers applies an adapter if peft is installed, and silently ignores it otherwise."""
     (copied / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for is_adapter_alone in (False, True):
         if is_adapter_alone:

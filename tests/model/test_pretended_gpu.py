@@ -1,8 +1,8 @@
-"""The executor's way on a GPU, with tensors that have a device and no values.
+"""The executor's GPU code, run on fake tensors that have a device but no values.
 
-Torch's fake tensors know shapes, types and devices: an operation on tensors of two devices raises, and so
-does whatever asks the device for a value.  So this shows that `launch` never waits for the device, that
-everything it is given lies there, and which kernels are launched; not what they compute.
+Torch's fake tensors know shapes, types and devices. An operation on tensors of two devices raises, and so
+does any attempt to read a value from the device. The tests show that `launch` never waits for the device,
+that all its inputs are on the device, and which kernels it launches. They do not show what kernels compute.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ EVERYTHING = Sampling(
 )
 
 
-# Some operations ask for a guard of the device, which a torch without CUDA has not: this one does nothing.
+# Some operations ask for a device guard, which a torch without CUDA lacks. This guard does nothing.
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
@@ -97,13 +97,13 @@ def guard() -> None:
 
 
 class Pretended:
-    """A GPU of which nothing exists but the shapes."""
+    """A simulated GPU on which only the shapes are real."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: FakeTensorMode) -> None:
-        self.launched: list[tuple[str, Launch]] = []  # stream, launch
+        self.launched: list[tuple[str, Launch]] = []  # name of the stream, launch
         self.streams = FakeStreams(0)
         self.mode = mode
-        # In place, these ask for the device's own kernels; what they do can be said otherwise.
+        # In-place forms of these need kernels of the device. Use the other form and a copy instead.
         for name in ("index_copy", "index_add", "index_fill", "scatter", "scatter_add"):
             function = getattr(torch.Tensor, name)
 
@@ -144,7 +144,7 @@ class Pretended:
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
         monkeypatch.setattr(PageMoves, "in_pieces", really(PageMoves.in_pieces))
         monkeypatch.setattr(GroupMoves, "of", really(GroupMoves.of))
-        monkeypatch.setattr(  # which looks at the host's own values
+        monkeypatch.setattr(  # the real function reads the host's values
             "pensieve.model.sampling.penalties._ids_of",
             lambda tokens, like: torch.empty(len(tokens), dtype=torch.int64, device=like.device),
         )
@@ -172,14 +172,14 @@ class Pretended:
         self.launched.append((stream, launch))
 
     def take(self) -> list[tuple[str, str]]:
-        """(stream, kernel) of what was launched since the last time."""
+        """Return the launches since the last call: (stream, kernel) of each."""
         told = [(stream, launch.kernel.name) for stream, launch in self.launched]
         self.launched.clear()
         return told
 
 
 class Unreplayed(Captured):
-    """Graphs of which a replay launches nothing that is seen here."""
+    """Graphs whose replay launches nothing here."""
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         compute()
@@ -187,14 +187,14 @@ class Unreplayed(Captured):
 
 
 class OnItsWay:
-    """A read-back; what would arrive nobody knows."""
+    """A read-back whose values are unknown."""
 
     def __init__(self, values: torch.Tensor) -> None:
         assert values.device == DEVICE
 
 
 def really(function: Any) -> Any:
-    """The same with real tensors: the host's own arithmetic."""
+    """Wrap a function that must run on real tensors, because it computes on the host."""
 
     def called(*arguments: Any) -> Any:
         with unset_fake_temporarily():
@@ -211,7 +211,7 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
 
 
 def flat_on(gpu: Pretended, fused: bool) -> FlatModel:
-    """A model on the device; with `fused` its layers are replaced, as the loader does there."""
+    """Return a model on the device. With `fused`, its layers are replaced as the loader does on a GPU."""
     with unset_fake_temporarily(), torch.inference_mode(False):
         config = LlamaConfig(
             hidden_size=256,
@@ -282,7 +282,7 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def move(module: torch.nn.Module) -> None:
-    """To the device, in place; `Module.to` swaps tensors, which fake ones do not allow."""
+    """Move the module to the device in place. `Module.to` swaps tensors, which fake tensors do not allow."""
     for each in module.modules():
         for name, parameter in list(each.named_parameters(recurse=False)):
             moved = there(parameter)
@@ -307,13 +307,13 @@ def layers(*kernels: str) -> list[tuple[str, str]]:
 
 
 PLAIN = Sampling(ignore_eos=True)
-# What a fused layer launches besides the products and norms of torch.
+# The launches of a fused layer, besides torch's products and norms.
 ATTENDING = ("rotate_and_write_kv", "multi_token_attention")
 BETWEEN_PRODUCTS = ("add_and_norm", "gate_and_multiply")
 
 
 def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
-    """Prefill, decode and a token that only the device knows, at depth 2, with every way to sample."""
+    """Prefill, decode and a token that only the device knows, at depth 2, with every sampling option."""
     executor, _ = executor_on(gpu)
     assert executor.depth == 2
     first = turn_of(0, 40, [3, 1], EVERYTHING)
@@ -345,7 +345,7 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     executor.launch(Iteration(0, slices, started=starts(first, second)))
     drawn = ("compute", "draw_tokens")
     eager = layers(*ATTENDING, *BETWEEN_PRODUCTS)
-    rest = [("compute", name) for name in BETWEEN_PRODUCTS]  # of the last layer: for some rows
+    rest = [("compute", name) for name in BETWEEN_PRODUCTS]  # the last layer, for rows with a token
     in_pieces = [*layers("multi_token_attention"), *rest]
     assert gpu.take() == [*(in_pieces if graphs else eager), drawn]
     executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
@@ -363,7 +363,7 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
 def test_kv_in_bytes_takes_the_kernels_for_bytes_and_asks_for_nothing_either(
     gpu: Pretended, graphs: bool
 ) -> None:
-    """Wide pieces, which have no kernel of Hopper's then, decodes, and a page that comes from the host."""
+    """Wide pieces (without Hopper's own kernel for bytes), decodes, and a page swapped in from the host."""
     shape = replace(SHAPE, kv_dtype="fp8", kv_exponents=(((0, 1), (2, 3)),) * SHAPE.num_layers)
     executor, memory = executor_on(gpu, graphs, fused=True, shape=shape)
     assert memory.page_bytes == SHAPE.kv_bytes_per_page(32) // 2
@@ -396,7 +396,7 @@ def test_a_long_context_is_cut_and_merged_in_every_layer(gpu: Pretended) -> None
 def test_pages_that_turns_share_are_attended_to_once(
     gpu: Pretended, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that has enough to do: the plan has a pack, and nothing is waited for."""
+    """The GPU is small enough to be busy, so the plan packs the shared pages. Nothing is waited for."""
     monkeypatch.setattr(cuda, "_blocks_at_once", lambda *rest: BlocksAtOnce(2, 1))
     planned: list[Plan] = []
     plan = cuda.plan
@@ -437,7 +437,7 @@ def test_pages_move_on_streams_of_their_own(gpu: Pretended) -> None:
 def test_streamed_turns_are_loaded_attended_to_and_stored_group_by_group(
     gpu: Pretended, fused: bool
 ) -> None:
-    """Also where all slices are decodes: no graph takes them."""
+    """This also holds if all slices are decodes: graphs do not run them."""
     executor, _ = executor_on(gpu, graphs=True, fused=fused, staging_pages=6)
     resident = turn_of(0, 40, [3, 1], PLAIN)
     streamed = [turn_of(1 + index, 40, [0, 1], PLAIN) for index in range(3)]
@@ -451,7 +451,7 @@ def test_streamed_turns_are_loaded_attended_to_and_stored_group_by_group(
     on_compute = ("write_kv", "multi_token_attention") * (1 + len(groups))
     between = BETWEEN_PRODUCTS if fused else ()
     assert [each for each in told if each[0] == "compute"] == layers(*on_compute, *between)
-    num_copies = SHAPE.num_layers * (3 + 2)  # the last group stores nothing
+    num_copies = SHAPE.num_layers * (3 + 2)  # three groups load, but the last group stores nothing
     assert [each for each in told if each[0] != "compute"] == [
         ("staging", "copy_pages")
     ] * num_copies
@@ -466,7 +466,7 @@ def test_streamed_turns_are_loaded_attended_to_and_stored_group_by_group(
 def test_where_the_driver_copies_batches_swapped_pages_need_no_kernel(
     gpu: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One call a layer, on the stream of swap-ins; pages that stay on the device are copied as ever."""
+    """One call a layer on the swap-in stream. Copies within the device still use the kernel."""
     monkeypatch.setattr("pensieve.model.kv.memory.copies_batches", lambda device, page_bytes: True)
     told: list[tuple[list[int], bool]] = []
 
@@ -492,7 +492,7 @@ def test_where_the_driver_copies_batches_swapped_pages_need_no_kernel(
 
 
 def test_decoding_replays_a_graph(gpu: Pretended) -> None:
-    """Nothing but the copies into its tensors is done; a mixed iteration runs layer by layer."""
+    """Only the copies into the graph's tensors run. A mixed iteration runs layer by layer."""
     executor, _ = executor_on(gpu, graphs=True)
     turns = [turn_of(index, 40 + index, [2 * index, 2 * index + 1], PLAIN) for index in range(3)]
     decodes = tuple(

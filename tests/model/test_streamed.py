@@ -1,4 +1,4 @@
-"""Streamed turns give what resident ones give, to the last bit, and leave the same keys and values."""
+"""Streamed turns give the same bits as resident turns, and leave the same keys and values."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tests.model.world import letter_tokenizer
 
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
-SIZE = 32  # tokens of a page
+SIZE = 32  # tokens per page
 LOGPROBS = Sampling(ignore_eos=True, logprobs=4)
 
 
 class Twins:
-    """Two worlds with the same turns: in one of them all are resident."""
+    """Two worlds with the same turns. In one world all turns are resident."""
 
     def __init__(self, model: LoadedModel, staging_pages: int, seed: int = 0, **rest: Any) -> None:
         self.streamed = StreamedWorld(model, staging_pages=staging_pages, seed=seed, **rest)
         self.resident = StreamedWorld(model, staging_pages=0, seed=seed, **rest)
-        self.num_tokens: dict[int, int] = {}  # computed, of each turn
+        self.num_tokens: dict[int, int] = {}  # turn -> number of computed tokens
 
     def turns(self, lengths: list[int], num_resident: int = 0) -> list[int]:
-        """Turns with prompts of these lengths, the first ones resident in both worlds."""
+        """Make turns with prompts of these lengths. The first `num_resident` are resident in both worlds."""
         made = []
         draw = random.Random(sum(lengths))
         for index, length in enumerate(lengths):
@@ -50,7 +50,7 @@ class Twins:
         return made
 
     def turns_with_opening(self, opening: list[int], lengths: list[int]) -> list[int]:
-        """Streamed turns that begin alike."""
+        """Make streamed turns whose prompts begin with the same tokens."""
         made = []
         for length in lengths:
             tokens = [*opening, *(7 + each for each in range(length))]
@@ -63,7 +63,7 @@ class Twins:
             world.share(world.turns[turn], world.turns[other], num_chunks)
 
     def is_full(self, slices: list[tuple[int, int, int]]) -> bool:
-        """Whether the pages of another turn might not fit into an arena with these."""
+        """Return whether an arena with these slices might have no room for another turn's pages."""
         turns = {index for index, _, _ in slices}
         return sum(len(self.streamed.turns[each].page_table) + 1 for each in turns) > 18
 
@@ -73,7 +73,7 @@ class Twins:
         *groups: list[tuple[int, int, int]],
         **movements: Any,
     ) -> None:
-        """Slices (turn, start, stop); the last position of what is known of a turn is sampled."""
+        """Run slices (turn, start, stop) as an iteration. Sample where a slice ends at the last token."""
 
         def pieces(world: StreamedWorld, slices: list[tuple[int, int, int]]) -> list[Piece]:
             return [
@@ -90,7 +90,7 @@ class Twins:
             self.num_tokens[index] = max(self.num_tokens.get(index, 0), stop)
 
     def compare(self, got: tuple[SampledToken, ...], expected: tuple[SampledToken, ...]) -> None:
-        """Logprobs say whether logits have the same bits."""
+        """Compare the samples. Equal logprobs show that the logits have the same bits."""
         assert got == expected
 
     def decodes(self, *turns: int) -> list[tuple[int, int, int]]:
@@ -131,7 +131,7 @@ def test_prefill_and_decodes_in_one_group_of_one(loaded: Loaded) -> None:
 
 
 def test_many_groups_beside_resident_turns(loaded: Loaded) -> None:
-    """More groups than arenas, of one turn and of several, whose prefills and decodes are mixed."""
+    """More groups than arenas, of one or several turns, with prefills and decodes mixed."""
     twins = Twins(loaded("llama-gqa"), 8)
     a, b, c, d, e, f, g = twins.turns([50, 33, 64, 20, 90, 31, 65], num_resident=2)
     twins.step(prefills(twins, [a, b]), prefills(twins, [c, d]), [(e, 0, 40)])
@@ -149,7 +149,7 @@ def test_many_groups_beside_resident_turns(loaded: Loaded) -> None:
 
 
 def play(twins: Twins, seed: int, num_iterations: int = 14) -> None:
-    """Random slices of resident and streamed turns in random groups; holes; chunks that turns share."""
+    """Run random slices of resident and streamed turns in random groups, with holes and shared chunks."""
     draw = random.Random(seed)
     resident = twins.turns([draw.randint(1, 80) for _ in range(2)], num_resident=2)
     shared = 70
@@ -215,7 +215,7 @@ def test_rounded_kv_gives_the_same_bits(
 
 
 class Near(Twins):
-    """Torch attends, whose sums depend on what is computed together."""
+    """Allow for rounding: torch's attention sums depend on the batch."""
 
     def compare(self, got: tuple[SampledToken, ...], expected: tuple[SampledToken, ...]) -> None:
         assert len(got) == len(expected)
@@ -231,7 +231,7 @@ def test_kv_in_fp8_gives_the_same_tokens(folder_of: FolderOf) -> None:
 
 
 def test_what_an_arena_held_before_reaches_nothing(loaded: Loaded) -> None:
-    """Infinity, and what other turns have left there, in slots that no group of the pass fills."""
+    """Infinity, or the rows of other turns, in slots that no group of the pass fills."""
     twins = Twins(loaded("llama-gqa"), 9)
     a, b = twins.turns([33, 64])
     twins.step([], prefills(twins, [a]), prefills(twins, [b]))
@@ -275,7 +275,7 @@ def test_a_pass_that_does_not_fit_is_computed_by_groups_and_those_in_halves(
     computed: list[int] = []
 
     def short_of_memory(input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        answer = logits(input_ids, *rest)  # it may have written anything before it failed
+        answer = logits(input_ids, *rest)  # a failing pass may already have written anything
         if isinstance(rest[-1], StreamedPass):
             computed.append(len(input_ids))
             if len(input_ids) > 30:
@@ -308,11 +308,11 @@ def test_a_token_that_does_not_fit_is_a_device_error(
     twins.close()
 
 
-# -- planted faults: each is found --
+# -- planted faults: each must be found --
 
 
 def arenas_swapped(patch: pytest.MonkeyPatch) -> None:
-    """Attention goes to the other arena than the copies."""
+    """Attention reads the other arena than the copies write."""
     staged = KVMemory.staged_pages
     patch.setattr(KVMemory, "staged_pages", lambda memory, arena: staged(memory, 1 - arena))
 
@@ -340,7 +340,7 @@ def loads_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def written_to_the_device(patch: pytest.MonkeyPatch) -> None:
-    """The staged slots are taken for slots of device pages."""
+    """Staged slots are taken for slots of device pages."""
     patch.setattr(
         KVMemory,
         "staged_pages",

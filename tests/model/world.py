@@ -1,4 +1,4 @@
-"""Drives a TorchExecutor with iterations written by hand, beside plain transformers."""
+"""Drives a TorchExecutor with iterations that a test writes, to compare it with plain transformers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pensieve.sampling import Sampling
 from pensieve.text import Tokenizer
 
 CHUNK_TOKENS = 4
-GAP_MAX = 1e-4  # of a sampled token's reference logit below the largest
+GAP_MAX = 1e-4  # by which a sampled token's reference logit may be below the largest
 
 
 class Captured:
-    """In the place of CUDA's capture: a replay computes again, from the same tensors into the same."""
+    """Replaces CUDA's graph capture. A replay computes again, with the same tensors."""
 
     def __init__(self) -> None:
         self.captured = 0
@@ -55,14 +55,14 @@ class Captured:
 
 
 def poison(arena: torch.Tensor) -> None:
-    """NaN in every row, in any format: where bytes are kept, a scale of such bytes is NaN."""
+    """Fill every row with NaN. In a format of bytes, the scale of each row becomes NaN."""
     arena.fill_(float("nan") if arena.is_floating_point() else -1)
 
 
 class LetterTokenizer:
-    """Token i says a letter; tokens 0 to 2 say nothing; 100 to 102 are the bytes of a euro sign.
+    """Most tokens are letters. Tokens 0 to 2 have no text; 100 to 102 are the bytes of a euro sign.
 
-    Tokens 1 and 2 open and close the thinking, where it thinks.
+    With `thinks`, tokens 1 and 2 open and close the thinking.
     """
 
     vocab_size = 120
@@ -85,12 +85,12 @@ class LetterTokenizer:
 
 
 def letter_tokenizer() -> Tokenizer:
-    """As a type-checker takes it: with the few methods that an executor and a reply call."""
+    """Return a LetterTokenizer. It has the few methods that an executor and a reply call."""
     return cast("Tokenizer", LetterTokenizer())
 
 
 class World:
-    """Pages handed out at random, all poisoned with NaN, and every turn that was made."""
+    """Draws pages at random, fills them with NaN, and keeps all turns that were made."""
 
     def __init__(
         self,
@@ -164,9 +164,9 @@ class World:
         swap_outs: Sequence[SwapOut] = (),
         failing: Sequence[Turn] = (),
     ) -> Outcome:
-        """One iteration, committed as the core would: sampled tokens join the turn.
+        """Run one iteration, and append the sampled tokens to their turns, as the core would.
 
-        Exactly the turns named as failing may fail: NaN from a poisoned page would, too.
+        Exactly the turns in `failing` must fail. A turn that reads NaN from an unwritten page fails, too.
         """
         self.launch(*slices, copies=copies, swap_ins=swap_ins, swap_outs=swap_outs)
         return self.collect(failing)
@@ -205,12 +205,12 @@ class World:
         return outcome
 
     def decode(self, *turns: Turn, **movements: Any) -> Outcome:
-        """The next token of each of these turns."""
+        """Compute the next token of each of these turns."""
         slices = [(turn, len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
         return self.step(*slices, **movements)
 
     def replace_page(self, turn: Turn, chunk: int) -> tuple[int, int]:
-        """Move a chunk of a turn to another page and poison the old one: (old, new)."""
+        """Move a chunk of a turn to another page, and fill the old page with NaN. Return (old, new)."""
         old, new = turn.page_table[chunk], self.free_pages.pop()
         turn.page_table[chunk] = new
         poison(self.memory.device_arena[:, old])
@@ -218,7 +218,7 @@ class World:
 
 
 def play_at_random(world: World, seed: int) -> list[Turn]:
-    """Random cuts, swaps to random pages, holes in random chunks, for several turns at once."""
+    """Run several turns at once, with random cuts, swaps to random pages and holes in random chunks."""
     rng, chunk_tokens = random.Random(seed), world.memory.chunk_tokens
     turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
     computed = dict.fromkeys(turns, 0)
@@ -227,7 +227,7 @@ def play_at_random(world: World, seed: int) -> list[Turn]:
         slices, ins = [], []
         for turn in turns:
             if computed[turn] and rng.random() < 0.15:
-                # A full chunk goes by the host to another page, or is dropped.
+                # A full chunk moves to another page through the host, or is dropped.
                 chunk = rng.randrange(-(-computed[turn] // chunk_tokens))
                 slots = min(chunk_tokens, computed[turn] - chunk * chunk_tokens)
                 start = chunk * chunk_tokens
@@ -251,7 +251,7 @@ def play_at_random(world: World, seed: int) -> list[Turn]:
 def slice_of(
     turn: Turn, start: int, stop: int, needs_token: bool, chunk_tokens: int = CHUNK_TOKENS
 ) -> Slice:
-    """As the scheduler makes it."""
+    """Make a slice as the scheduler does."""
     is_last = needs_token and turn.ends_at(stop + 1)
     tokens, pages = turn.tokens[start:stop], turn.page_table[: -(-stop // chunk_tokens)]
     return Slice(turn.turn_id, start, stop, tokens, pages, needs_token, is_last)
@@ -262,14 +262,14 @@ def start_of(turn: Turn) -> TurnStart:
 
 
 def plain_model(folder: Path) -> Any:
-    """The same checkpoint with the attention that its authors wrote."""
+    """Load the checkpoint with the attention of transformers."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
 
 
 def largest_gap(model: Any, turn: Turn) -> float:
-    """How far a sampled token's logit lies below the largest, teacher-forced on the turn's ids."""
+    """Return how far, at most, a sampled token's logit is below the largest in plain transformers."""
     tokens = torch.tensor([list(turn.tokens)])
     with torch.inference_mode():
         logits = model(input_ids=tokens, use_cache=False).logits[0]

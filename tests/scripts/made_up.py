@@ -1,4 +1,4 @@
-"""A slow made-up machine, its load and its limits: minutes of it are simulated in a moment."""
+"""A slow made-up machine with its load and limits. Simulating minutes of it takes only a moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.measurements.replica import Load, Replica, run_replica
 
 COST = CostModel(0.0002, 0.01, 1e-8, 2.5e-7, 0.0005, 20, 400_000, 20e9, "made up")
 SMALL = Replica(COST, 16_000, 0, "value", 256, 64)
-CHAT = Habits(5.0, 150.0, 20.0, 10.0, 8000)  # short replies are simulated faster
+CHAT = Habits(5.0, 150.0, 20.0, 10.0, 8000)  # short replies, which are simulated faster
 LOAD = Load(CHAT, seconds=30.0)
 SLO = Slo(0.08, 0.3)
 

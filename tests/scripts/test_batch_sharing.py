@@ -1,4 +1,4 @@
-"""A simulated batch: what is drawn, what is saved, and what it takes, by numbers known."""
+"""A simulated batch: the drawn requests, the saved tokens and the time, compared with known numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from scripts.measurements.batch_simulation import (
 from tests.sim.world import SLOW
 
 FEW = BatchShape(24, 128, 32, 4, output_tokens=8, output_tokens_max=20, varies=False)
-PASS = SLOW.dense_seconds_min  # an iteration reads the weights in 10 ms, and a token takes 1 ms
+PASS = SLOW.dense_seconds_min  # reading the weights takes 10 ms per iteration; a token takes 1 ms
 
 
 def simulated(
@@ -58,14 +58,14 @@ def test_a_batch_is_drawn_in_groups_of_a_prefix() -> None:
     assert [len(each.prompt) for each in batch] == [160] * 24
     prefixes = [each.prompt[:128].tobytes() for each in batch]
     assert sorted(map(prefixes.count, set(prefixes))) == [4] * 6
-    assert prefixes != sorted(prefixes, key=prefixes.index)  # in no order
+    assert prefixes != sorted(prefixes, key=prefixes.index)  # requests of a prefix are scattered
     near = drawn_batch(replace(FEW, apart=0.0), 1)
     found = [each.prompt[:128].tobytes() for each in near]
     assert [found.index(each) for each in found] == [n - n % 4 for n in range(24)]
 
 
 def test_a_batch_of_snippets_is_as_reported() -> None:
-    """1,100 + 400 tokens; 56 % could be saved, 55 % with one prefix for each request."""
+    """Prompts have 1,100 + 400 tokens. A tree could save 56 % of them; one prefix per request, 55 %."""
     batch = drawn_batch(SHAPES["snippets"], 1)
     assert len(batch) == 3000
     assert sum(len(each.prompt) for each in batch) / 3000 == pytest.approx(1500, rel=0.03)
@@ -93,7 +93,7 @@ def test_groups_compute_each_prefix_once_and_replies_end_before_they_have_to() -
 
 
 def test_a_token_saved_is_time_saved() -> None:
-    """Where a token takes as long as any: what is computed, and what reading the weights takes."""
+    """If all tokens take equally long, the time is that of the computed tokens and of reading weights."""
     groups, off = simulated(FEW, "groups"), simulated(FEW, "off")
     for figures in (groups, off):
         tokens = figures.computed_tokens + figures.output_tokens - figures.requests

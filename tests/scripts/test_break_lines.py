@@ -1,4 +1,4 @@
-"""What scripts/break_lines breaks, and that it tells breaks that tests notice from those that survive."""
+"""scripts/break_lines plants small mistakes, and tells which of them the tests notice and which survive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def least(numbers: list[int], below: int = 7) -> int | None:
 
 
 def breaks(text: str, source: str = SUMS) -> list[str]:
-    """What the line with this text becomes."""
+    """Return the broken versions of the line with this text."""
     line = source.splitlines().index(text) + 1
     found = breaks_of("pensieve/sums.py", source, [line]).get(line, [])
     for each in found:
@@ -117,7 +117,7 @@ def test_a_seed_draws_the_same_breaks_again() -> None:
 
 
 class Repository:
-    """A tiny one, with one module, one test of it, and a last commit that changed two lines."""
+    """A tiny repository: one module, one test of it, and a last commit that changed two lines."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -150,7 +150,7 @@ class Repository:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    # Loading the plugins of this project takes pytest ten times as long as the tests here.
+    # With this project's plugins, pytest would need ten times as long as the tests here.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p pytest_timeout")
     return Repository(tmp_path)

@@ -1,4 +1,4 @@
-"""The wheel of the SDK alone: whole, installable by its record, and without anything of the server."""
+"""The wheel of only the SDK: complete, installable by its RECORD, and without any server code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `scripts/run` says while it installs."""
+"""What `scripts/run` prints while it installs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every section of the GPU bench runs small, on the CPU too, times nothing wrong, and holds up no other."""
+"""Every section of the GPU bench runs at a small size, also on the CPU, and times no wrong result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WRONG_COPY = figure("kernels", failed=True, kind="copy")
 def test_every_section_runs_small(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the CPU it checks and measures the same things, on other kernels."""
+    """On the CPU, a section checks and measures the same things with other kernels."""
     assert succeeded(section, tmp_path, "cpu", 60, True), capsys.readouterr()
     figures = figures_of(tmp_path)
     assert {each["section"] for each in figures} == {section}
@@ -67,7 +67,7 @@ def test_every_section_runs_small(
 def test_a_gpu_says_what_the_references_say(
     section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kernels, captured graphs, swaps, and replies under pressure, on the real thing."""
+    """Check kernels, captured graphs, swaps, and replies under memory pressure on a real GPU."""
     assert succeeded(section, tmp_path, "cuda", 120, True), capsys.readouterr()
 
 
@@ -98,7 +98,7 @@ def test_what_torch_says_about_a_baseline_that_it_cannot_do_is_not_shown() -> No
 
 
 def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
-    """Torch knows of causality by itself where there is nothing before the queries."""
+    """Without earlier context, torch's own causal attention is one of the baselines."""
     query, keys = torch.randn(1, 40, 4, 64), torch.randn(1, 2, 40, 64)
     ways = baselines(query, keys, keys)
     right = ways["fused, batch"]()
@@ -111,15 +111,13 @@ def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
     assert "fused, causal" not in baselines(query[:, :8], keys, keys)
 
 
-# -- the run: a process for each section --
+# -- the run: one process for each section --
 
 
 def test_a_section_that_does_not_end_costs_itself_alone(tmp_path: Path) -> None:
     log = io.StringIO()
     run = bench_gpu.Run(tmp_path, "cpu", 600, log)
-    run.step(
-        Step("device", 120, small=True)
-    )  # the process that the others are copies of starts here
+    run.step(Step("device", 120, small=True))  # starts the process that all others are forked from
     run.step(Step("load", 1, small=True))
     run.step(Step("swap", 60, small=True))
     assert run.failed == ["load"]
@@ -137,7 +135,7 @@ def dies(*given: object) -> None:
 def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a choice that is none, of a device that is none, and of what nobody has thought of."""
+    """The causes: an invalid choice, a missing device, and an unexpected exit."""
     run = bench_gpu.Run(tmp_path, "cpu", 600, io.StringIO())
     run.step(Step("device", 120, small=True, choices="hopper=yes"))
     assert not succeeded("swap", tmp_path, "cuda:99", 60, True)
@@ -151,7 +149,7 @@ def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
 
 
 def starts_another(*given: Any) -> None:
-    """In a group of its own, as compute-sanitizer is."""
+    """Start a process in its own process group, like compute-sanitizer."""
     os.setsid()
     with subprocess.Popen(["sleep", "60"], process_group=0) as another:
         os.write(given[-1].fileno(), f"{another.pid}\n".encode())
@@ -167,7 +165,7 @@ def test_what_a_late_section_started_is_ended_with_it(
 
 
 def ended(pid: int) -> bool:
-    """Within some seconds; nobody may be there to ask for its status."""
+    """Return whether the process ends within some seconds, even if no parent reaps it."""
     for _ in range(100):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
@@ -181,7 +179,7 @@ def ended(pid: int) -> bool:
 def test_what_is_wrong_is_switched_off_until_the_kernels_are_right_or_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First Hopper's kernel is wrong, then the search, then nothing; or Hopper's, switched off or not."""
+    """First Hopper's kernel is wrong, then the search, then neither. Or Hopper's kernel is wrong twice."""
     right = [figure("kernels", kind=kind) for kind in KERNELS]
     wide, drawn = ([figure("kernels", failed=True, kind=kind)] for kind in ("wide", "draw"))
     stages = [
@@ -219,7 +217,7 @@ def test_what_is_wrong_is_switched_off_until_the_kernels_are_right_or_the_run_en
 def test_a_run_keeps_figures_log_and_decisions_in_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if nobody names the folder; `choices` of the environment reach the processes."""
+    """This holds even without a given folder. `choices` from the environment reach the processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OUT", raising=False)
     monkeypatch.setenv("PENSIEVE_GPU_CHOICES", "radix=0")
@@ -256,7 +254,7 @@ def test_a_stage_that_has_no_time_left_is_left_out(
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="wide")],
             Consequences(choices="hopper=0"),
         ),
-        # Its process was ended, so it could not say which: the narrow one had been found right, or not.
+        # The process was killed and named no kernel. The narrow kernel had been checked, or had not.
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True)],
             Consequences(choices="hopper=0"),
@@ -277,7 +275,7 @@ def test_a_stage_that_has_no_time_left_is_left_out(
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="draw")],
             Consequences(choices="radix=0"),
         ),
-        # Nobody has examined them.
+        # The kernels have not been checked.
         ([figure("sanitizer", failed=True)], Consequences(stop=True)),
         ([], Consequences(stop=True)),
     ],
@@ -290,7 +288,7 @@ def test_wrong_kernels_are_switched_off_or_end_the_run(
 
 
 def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
-    """Nor what it never came to."""
+    """Kernels that the section did not reach are not timed either."""
     right = [figure("kernels", kind=kind) for kind in KERNELS]
     assert wrong_kernels([]) == frozenset()
     assert wrong_kernels([*right, figure("decode", failed=True)]) == frozenset()
@@ -396,7 +394,7 @@ def test_kv_in_fp8_that_is_wrong_hides_no_figure_of_elements(
 def test_iterations_decode_over_numbers_whatever_the_memory_held_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits that are no numbers take other ways through kernels and the sampler: they get no figure."""
+    """NaN logits take other paths through kernels and the sampler, so they must not be timed."""
     allocated = KVMemory._allocate
 
     def with_nan(*given: Any) -> torch.Tensor:
@@ -438,7 +436,7 @@ def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_
 def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pages lie there already."""
+    """The target pages already have the right contents, because another swap moved the same pages."""
     kept: dict[int, Any] = {}
     prepared, swap_in = KVMemory.prepared_to_cross, KVMemory.swap_in
     ways: list[Any] = []
@@ -464,7 +462,7 @@ def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
 def test_an_error_of_the_device_that_sticks_ends_its_section(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of an error that nobody has foreseen it is told where it came from: there is one run."""
+    """An unexpected error is reported with a traceback, because there is only one run."""
     bench = Bench(torch.device("cpu"), True, io.StringIO(), 60, 0.0)
     with bench.noting("swap", "the first"):
         raise PensieveError("planted")
@@ -479,7 +477,7 @@ def test_an_error_of_the_device_that_sticks_ends_its_section(
 @needs_x86
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On emulated threads; then with keys, values or queries that go elsewhere or are another's."""
+    """First with the right kernel on emulated threads. Then one of its inputs is changed."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(cuda_launch, "launch", lambda launch, device: run(launch))
     kernels.check_rotation(cpu, torch.bfloat16, fp8=fp8)
@@ -508,7 +506,7 @@ def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.Monkey
 def test_the_smallest_program_reads_and_writes_elements_and_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is what compute-sanitizer looks at."""
+    """compute-sanitizer examines this program."""
     seen: set[tuple[str, torch.dtype]] = set()
 
     def read(inputs: AttentionInput, *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which tests a change affects: imports inside functions, programs, support modules, files of other kinds."""
+"""Which tests a change affects: imports in functions, programs, support modules, and other kinds of files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tree(tmp_path: Path) -> Path:
     ("changed", "tests"),
     [
         ("tests/core/test_turn.py", ["core/test_turn.py"]),
-        # A support module, an import for type checkers and a word in a docstring do not count the same.
+        # cli/conftest.py imports it. Imports for type checkers and words in docstrings do not count.
         ("pensieve/core/page.py", ["cli/test_main.py"]),
         (
             "pensieve/core/turn.py",

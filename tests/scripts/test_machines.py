@@ -1,4 +1,4 @@
-"""The highest rate that a replica carries within its limits, what host memory brings, how many are needed."""
+"""The highest rate of a replica within its limits, the gain of host memory, and how many replicas to use."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def test_host_memory_is_bought_as_long_as_it_brings_something() -> None:
 
 
 def test_a_load_that_has_gone_on_for_long() -> None:
-    """Every conversation is in progress that would be, and as many turns come at first as later."""
+    """Conversations are already in progress at the start, so that the turn rate is steady."""
     arrivals = list(LOAD.arrivals(30.0))
     free_until, counts, ends = LOAD.window
     assert free_until < counts < ends
     assert ends - counts == 30.0
     logs = [each for each in arrivals if each.at is not None and each.at < free_until]
     assert all(each.output_tokens == 1 for each in logs)
-    left = (CHAT.turns_mean - 1) / CHAT.turns_mean  # none is in progress before its first turn
+    left = (CHAT.turns_mean - 1) / CHAT.turns_mean  # leave out turns that begin a conversation
     assert len(logs) == pytest.approx(left * 30.0 * LOAD.mean_seconds, rel=0.1)
     assert len({each.conversation for each in logs}) == len(logs)
     ends_of: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The measurements of scripts/measure check what they time, and compare what they say."""
+"""The programs in scripts/measure check what they time, and compare the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pensieve.store.records import NewMessage, NewTurn
 from scripts.measurements import isolation, lanes, loops, planning, service, shared_pages, swap
 from scripts.measurements.processes import pinned
 
-# Their daemons find the engine among their children.
+# The programs look for the engine among the real children of their daemons.
 pytestmark = pytest.mark.executed
 
 

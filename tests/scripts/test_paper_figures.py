@@ -1,4 +1,4 @@
-"""Published figures by simulation: every row is there, and what a search finds is right."""
+"""Published figures, reproduced by simulation: every row is present, and searches find the right result."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_row_and_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert papers["llama2-13b-gqa: throughput over vLLM-like"] == "1.52 x"
     assert papers["yi-34b, documents, combined: between tokens P99"] == "0.35 s"
     assert (folder / "figures.md").read_text() == out
-    (sheet,) = folder.glob("*.svg")  # one for all figures
+    (sheet,) = folder.glob("*.svg")  # one file for all figures
     assert sheet.name == "figures.svg"
     assert len(result["curves"]) == 19
 
@@ -122,12 +122,12 @@ def test_a_spread_shows_its_median_and_its_ends() -> None:
 
 
 def curve(rate: float) -> dict[str, Any]:
-    """A P90 that doubles with each conversation more, and 100 tokens for each."""
+    """Return a P90 that doubles with each conversation per second, and 100 tokens per conversation."""
     return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": 10 * 2**rate}
 
 
 def wavy(rate: float) -> dict[str, Any]:
-    """Beyond 80 between 1.2 and 1.9, and from 3 on."""
+    """Return a P90 above 80 between the rates 1.2 and 1.9, and again from 3 on."""
     p90 = 100.0 if 1.2 < rate < 1.9 or rate > 3 else 50.0
     return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": p90}
 
@@ -157,7 +157,7 @@ def test_no_rate_is_simulated_twice() -> None:
 
 @pytest.mark.parametrize("begin", [0.5, 1.0, 1.3])
 def test_a_limit_that_is_crossed_twice_is_reported_at_the_first_and_says_so(begin: float) -> None:
-    """Wherever the search begins below it."""
+    """This holds wherever below the first crossing the search begins."""
     found = first_crossing(wavy, 80.0, begin, halvings=6)
     assert found.rate == pytest.approx(1.2, rel=0.01)
     assert found.num_upward == 2
@@ -213,7 +213,7 @@ def test_longer_conversations_take_longer_to_gather() -> None:
 
 
 def test_a_load_that_has_gone_on_for_long_has_its_long_histories() -> None:
-    """A system that begins empty has much shorter histories after the same time."""
+    """A system that starts empty has much shorter histories after the same time."""
     cost = CostModel.of(MODELS["llama2-13b-gqa"], HARDWARE["a100-80gb"])
     options: dict[str, Any] = {"warm_seconds": 20.0, "seconds": 60.0, "reaction_seconds": 20.0}
     scenario = Scenario(cost, 195_000, 1_000_000, HABITS["sharegpt"], **options)
@@ -230,7 +230,7 @@ def test_a_load_that_has_gone_on_for_long_has_its_long_histories() -> None:
 
 
 def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
-    """Table 4's order, and M12: at equal throughput a third or less of what prefill first makes wait."""
+    """The order of table 4. At equal throughput, gaps are at most a third of those of prefill-first."""
     found = {
         name: simulate("documents", 0.45, scheduling, requests=32, seeds=1)
         for name, scheduling in {**SCHEDULERS, "prefill first": PREFILL_FIRST}.items()
@@ -246,7 +246,7 @@ def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
 
 
 def test_slower_arithmetic_lengthens_the_tails_of_cut_prompts_and_not_the_pace_of_replies() -> None:
-    """Why table 4's tails are longer than ours: a full iteration computes, one that generates reads."""
+    """This explains why table 4's tails are longer than ours. Full iterations compute; decodes only read."""
     base, slower = cost_of(), cost_of(COMPUTING)
     assert slower.iteration_seconds([(0, 1024)]) > 1.3 * base.iteration_seconds([(0, 1024)])
     decodes = [(4096, 4097)] * 32
@@ -254,7 +254,7 @@ def test_slower_arithmetic_lengthens_the_tails_of_cut_prompts_and_not_the_pace_o
 
 
 def test_smaller_pieces_cost_more() -> None:
-    """Figure 11's order."""
+    """The order of figure 11."""
     found = [line.ours.median for line in sarathi_capacity.figure_11(Study(QUICK))]
     assert found == sorted(found, reverse=True)
     assert 1.0 < found[-1] < found[0] < 1.2
@@ -278,7 +278,7 @@ def test_iterations_of_different_lengths_leave_bubbles_between_stages() -> None:
 
 
 def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -> None:
-    """Each stage takes half of the time; each of two engines has half of the requests, or one has all."""
+    """Each stage takes half the time. Two engines serve half the requests each, or one serves all."""
     cost = replace(cost_of(), overhead_seconds=0.0)
     whole = Replica(cost, 200_000, 0, "value", 1024)
     half = replace(whole, cost=stage_of(cost, 2), device_tokens=100_000)
@@ -294,7 +294,7 @@ def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -
 
 
 def test_two_stages_keep_an_objective_that_bubbles_would_break() -> None:
-    """LLaMA2-70B of figure 10 under a load that a chosen token budget just carries."""
+    """LLaMA2-70B of figure 10, under a load that a chosen token budget can just carry."""
     machine = sarathi_capacity.MACHINES["10"][0]
     limit = sarathi_capacity.TIMES["strict"] * machine.decode_seconds
     pipeline = machine.systems("requests", "strict")[sarathi_capacity.BY_OBJECTIVE]
@@ -321,11 +321,11 @@ def test_the_sheet_has_a_panel_for_each_figure_with_every_seed() -> None:
     assert len(panel.axes.lines) == 2 + 2 + 1, "two lines, the other seeds of one, the limit"
 
 
-# -- batches that queries join and leave --
+# -- batches that requests join and leave --
 
 
 def test_who_has_ended_leaves_the_batch_and_nothing_idle_is_computed() -> None:
-    """Baton's tables in shape: static batches wait for their longest reply, more so in smaller ones."""
+    """The shape of Baton's tables: a static batch waits for its longest reply."""
     cost = CostModel.of(baton_paper.MODEL, baton_paper.RTX_4090)
     tokens = device_tokens_of(baton_paper.MODEL, baton_paper.RTX_4090)
     queries = baton_paper.second_set(0)

@@ -1,4 +1,4 @@
-"""What `scripts/release` makes and refuses, and the files of docs/deploy."""
+"""What `scripts/release` builds and refuses, and the files of docs/deploy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_checkout_that_is_not_ready_is_refused(tmp_path: Path) -> None:
 
 
 def served(arguments: list[str]) -> None:
-    """The daemon takes these arguments."""
+    """Check that the daemon accepts these arguments."""
     options = parser().parse_args(["serve", *arguments])
     assert options.command == "serve"
 

@@ -1,4 +1,4 @@
-"""Schedules of other servers: Orca, vLLM and FastServe, on a machine whose iterations take a second."""
+"""The schedules of Orca, vLLM and FastServe, on machines whose times can be computed by hand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from scripts.measurements.schedules import (
     VllmSchedule,
 )
 
-SECOND = IterationCost(0.0, 1.0, 0.0, 0.0, 0.0)  # of an iteration, whatever is in it
-TOKENS = IterationCost(1.0, 1.0, 0.0, 0.0, 0.0)  # of each token of an iteration
+SECOND = IterationCost(0.0, 1.0, 0.0, 0.0, 0.0)  # every iteration takes a second
+TOKENS = IterationCost(1.0, 1.0, 0.0, 0.0, 0.0)  # every token takes a second
 
 
 def requests(*lengths: tuple[float, int, int]) -> list[Arrival]:
-    """When each comes, and how long its prompt and its reply are."""
+    """Return requests. Each has an arrival time, and lengths of its prompt and reply."""
     return [Arrival(f"r{n}", *each) for n, each in enumerate(lengths)]
 
 
@@ -41,12 +41,12 @@ def drawn(seed: int, num_requests: int, longest: int) -> list[Arrival]:
 
 
 class Watched:
-    """A schedule that is checked around each step, and of which is noted who ran when."""
+    """Checks a schedule around each step, and records which requests ran when."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.ended: list[int] = []
-        self.batches: list[tuple[float, list[int]]] = []  # when they began, and whose
+        self.batches: list[tuple[float, list[int]]] = []  # start time, numbers of the requests
 
     def arrive(self, request: Request) -> None:
         self.schedule.arrive(request)
@@ -73,7 +73,7 @@ class Watched:
 def run(
     schedule: Schedule, arrivals: list[Arrival], cost: IterationCost = SECOND
 ) -> tuple[Watched, SimulationFigures]:
-    """To the end: every request has ended with all its tokens."""
+    """Run until every request has ended, and check that each has all its tokens."""
     watched = Watched(schedule)
     counts = ScheduleRun(watched, cost).finish(arrivals)
     assert sorted(watched.ended) == list(range(1, len(arrivals) + 1))
@@ -84,7 +84,7 @@ def run(
 
 
 def test_a_request_waits_for_a_place_of_a_whole_context() -> None:
-    """250 tokens are two places of 100, however short the requests are; the third has the first's."""
+    """250 tokens give two places of 100, however short requests are. The third gets the first's place."""
     watched, counts = run(
         OrcaSchedule(250, 100, 8), requests((0.0, 5, 2), (0.0, 5, 4), (0.5, 5, 1))
     )
@@ -98,7 +98,7 @@ def test_a_request_waits_for_a_place_of_a_whole_context() -> None:
 
 
 def test_prompts_join_those_who_generate_and_hold_them_up() -> None:
-    """Two tokens of the first, then its third in one iteration with a prompt of 7."""
+    """The first request gets two tokens alone. Its third comes in an iteration with a prompt of 7."""
     watched, counts = run(
         OrcaSchedule(200, 100, 8), requests((0.0, 3, 3), (3.5, 7, 1)), cost=TOKENS
     )
@@ -130,9 +130,9 @@ def test_prompts_of_an_iteration_are_limited() -> None:
 
 
 def test_the_latest_gives_up_its_blocks_and_computes_all_again() -> None:
-    """Four blocks: two prompts of 32 fill them.  Both lack one then, and only the first gets it.
+    """There are four blocks, and two prompts of 32 tokens fill them. Then both requests need another block.
 
-    When it has ended, the second computes its prompt and its one token: 33 tokens take 33 s.
+    The first request gets it. When it has ended, the second computes its prompt and its token again: 33 s.
     """
     schedule = VllmSchedule(64, 64, 64, 8)
     watched, counts = run(schedule, requests((0.0, 32, 3), (0.0, 32, 3)), cost=TOKENS)
@@ -148,7 +148,7 @@ def test_the_latest_gives_up_its_blocks_and_computes_all_again() -> None:
 
 
 def test_first_come_first_served_in_few_blocks() -> None:
-    """`check` looks at blocks and order in each step."""
+    """`check` verifies the blocks and the order in each step."""
     preempted = 0
     for seed in range(20):
         schedule = VllmSchedule(256, 128, 128, 8)
@@ -163,7 +163,7 @@ def a_schedule(
     places: int = 1,
     host_tokens: int = 10_000,
     cost: IterationCost = SECOND,
-    copying: float = 0.0,  # a token's
+    copying: float = 0.0,  # seconds to copy a token
 ) -> FastServeSchedule:
     return FastServeSchedule(
         cost, lambda tokens: copying * tokens, places * 100, host_tokens, 100, 64
@@ -185,7 +185,7 @@ def test_a_long_prompt_joins_below_the_levels_that_it_would_use_up() -> None:
 
 
 def test_who_used_up_a_quantum_is_demoted() -> None:
-    """One iteration in level 0, two in level 1, four in level 2."""
+    """A request runs one iteration in level 0, two in level 1, and four in level 2."""
     schedule = a_schedule()
     request = Request(1, 0.0, 5, 90)
     schedule.arrive(request)
@@ -199,13 +199,13 @@ def test_who_used_up_a_quantum_is_demoted() -> None:
 
 
 def test_who_comes_takes_the_place_of_one_that_had_its_time() -> None:
-    """The first has run for 3 s; the second's reply of one token is out before it goes on."""
+    """The first request has run for 3 s. The second's reply of one token comes before it continues."""
     watched, _ = run(a_schedule(), requests((0.0, 5, 6), (2.5, 5, 1)))
     assert [batch for _, batch in watched.batches] == [[1], [1], [1], [2], [1], [1], [1]]
 
 
 def test_copies_take_their_time_and_nobody_runs_meanwhile() -> None:
-    """Seven tokens go out from 3 to 6.5 and come back from 7.5 to 11; the place is free at 6.5."""
+    """Seven tokens are copied out from 3 to 6.5 and back from 7.5 to 11. The place is free at 6.5."""
     schedule = a_schedule(copying=0.5)
     watched, _ = run(schedule, requests((0.0, 5, 6), (2.5, 5, 1)))
     assert watched.batches[3:5] == [(6.5, [2]), (11.0, [1])]
@@ -218,9 +218,9 @@ def test_who_finds_no_room_on_the_host_keeps_its_place() -> None:
 
 
 def test_who_has_not_run_for_long_is_promoted() -> None:
-    """One request a second would always go before the long one, which uses a second of theirs each time.
+    """Short requests, one a second, would always go before the long one, and use every second.
 
-    So whoever is promoted waits 10 s for it, then for the one that runs, and for as many as wait by then.
+    A promoted request waits 10 s. Then it waits for the running request, and for all that wait by then.
     """
     short = [(0.5 + second, 5, 1) for second in range(60)]
     watched, counts = run(a_schedule(), requests((0.0, 5, 5), *short))
@@ -232,9 +232,9 @@ def test_who_has_not_run_for_long_is_promoted() -> None:
 
 
 def test_a_few_places_are_kept_free_for_who_comes() -> None:
-    """Of 20, two: 18 of 19 requests run, and the last in the order gives its place to the 19th.
+    """Two of 20 places are kept free. 18 of 19 requests run, and the last of these gives way to the 19th.
 
-    So there is a place for the next one at once, although no copy is through yet.
+    So the next request gets a place at once, although no copy has finished.
     """
     schedule = a_schedule(places=20, copying=10.0)
     many = [Request(number, 0.0, 5, 50) for number in range(1, 21)]
@@ -256,7 +256,7 @@ def test_a_few_places_are_kept_free_for_who_comes() -> None:
 
 
 def test_everybody_ends_whatever_the_room() -> None:
-    """`check` looks at places, copies and the host's room in each step."""
+    """`check` verifies places, copies and the host's room in each step."""
     preempted = 0
     for seed in range(20):
         schedule = a_schedule(2 + seed % 3, (0, 150, 10_000)[seed % 3], copying=0.02)

@@ -1,4 +1,4 @@
-"""One load through several schedules: the same figures for the same seed, and what is assumed."""
+"""The same load with several schedules: equal seeds give equal figures. Also the presets' assumptions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTING = ServingSetting(COST, device_tokens_of(MODEL, CARD), host_tokens_of(MOD
 
 
 def test_the_presets_are_the_published_ones() -> None:
-    """KV of a token: 2 x layers x heads x head size x two bytes."""
+    """KV bytes per token: 2 x layers x heads x head size x two bytes."""
     assert {
         name: MODELS[name].kv_bytes_per_token for name in MODELS if name.startswith("opt-")
     } == {
@@ -99,7 +99,7 @@ def test_alone_a_request_takes_the_same_with_every_system() -> None:
 
 
 def test_paged_kv_carries_more_than_reserved_kv() -> None:
-    """At half of what memory carries, who reserves whole contexts has a queue."""
+    """At half the rate that memory allows, servers that reserve whole contexts already have a queue."""
     mean = {}
     for system in SYSTEMS:
         counts = counts_of(system, SETTING, requests_of(0.5 * SETTING.rate_held, 100, 0))
@@ -125,7 +125,7 @@ def test_a_sustained_rate_lies_between_two_that_were_simulated() -> None:
 
 
 def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() -> None:
-    """There copying takes as long as attending, and not 24 times as long."""
+    """With that link, copying takes as long as attending. By the data sheet it takes 24 times as long."""
     link = COST.kv_bytes_per_token / COST.attention_seconds_per_key
     as_assumed = replace(SETTING, cost=replace(COST, link_bytes_per_second=link))
     rate = 2.5 * SETTING.rate_held
@@ -138,7 +138,7 @@ def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() 
             latency[system, name] = counts.latencies.total / counts.latencies.count
     assert delivered["streamed", "as assumed"] > 1.15 * delivered["resident", "as assumed"]
     assert latency["streamed", "as assumed"] < 0.5 * latency["resident", "as assumed"]
-    # By the data sheet it is not chosen, and the arenas take a tenth of the tier.
+    # With the data sheet's link, turns are not streamed. But the arenas take a tenth of the device tier.
     assert delivered["streamed", "data sheet"] > 0.9 * delivered["resident", "data sheet"]
 
 

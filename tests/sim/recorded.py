@@ -1,4 +1,4 @@
-"""Simulations whose engine writes a journal, and what was observed in one."""
+"""Simulations whose engine writes a journal, and the observations in such a journal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
 
 A100 = CostModel.of(MODELS["llama3-8b"], HARDWARE["a100-80gb"])
-SLOWER = replace(  # three times, but for its link
+SLOWER = replace(  # three times slower, except for the link
     A100,
     **{
         name: 3 * seconds
@@ -42,7 +42,7 @@ def simulated(
     budget: int = 512,
     executor: type[ModelledExecutor] | None = None,
 ) -> Simulator:
-    """A run whose engine writes a journal."""
+    """Run a simulation whose engine writes a journal."""
     recompute = A100.recompute(32)
     cache = CacheConfig(device_tokens // 32, host_tokens // 32)
     scheduler = SchedulerConfig(budget, 64)

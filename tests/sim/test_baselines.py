@@ -1,4 +1,4 @@
-"""Simulated baselines: separate phases, whole prompts first, and no state."""
+"""Simulated baselines: separate phases, whole prompts first, and a stateless server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sim.world import SLOW, a_prompt, simulator
 
 
 def test_separate_phases_read_the_weights_twice_and_decodes_wait_for_the_prompt() -> None:
-    """Prompt of 100 tokens 0.1 s, a pass of decodes 0.01 s: together 0.101 s, apart 0.11 s."""
+    """A prompt of 100 tokens takes 0.1 s, a pass of decodes 0.01 s. Together 0.101 s, separate 0.11 s."""
     arrivals = [Arrival("a", 0.0, 100, 5), Arrival("b", 0.11, 100, 1)]
     unified, separate = (simulator(SLOW, keep_gaps=True, phases=each) for each in PHASES)
     gaps = unified.run(arrivals).gaps
@@ -25,7 +25,7 @@ def test_separate_phases_read_the_weights_twice_and_decodes_wait_for_the_prompt(
 
 
 def test_whole_prompts_first_stall_whoever_generates() -> None:
-    """A prompt of 2000 tokens in slices of 100, or in one of two seconds."""
+    """A prompt of 2000 tokens is computed in slices of 100, or in one slice of two seconds."""
     arrivals = [Arrival("a", 0.0, 100, 30), Arrival("b", 0.11, 2000, 1)]
     longest = []
     for budget, phases in ((101, "unified"), (1_000_000, "separate")):
@@ -36,7 +36,7 @@ def test_whole_prompts_first_stall_whoever_generates() -> None:
 
 
 def test_a_turn_computed_again_is_no_decode() -> None:
-    """One token of a hole is work of a prompt, although it is one token."""
+    """A recomputed hole of one token counts as prompt work."""
     clock = VirtualClock()
     executor = ModelledExecutor(SLOW, clock, phases="separate")
     start, prompt = a_prompt(40)

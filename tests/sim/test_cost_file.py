@@ -1,4 +1,4 @@
-"""Costs survive their file, and a wrong file is refused."""
+"""Costs are unchanged after writing and reading their file. A wrong file is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs are fitted to what a journal observed of a machine."""
+"""Fit costs to the iteration times that a journal recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sim.recorded import A100, SLOWER, journal_of, seen_in, simulated
 
 
 class Noisy(CostModel):
-    """A machine whose iterations differ by a few percent, and now and then by a lot."""
+    """A machine whose iterations vary by a few percent, and sometimes take much longer."""
 
     draw = random.Random(0)
 
@@ -31,7 +31,7 @@ class Noisy(CostModel):
 
 
 def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
-    """From another model on another machine as a guess, 3 % of noise and 2 % of pauses."""
+    """The first guess is another model on another machine. Times have 3 % noise and 2 % pauses."""
     arrivals = [
         Arrival(
             arrival.conversation,
@@ -67,7 +67,7 @@ def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
     slow = CostModel(**{**vars(A100), "link_bytes_per_second": 3e9})
     arrivals = [
         Arrival(f"c{turn % 12}", 10.0 * turn, 300, 20) for turn in range(240)
-    ]  # more than the device holds
+    ]  # more tokens than the device holds
     simulated(tmp_path / "j", arrivals, slow, device_tokens=16_000, host_tokens=200_000)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert fit.cost.link_bytes_per_second == pytest.approx(3e9, rel=0.05)
@@ -75,7 +75,7 @@ def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_was_not_observed_is_noted_and_keeps_its_proportion(tmp_path: Path) -> None:
-    """One conversation at a time, short prompts: nothing is bound by computing, nothing is copied."""
+    """One conversation at a time with short prompts: never bound by compute, and nothing is copied."""
     arrivals = [Arrival(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
     simulated(tmp_path / "j", arrivals, SLOWER)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")

@@ -1,4 +1,4 @@
-"""A planted cost model is found from the times of iterations, and errors are those of others."""
+"""Fitting iteration times finds a planted cost model. Errors are computed from held-out iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A journal replays to the same iterations, whichever engine wrote it."""
+"""Replaying a journal gives the same iterations, whichever engine wrote it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.text.families import QWEN_2_5
 
 
 class Hashes:
-    """What an engine planned, beside its journal."""
+    """Records what an engine planned, beside its journal."""
 
     def __init__(self) -> None:
         self.planned_ones: list[str] = []
@@ -50,7 +50,7 @@ class Hashes:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_a_daemon_did_is_planned_again(policy: str, tmp_path: Path) -> None:
-    """Both tiers too small; forks, cuts, cancels, suspensions: the same iterations, one by one."""
+    """Both tiers are too small. With forks, cuts, cancels and suspensions, every iteration is the same."""
     model, journal, hashes = write_model(tmp_path / "model", QWEN_2_5), tmp_path / "j", Hashes()
     with started(model, tmp_path / "data", journal=str(journal), policy=policy) as runtime:
         runtime.engine.observe(hashes)
@@ -94,7 +94,7 @@ def test_engines_that_were_started_again_append(tmp_path: Path) -> None:
     path, arrivals = tmp_path / "j", [Arrival("a", 0.0, 100, 5), Arrival("a", None, 10, 3)]
     counts = [simulated(path, arrivals).scheduler.counters.iterations]
     with path.open("a") as file:
-        file.write('{"plan":12.5,"itera')  # killed
+        file.write('{"plan":12.5,"itera')  # as if the process was killed
     counts.append(simulated(path, arrivals).scheduler.counters.iterations)
     again = Replay(path.read_text().splitlines())
     assert len(list(again)) == again.num_agreed == sum(counts)
@@ -164,7 +164,7 @@ def test_a_journal_that_was_changed_is_refused_by_its_line(
 
 
 def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> None:
-    """One launched ahead waits for the one before: from its own plan on it would look twice as long."""
+    """An iteration launched ahead waits for the previous one. From its plan on, it would seem too long."""
 
     class Ahead(ModelledExecutor):
         depth = 2
@@ -177,7 +177,7 @@ def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> No
             self.waiting.append(iteration)
 
         def collect(self) -> Outcome:
-            super().launch(self.waiting.popleft())  # it begins when the one before has ended
+            super().launch(self.waiting.popleft())  # starts when the previous iteration has ended
             return super().collect()
 
     path = tmp_path / "j"

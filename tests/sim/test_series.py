@@ -1,4 +1,4 @@
-"""Figures in a fixed amount of memory: bins that merge, and quantiles from classes."""
+"""Metrics in a fixed amount of memory: bins that merge, and quantiles from classes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A workload that shifts: the learning policy gains where there is something to learn, and is never much
-worse than lru, whatever came before.
+"""When a workload changes, the learning policy gains where it can learn, and is never much worse than LRU.
 
-Iterations take no time and replies are short, so only the order of eviction is seen.  A traffic of one kind
-stops from one moment to the next, and another begins.
+Iterations take no time and replies are short, so only the order of eviction matters. One kind of traffic
+stops at a given moment, and another kind begins.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ CHAT = Habits(5.56, 400, 4, 60.0, 16_384)
 AGENTS = Habits(33.0, 600, 2, 5.2, 40_000)
 DOCUMENTS = Habits(1.0, 4000, 2, 60.0, 16_384)
 WINDOW_MINUTES = 10
-Phase = tuple[Habits, float, int]  # conversations a second, minutes
+Phase = tuple[Habits, float, int]  # habits, conversations per second, minutes
 
 
 class Minutes(Simulator):
-    """What was computed again in each minute."""
+    """Records the recompute cost of each minute."""
 
     def __init__(self, policy: str, device_tokens: int, minutes: int) -> None:
         cost, recompute = instant(32)
@@ -80,8 +79,7 @@ def costs(policy: str, phases: list[Phase], device_tokens: int) -> tuple[list[fl
     ][: 2 if SCALE == 1 else 3],
 )
 def test_no_ten_minutes_are_worse_than_with_lru(phases: list[Phase], device_tokens: int) -> None:
-    """By more than 2 % of what they cost with lru (of a twentieth of the mean, where that is nearly
-    nothing)."""
+    """The limit is 2 % above the cost with LRU. If that is nearly nothing, use a twentieth of the mean."""
     lru, _ = costs("lru", phases, device_tokens)
     learned, _ = costs("return", phases, device_tokens)
     mean = WINDOW_MINUTES * sum(lru) / len(lru)
@@ -95,7 +93,7 @@ def test_no_ten_minutes_are_worse_than_with_lru(phases: list[Phase], device_toke
 
 
 def mixed() -> Iterator[Arrival]:
-    """People who chat, and documents read once."""
+    """Return arrivals of people who chat, and of documents that are read once."""
     chat, documents = drawn(CHAT, 0.2, 2400.0, 1), drawn(DOCUMENTS, 0.4, 2400.0, 2)
     everything = [("c", arrival) for arrival in chat] + [("d", arrival) for arrival in documents]
     firsts = {

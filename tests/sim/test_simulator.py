@@ -1,4 +1,4 @@
-"""Traces run through the real engine: what takes how long, and what is still in memory."""
+"""Traces that run through the real engine: how long everything takes, and what is still in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sim.world import SLOW, a_prompt, run_trace, simulator
 
 
 def test_a_turn_takes_what_its_iterations_take() -> None:
-    """Prefill of 100 tokens in 0.1 s, then four iterations that read the weights in 0.01 s each."""
+    """Prefill of 100 tokens takes 0.1 s. Then four iterations read the weights, 0.01 s each."""
     one = simulator(SLOW, keep_gaps=True)
     counts = one.run([Arrival("a", 5.0, 100, 5)])
     assert one.clock.now() == pytest.approx(5.0 + 0.1 + 4 * 0.01)
@@ -26,7 +26,7 @@ def test_a_turn_takes_what_its_iterations_take() -> None:
 
 
 def test_a_message_waits_for_the_iteration_that_runs_when_it_comes() -> None:
-    """Half of 0.1 s is left of it, and 50 tokens take 0.05 s."""
+    """Half of the running iteration's 0.1 s is left, and the 50 tokens take 0.05 s."""
     counts = simulator(SLOW).run([Arrival("a", 0.0, 100, 1), Arrival("b", 0.05, 50, 1)])
     assert counts.first_tokens.total == pytest.approx(0.1 + 0.05 + 0.05)
     assert counts.latencies.total == pytest.approx(0.1 + 0.05 + 0.05)
@@ -63,12 +63,12 @@ def test_the_host_tier_brings_it_back_instead() -> None:
 @pytest.mark.parametrize(
     ("tokens", "ends"),
     [
-        (100, 1.0 + 0.1 / 10),  # computing takes longer: it waits for the first layer only
-        (5000, 5.0 + 1.0 / 10),  # copying does: the last layer computes when it is there
+        (100, 1.0 + 0.1 / 10),  # computing takes longer: only the first layer waits for its copy
+        (5000, 5.0 + 1.0 / 10),  # copying takes longer: the last layer computes after its copy
     ],
 )
 def test_a_swap_in_hides_behind_the_compute_but_for_a_layer(tokens: int, ends: float) -> None:
-    """A thousand new tokens take a second; a thousand of the history take one on this link."""
+    """On this machine, 1,000 new tokens take 1 s to compute, and 1,000 history tokens 1 s to copy."""
     clock = VirtualClock()
     executor = ModelledExecutor(SLOW, clock)
     start, prompt = a_prompt(1000)
@@ -119,7 +119,7 @@ def test_what_comes_before_is_simulated_and_not_counted() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("host_tokens", [0, 20_000])
 def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> None:
-    """Every turn ends, every history is found or computed again, and the cache's invariants hold."""
+    """Every turn ends, every history is found or recomputed, and the cache's invariants hold."""
     arrivals = list(drawn(HABITS["sharegpt"], 0.3, 300.0, 3, reaction_seconds=20.0))
     one = simulator(
         CostModel.of(MODELS["llama3-8b"], HARDWARE["a100-80gb"]),

@@ -1,4 +1,7 @@
-"""When iterations with groups end, by hand."""
+"""End times of iterations with streamed groups, compared with times computed by hand.
+
+A range such as 3-6 means: from second 3 to second 6.
+"""
 
 from __future__ import annotations
 
@@ -29,34 +32,34 @@ def end_of(layers: int, layer_seconds: float, *groups: GroupSeconds) -> float:
 
 
 def test_one_group_is_loaded_into_both_arenas_by_turns() -> None:
-    """Loads 0-3 and 3-6, whatever the device does; attention 3-4 and 6-7; stores behind them."""
+    """Loads at 0-3 and 3-6, independent of the device; attention at 3-4 and 6-7; stores after each."""
     ends, links = staged(0.0, 2, 1.0, [GroupSeconds(3.0, 1.0, 0.5)], Links(), NOTHING)
     assert ends == 7.0
     assert links == Links(6.0, (4.5, 7.5))
 
 
 def test_loads_are_hidden_behind_a_device_that_is_slower() -> None:
-    """The first load behind the first dense part, and then each behind the step before."""
+    """The first load runs beside the first dense part. Each later load runs beside the step before it."""
     assert end_of(2, 1.0, GroupSeconds(1.0, 1.0, 0.0), GroupSeconds(1.0, 1.0, 0.0)) == 6.0
 
 
 def test_a_slow_link_sets_the_pace() -> None:
-    """Six loads of 5 s one after another, and the attention of the last one."""
+    """Six loads of 5 s, one after another, and then the attention of the last one."""
     assert end_of(3, 1.0, GroupSeconds(5.0, 1.0, 0.0), GroupSeconds(5.0, 1.0, 0.0)) == 31.0
 
 
 def test_an_arena_is_free_when_its_store_is_through() -> None:
-    """Stores 2-6 and 6-10; so load 2 is 6-7 and load 3 is 10-11, and its attention 11-12."""
+    """Stores at 2-6 and 6-10. So load 2 runs at 6-7, load 3 at 10-11, and its attention at 11-12."""
     group = GroupSeconds(1.0, 1.0, 4.0)
     ends, links = staged(0.0, 2, 1.0, [group, group], Links(), NOTHING)
     assert ends == 12.0
     assert links == Links(11.0, (14.0, 18.0))
-    # The next iteration finds the arenas still taken: its first load is 14-15, attention to 16.
+    # In the next iteration the arenas are still in use. Its first load runs at 14-15, attention until 16.
     assert staged(ends, 1, 1.0, [group], links, NOTHING)[0] == 16.0
 
 
 def test_a_layer_waits_for_its_swap_ins_and_loads_come_behind_them_all() -> None:
-    """Swap-ins at 2 and 4, link free at 4: loads 4-5 and 5-6; layers 2-3 and 6-7, attention behind."""
+    """Swap-ins end at 2 and 4. Loads run at 4-5 and 5-6; layers at 2-3 and 6-7, each before its attention."""
     group = GroupSeconds(1.0, 1.0, 0.0)
     ends, _ = staged(0.0, 2, 1.0, [group], Links(4.0), LayerArrivals(2.0, 2.0))
     assert ends == 8.0
@@ -83,13 +86,13 @@ def replace_load(group: GroupSeconds) -> GroupSeconds:
     return group._replace(load=group.load * 1.5)
 
 
-# A token takes 1 s in the dense part and so does a key in attention; 2 layers; a token's KV is 2 bytes, of
-# which the link takes one a second.
+# A token takes 1 s in the dense part, and a key takes 1 s in attention. There are 2 layers. A token's KV has
+# 2 bytes, and the link copies one byte a second.
 COST = CostModel(1.0, 0.0, 0.0, 1.0, 0.0, 2, 2, 1.0, "made up")
 
 
 def an_iteration(index: int, *, with_copies: bool = False) -> Iteration:
-    """A resident turn that generates behind 3 tokens, and two streamed ones behind 4 and 5."""
+    """Return decodes: a resident turn with 3 tokens of context, and streamed turns with 4 and 5."""
     tokens = array("I", [0])
     slices = tuple(
         Slice(turn, length, length + 1, tokens, array("i", [0]), True)
@@ -111,10 +114,10 @@ def an_iteration(index: int, *, with_copies: bool = False) -> Iteration:
 
 
 def test_an_executor_takes_the_time_of_its_lanes() -> None:
-    """Of a layer: dense 1.5, resident attention 2, groups 2.5 and 3; loads 4 and 5; stores 1 each.
+    """In each layer: dense 1.5 s, resident attention 2 s, groups 2.5 and 3 s, loads 4 and 5 s, stores 1 s.
 
-    Loads are through at 4, 9, 13, 18: the arenas are free in time.  Layer 0: 3.5, groups 4-6.5 and 9-12;
-    layer 1: 15.5, groups 15.5-18 and 18-21.
+    Loads end at 4, 9, 13 and 18, so the arenas are free in time. Layer 0: dense and resident until 3.5, then
+    groups at 4-6.5 and 9-12. Layer 1: until 15.5, then groups at 15.5-18 and 18-21.
     """
     clock = VirtualClock()
     executor = ModelledExecutor(COST, clock)
@@ -122,16 +125,16 @@ def test_an_executor_takes_the_time_of_its_lanes() -> None:
     outcome = executor.collect()
     assert clock.now() == pytest.approx(21.0)
     assert [sample.turn_id for sample in outcome.samples] == [1, 2, 3]
-    # Arena 1 was stored at 22.  Loads 21-25, 25-30, 30-34, 34-39: layer 1's last attention is 39-42.
+    # Arena 1 was stored at 22. Loads at 21-25, 25-30, 30-34 and 34-39, so the last attention is at 39-42.
     executor.launch(replace(an_iteration(2), started=()))
     executor.collect()
     assert clock.now() == pytest.approx(42.0)
 
 
 def test_loads_wait_for_swap_ins_and_stores_for_no_swap_out() -> None:
-    """Swap-ins take the link to 6 and layers wait for theirs at 3 and 6; loads are 6-10, … 19-24.
+    """Swap-ins use the link until 6, and layers wait for theirs until 3 and 6. Loads run at 6-10, … 19-24.
 
-    Swap-outs of 8 s are through at 12, since stores of 4 s go before them.
+    Swap-outs of 8 s end at 12, because stores of 4 s go before them.
     """
     clock = VirtualClock()
     executor = ModelledExecutor(COST, clock)
@@ -142,9 +145,9 @@ def test_loads_wait_for_swap_ins_and_stores_for_no_swap_out() -> None:
 
 
 def test_long_stores_keep_the_arenas_from_the_next_iteration_and_swap_outs_from_the_link() -> None:
-    """One turn: dense 0.5 a layer, load 4, attention 2.5, store 20.
+    """In each layer of the only turn: dense 0.5 s, load 4 s, attention 2.5 s, store 20 s.
 
-    Stores are 6.5-26.5 and 26.5-46.5, a swap-out of 8 s behind them; the next loads begin at 26.5 and 46.5.
+    Stores run at 6.5-26.5 and 26.5-46.5, and then a swap-out of 8 s. The next loads begin at 26.5 and 46.5.
     """
     both = an_iteration(1, with_copies=True)
     stored = PageGroup(0, 1, array("i", [7]), array("i", [4]), array("i", [20]))
@@ -160,7 +163,7 @@ def test_long_stores_keep_the_arenas_from_the_next_iteration_and_swap_outs_from_
 
 
 def test_groups_without_work_on_the_link_take_what_resident_slices_take() -> None:
-    """Attention is by keys here, so that it is the same in one batch and in groups."""
+    """In this cost model attention depends on keys only. So it takes the same time in groups."""
     iteration = an_iteration(1)
     empty = array("i", [0])
     free = replace(

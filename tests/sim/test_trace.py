@@ -1,4 +1,4 @@
-"""Which arrivals a trace holds, and how lines that cannot be read are reported."""
+"""The arrivals in a trace, and errors for lines that cannot be read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_request_continues_the_latest_whose_blocks_it_begins_with() -> None:
     first, other, second, third = arrivals(
         request(0, 1100, [0, 1, 2]),
         request(500, 1100, [0, 7, 8]),
-        request(1000, 1300, [0, 1, 9]),  # the last block of the first was partial
+        request(1000, 1300, [0, 1, 9]),  # the last block of the first request was partial
         request(2000, 2000, [0, 1, 9, 10]),
     )
     assert (first.conversation, other.conversation) == ("r0", "r1")

@@ -1,4 +1,4 @@
-"""Simulators of a machine that computes a token a millisecond."""
+"""Simulators of a machine that computes a token per millisecond."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pensieve.sim.cost import CostModel, instant
 from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival
 
-SLOW = CostModel(0.001, 0.01, 0.0, 0.0, 0.0, 10, 1000, 1e6, "made up")  # a token a millisecond
+SLOW = CostModel(0.001, 0.01, 0.0, 0.0, 0.0, 10, 1000, 1e6, "made up")  # 1 ms per token
 
 
 def simulator(
@@ -45,6 +45,6 @@ def run_trace(*arrivals: Arrival, **options: object) -> SimulationFigures:
 
 
 def a_prompt(num_tokens: int) -> tuple[TurnStart, Slice]:
-    """A turn without history, and all of its prompt."""
+    """Return a turn without history, and a slice with its whole prompt."""
     tokens = array("I", bytes(4 * num_tokens))
     return TurnStart(1, tokens, Sampling()), Slice(1, 0, num_tokens, tokens, array("i"), True)

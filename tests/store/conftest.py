@@ -1,8 +1,8 @@
 """A store in a temporary folder, over each available SQLite driver and PostgreSQL, with a counting clock.
 
-A test that uses `store` or `open_store` runs on all of them. The mark `sqlite` limits a test about SQLite's
-own files to SQLite. The first test that needs PostgreSQL starts the server; without one, those tests are
-skipped.
+A test that uses `store` or `open_store` runs on all databases. The mark `sqlite` limits a test to SQLite,
+because the test uses SQLite's own files. The first test that needs PostgreSQL starts the server. Without a
+server, those tests are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.store.faulty import world
 from tests.store.postgres_server import PostgresServer
 from tests.store.talk import DRIVERS
 
-MEMORY = Path("/dev/shm")  # these tests sync a lot, and what that costs is not their subject
+MEMORY = Path("/dev/shm")  # these tests sync often, and do not test what syncs cost
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """The server for all tests of a process. Tests that stop or kill a server start their own."""
+    """The server for all tests of one process. Tests that stop or kill a server start their own."""
     if problem := postgres_server.missing():
         pytest.skip(problem)
     server = PostgresServer(MEMORY if os.access(MEMORY, os.W_OK) else None)
@@ -70,7 +70,7 @@ def driver(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
-    """The URL of a new PostgreSQL database; empty for SQLite."""
+    """The URL of a new PostgreSQL database, or "" for SQLite."""
     if driver is not None:
         yield ""
         return
@@ -82,7 +82,7 @@ def url(request: pytest.FixtureRequest, driver: Any) -> Iterator[str]:
 
 @pytest.fixture
 def open_store(tmp_path: Path, driver: Any, url: str) -> Iterator[Callable[..., ConversationStore]]:
-    """Opens tmp_path/data, or the database. All stores are closed at the end."""
+    """Opens tmp_path/data, or the PostgreSQL database. All stores are closed at the end."""
     opened: list[ConversationStore] = []
     seconds = itertools.count(1000)
 

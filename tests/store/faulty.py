@@ -21,7 +21,8 @@ NEVER = 10**9
 class FaultyDriver:
     """A real SQLite driver that fails at the Nth statement from now.
 
-    It fails before or after executing the statement, once or until healed.
+    The failure comes before or after the execution of the statement. It happens once, or at each later
+    statement until `heal`.
     """
 
     def __init__(self, driver: Any, code: int, after: bool, lasting: bool) -> None:
@@ -75,7 +76,7 @@ def writer_of(store: ConversationStore) -> WriterConnection:
 
 
 def without_foreign_keys(conn: Any) -> None:
-    """Turn foreign keys off, to insert damage that they would refuse."""
+    """Turn foreign keys off, to insert damage that they would prevent."""
     is_postgres = isinstance(conn, SqlSession)
     conn.execute(
         "SET session_replication_role = replica" if is_postgres else "PRAGMA foreign_keys = OFF"
@@ -83,7 +84,7 @@ def without_foreign_keys(conn: Any) -> None:
 
 
 def database_of(store: ConversationStore) -> Any:
-    """Return the open database; None after an I/O error has closed it."""
+    """Return the open database, or None after an I/O error has closed it."""
     return writer_of(store)._db
 
 

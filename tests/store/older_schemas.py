@@ -1,4 +1,4 @@
-"""Statements that return a database to an older schema, for tests of migrations. Each undoes later steps."""
+"""Statements that change a database back to an older schema, to test migrations. Run the newest first."""
 
 from __future__ import annotations
 

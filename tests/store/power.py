@@ -1,7 +1,7 @@
 """Record a process's writes, and construct the files that a power loss at any moment may leave.
 
-A write that no later sync of its file covers may be present or not, for each sector of 512 bytes, in any
-order. So may a truncation. Synced writes are present, and a removed file is gone.
+A write is certain only after a later sync of its file. Before that, each of its 512-byte sectors may be
+present or not, in any order. The same holds for a truncation. A removed file is always gone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ WRITE, TRUNCATE, SYNC, UNLINK, NOTE = b"w", b"t", b"s", b"u", b"n"
 
 
 class Event(NamedTuple):
-    """A call on a file, or a note of the process about something it has done."""
+    """A call on a file, or a note of the process about something that it has done."""
 
     what: bytes
     name: str
-    position: int  # of a write; the new length, of a truncation
+    position: int  # write: where; truncation: the new length
     content: bytes = b""
 
 
 def recorder() -> Path | None:
-    """Return the recorder library; None without a compiler."""
+    """Return the recorder library, or None without a compiler."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None or sys.platform != "linux" or sys.maxsize < 2**32:
         return None
@@ -43,14 +43,14 @@ def recorder() -> Path | None:
 
 
 def note(content: bytes) -> None:
-    """Record a promise of the recorded process."""
+    """Record a promise that the recorded process makes, such as an acknowledgement."""
     log = os.open(os.environ["RECORDER_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(log, HEADER.pack(NOTE, 0, 0, len(content)) + content)
     os.close(log)
 
 
 def recorded(library: Path, folder: Path, program: Sequence[str]) -> list[Event]:
-    """Return a program's calls on the files of a folder, in order, with its notes."""
+    """Run a program. Return its calls on the files of a folder, and its notes, in order."""
     log = folder.with_name(f"{folder.name}.log")
     environment = {
         **os.environ,
@@ -76,7 +76,7 @@ def _events(log: bytes) -> list[Event]:
 
 
 def files_after(events: Sequence[Event], rng: random.Random) -> Mapping[str, bytes]:
-    """Return the files after a power loss that follows these events."""
+    """Return files that a power loss right after these events may leave."""
     durable: dict[str, bytearray] = {}
     pending: dict[str, list[Event]] = {}
     for event in events:

@@ -1,9 +1,9 @@
-// Records what a process writes to the files of one folder, and when it syncs them; preloaded (LD_PRELOAD).
+// Records the writes of a process to the files of one folder, and its syncs. It is preloaded (LD_PRELOAD).
 //
-// Each call that succeeded is appended to the file RECORDER_LOG: one byte for what it was (w: write,
-// t: truncate, s: sync, u: unlink), the length of the file's name in a byte, two 64-bit numbers (w: offset and length,
-// t: the new length and 0, s: zeros), the name, and the bytes that were written.  The calls are made
-// directly, so this needs nothing of what it stands in front of.
+// Each successful call is appended to the file RECORDER_LOG: a byte for its kind (w: write, t: truncate, s: sync,
+// u: unlink), a byte with the length of the file's name, two 64-bit numbers (w: offset and length, t: new length and 0,
+// s: zeros), the name, and the written bytes. The recorder makes its own system calls directly, so it does not depend
+// on the functions that it replaces.
 
 #include <cstdint>
 #include <cstdlib>
@@ -16,7 +16,7 @@
 
 namespace {
 
-// The name of a file of the folder; empty for every other one, and for shared memory.
+// Returns the name of a file of the folder; empty for shared memory and for files elsewhere.
 std::string name_in_folder(const std::string &path) {
     const char *folder = std::getenv("RECORDER_FOLDER");
     if (folder == nullptr) return "";

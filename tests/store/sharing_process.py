@@ -1,7 +1,7 @@
-"""A store in a separate process, which shares a history and follows commands.
+"""A store in a separate process. It shares a history with other processes, and follows commands.
 
 A command is a line of JSON, `[method, arguments…]`. The answer is a line with the result, or `["error",
-class, text]`. `world` writes without commands until it is killed.
+class, text]`. After the command `world`, the process writes without further commands until it is killed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pensieve.errors import NotFound, OwnedElsewhere, PensieveError, StoreUnavai
 from pensieve.store import ConversationStore, NewConversation, NewTurn
 from tests.store.talk import reply, user
 
-LEASE_SECONDS = 1.0  # of a daemon whose lease is to expire
+LEASE_SECONDS = 1.0  # the lease of a daemon that the test lets expire
 KEEP_OWNERS = "UPDATE owners SET epoch = epoch RETURNING 1"
-LONG_SECONDS = 60.0  # of one whose is not, however slow the machine is
+LONG_SECONDS = 60.0  # a lease that does not expire, even on a slow machine
 
 
 class Worker:
@@ -70,7 +70,7 @@ class Worker:
         return found and [found.replica, found.epoch, found.is_alive, found.is_ours]
 
     def told(self) -> list[Any]:
-        """Return what became stale since the last call, and where conversations came from."""
+        """Return what became stale since the last call, and which daemons conversations came from."""
         stale, self.stale = self.stale, []
         return [stale, {name: at for (_, name), at in self.store.came_from.items()}]
 
@@ -81,13 +81,13 @@ class Worker:
         return self.store.keeps_house
 
     def hold_write_lock(self, statement: str = KEEP_OWNERS) -> None:
-        """Stop in the middle of a write until somebody continues the process."""
+        """Stop the process in the middle of a write, until the test continues it."""
         with vars(self.store)["_writer"].writing() as conn:
             conn.execute(statement).fetchall()
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def race(self, prefix: str, num: int, seed: int) -> list[list[Any]]:
-        """Say something in each of these conversations, in random order. Return the epochs."""
+        """Run a turn in each of these conversations, in random order. Return the epochs."""
         won = []
         names = [f"{prefix}{number}" for number in range(num)]
         random.Random(seed).shuffle(names)
@@ -103,7 +103,7 @@ class Worker:
         self.store.close()
 
     def world(self, seed: int, num: int) -> None:
-        """Say random things in conversations and take over what is allowed, with one output line for each."""
+        """Run random turns, and take over conversations where that is allowed. Print a line for each."""
         chance, number = random.Random(seed), 0
         while True:
             name, number = f"w{chance.randrange(num)}", number + 1
@@ -128,7 +128,7 @@ class Worker:
 
 
 def tell(answer: Any) -> None:
-    """Write one line atomically."""
+    """Write one line in a single call."""
     os.write(1, (json.dumps(answer) + "\n").encode())
 
 
@@ -145,12 +145,12 @@ def main() -> None:
 
 
 class Process:
-    """The test's side of a Worker."""
+    """The test's side of a Worker process."""
 
     def __init__(
         self, path: Path, name: str, lease_seconds: float = LONG_SECONDS, url: str = ""
     ) -> None:
-        """`url` is that of a PostgreSQL database. Without it, the history is the file `path`."""
+        """`url` is a PostgreSQL database. Without `url`, the history is the SQLite file `path`."""
         command = (sys.executable, "-m", "tests.store.sharing_process", str(path), name)
         self.child = subprocess.Popen(
             (*command, str(lease_seconds), url or f"sqlite://{path}"),

@@ -1,4 +1,4 @@
-"""Shortcuts for turns, for tests about something else."""
+"""Shortcuts to run turns, for tests whose subject is something else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backups of a history during writes: complete, at any moment, and safe against damage."""
+"""Backups of a history during writes: complete, for any moment, and protected against damage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.store.faulty import history, world, writer_of
 from tests.store.older_schemas import TO_SCHEMA_3
 from tests.store.talk import begin, create, reply, say, user
 
-pytestmark = pytest.mark.sqlite  # it is about copies of SQLite's file
+pytestmark = pytest.mark.sqlite  # copies of SQLite's file are the subject
 
 Open = Callable[..., ConversationStore]
 Write = Callable[[], float]
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Backing(NamedTuple):
-    """A history and a backup of it, as another process could write it."""
+    """A history and its backup, as another process could write it."""
 
     store: ConversationStore
     backup: Backup
@@ -58,19 +58,19 @@ class Backing(NamedTuple):
     driver: Any
 
     def write(self, seconds: float = 60.0) -> float:
-        """Return the moment that was added, or the previous one."""
+        """Write the backup. Return the moment that was added, or the previous moment if nothing changed."""
         self.clock.time += seconds
         self.backup.write()
         return points(self.folder)[-1].times[-1]
 
     @contextmanager
     def restored(self, at: float | None = None, **options: Any) -> Iterator[ConversationStore]:
-        """Open the history of a moment as a daemon would."""
+        """Open the history as it was at a moment, as a daemon would."""
         data = self.folder.with_name("restored")
         shutil.rmtree(data, ignore_errors=True)
         restore(self.folder, data, at, driver=self.driver, **options)
         database = (data / "conversations.db").read_bytes()
-        assert len(database) == 4096 * int.from_bytes(database[28:32], "big")  # the page count
+        assert len(database) == 4096 * int.from_bytes(database[28:32], "big")  # number of pages
         with ConversationStore.open(data, "test", driver=self.driver) as store:
             assert not store.integrity_check_due
             assert store.integrity_check() == store.verify() == []
@@ -111,7 +111,7 @@ def talk(store: ConversationStore, choose: random.Random, number: int) -> None:
 
 
 def test_every_moment_is_restored_as_it_was(open_store: Open, driver: Any, tmp_path: Path) -> None:
-    """Also with deletions, checkpoints and a compacted, shortened file in between."""
+    """Deletions, checkpoints and a compacted, shortened file come in between."""
     store, choose = open_store(compact_bytes_min=2**14), random.Random(3)
     world(store)
     backing, moments = backing_of(store, tmp_path / "backup", driver), {}
@@ -182,7 +182,7 @@ def test_a_turn_that_was_running_is_interrupted_in_what_is_restored(backing: Bac
 
 
 def test_deleted_text_leaves_the_backup_a_day_after_what_is_kept(backing: Backing) -> None:
-    """Even if nothing else ever changes."""
+    """This holds even if nothing else ever changes."""
 
     def is_there() -> bool:
         files = [file for file in backing.folder.rglob("*") if file.is_file()]
@@ -265,7 +265,7 @@ def test_more_changes_than_a_segment_holds_begin_a_generation(
 def test_the_last_moment_comes_behind_one_that_is_still_being_written(
     backing: Backing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon writes it at its end, while the thread of its last regular write may wait for the folder."""
+    """A daemon writes its last backup while the thread of an earlier one may still wait for the folder."""
     create(backing.store, "tea")
     backing.write()
     append, at_once, most = Backup._append, list[Any](), list[int]()
@@ -313,7 +313,7 @@ def test_a_folder_that_was_cleared_gets_another_generation(backing: Backing) -> 
 
 @pytest.fixture
 def written(backing: Backing) -> list[float]:
-    """Two generations, the second with three segments, and a turn for each moment."""
+    """Write two generations, the second with three segments; a turn before each. Return the moments."""
     create(backing.store, "tea")
     times = [backing.write()]
     for number in range(1, 6):
@@ -440,7 +440,7 @@ def test_processes_take_turns_at_a_folder_that_none_keeps(backing: Backing) -> N
             first.write()
         second.release()
         create(backing.store, "cup3")
-        second.write()  # where it was
+        second.write()  # at its old address
         second.release()
         create(backing.store, "cup4")
         backing.write()
@@ -512,7 +512,7 @@ def test_a_restore_that_ends_right_before_it_puts_the_new_history_in_place_loses
     backing.write()
     world(backing.store)
     killed = backing.folder.with_name("killed")
-    shutil.copytree(backing.store.folder.path, killed)  # as a daemon leaves it that is killed
+    shutil.copytree(backing.store.folder.path, killed)  # the files that a killed daemon leaves
     (killed / "lock").unlink()
     assert (killed / "conversations.db-wal").stat().st_size
 
@@ -555,7 +555,7 @@ while True:
 
 
 def test_processes_that_are_killed_leave_a_backup_that_is_whole(tmp_path: Path) -> None:
-    """Everything acknowledged before the moment is there, and no file is half written."""
+    """Everything acknowledged before the moment is in the backup, and no file is half written."""
     data, folder, choose = tmp_path / "data", tmp_path / "backup", random.Random(1)
     ConversationStore.open(data, "test").close()
     root = Path(__file__).parents[2]
@@ -571,7 +571,7 @@ def test_processes_that_are_killed_leave_a_backup_that_is_whole(tmp_path: Path) 
         assert writer.stdout is not None
         writer.stdout.readline()
         said = [int(talker.stdout.readline()) for _ in range(choose.randrange(1, 200))][-1]
-        # A moment is the time before its copy is made: what was said before a later one is in it.
+        # A moment is the time before its copy is made. So everything said before the moment is in it.
         said_at = time.time()
         moment = next(at for at in iter(lambda: points(folder)[-1].times[-1], 0.0) if at > said_at)
         for process in (talker, writer):

@@ -1,4 +1,4 @@
-"""Partial reads are bounded in SQL, because a server sends everything that a statement finds."""
+"""Partial reads must be bounded in SQL, because a server sends everything that a statement finds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_BYTES = 1000
 
 
 class Eager:
-    """A connection that fetches everything that a statement finds, like psycopg, and counts it."""
+    """A connection that, like psycopg, fetches all rows that a statement finds. It counts them."""
 
     def __init__(self, conn: Any) -> None:
         self._conn = conn

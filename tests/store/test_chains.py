@@ -1,4 +1,4 @@
-"""Histories are found by digests, across forks, rewinds, deletions and other tokenizers."""
+"""Histories are found by digests, after forks, rewinds and deletions, and with other tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def digest(name: str) -> bytes:
 def say(
     store: ConversationStore, name: str, state: str, session: bytes = b"", tenant: str = ""
 ) -> int:
-    """Run one turn whose reply ends this state."""
+    """Run one turn, whose reply ends with this chain state."""
     request = NewTurn(f"r-{state}", [user("hi", 1)])
     turn = store.begin_turn(name, request, tenant=tenant).turn
     chain_state = ChainState(digest(state), session)
@@ -120,7 +120,7 @@ def test_a_rewind_takes_states_back_and_what_a_fork_has_stays(store: Conversatio
     assert found(store, "ac", "a") == ("cup", 4, True)
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_deletion_leaves_no_row_but_what_a_fork_has(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")
@@ -141,7 +141,7 @@ def test_what_a_rewind_has_cut_goes_with_its_request(store: ConversationStore) -
     create(store, "tea")
     say(store, "tea", "a")
     store.rewind_conversation("tea", 0)
-    assert num_rows(store) == 1  # its request may still be repeated
+    assert num_rows(store) == 1  # kept, because its request may still be repeated
     while store.forgetting.step(1e9):
         pass
     assert num_rows(store) == 0
@@ -184,7 +184,7 @@ def test_states_grow_old(store: ConversationStore, monkeypatch: pytest.MonkeyPat
     with writer_of(store).reading() as conn:
         times = [at for (at,) in conn.execute("SELECT at FROM chains ORDER BY chain")]
     assert store.chains.forget(times[0]) is False
-    assert num_rows(store) == 3  # none is older than the first
+    assert num_rows(store) == 3  # no row is older than the first
     assert store.chains.forget(times[2]) is True
     assert store.chains.forget(times[2]) is False
     assert num_rows(store) == 1
@@ -205,12 +205,12 @@ def test_a_great_many_conversations_with_the_same_history_are_not_all_looked_at(
     assert found(store, "a") == ("c4", 1, True)
     for number in (3, 4):
         say(store, f"c{number}", f"a{number}")
-    assert found(store, "a")[2] is False  # a fork does as well
+    assert found(store, "a")[2] is False  # a fork also ends the match at the end
 
 
 def test_a_state_without_a_reply_is_damage(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "a")
     with writer_of(store).writing() as conn:
-        conn.execute("UPDATE chains SET message = 1")  # the user's
+        conn.execute("UPDATE chains SET message = 1")  # a message of the user
     assert store.verify() == ["chain 1: its message is no reply"]

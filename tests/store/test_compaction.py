@@ -20,7 +20,7 @@ from tests.store.faulty import FaultyDriver, history, writer_of
 from tests.store.talk import create, reply, say, user
 from tests.store.test_disk_faults import FULL, IO_ERROR
 
-pytestmark = pytest.mark.sqlite  # it is about pages of SQLite's file
+pytestmark = pytest.mark.sqlite  # pages of SQLite's file are the subject
 
 Open = Callable[..., ConversationStore]
 
@@ -35,12 +35,12 @@ def raw(store: ConversationStore) -> bytes:
 
 
 def copies(store: ConversationStore) -> Counter[str]:
-    """Return how often each text is in the files. It must be there as often as it was said."""
+    """Return how often each text is in the files. That must equal the number of its messages."""
     return Counter(mark.decode() for mark in re.findall(rb"SECRET-\d{6}", raw(store)))
 
 
 def begin_pass(store: ConversationStore) -> None:
-    """Begin a pass even if it is not worth it."""
+    """Begin a compaction pass even if it would save little."""
     assert isinstance(store.erasure, Erasure)
     store.erasure._compaction = Compaction(store.erasure._writer, CompactionPhase.FENCE)
 
@@ -55,7 +55,7 @@ def finish(store: ConversationStore) -> int:
 def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None:
     store = open_store(compact_bytes_min=100_000)
     writer_of(store).truncate_journal()
-    empty = size(store)  # a page for each table and index
+    empty = size(store)  # one page for each table and index
     for number in range(90):
         create(store, f"c{number}", user(f"SECRET-{number:02d}" + "x" * 3900))
     create(store, "keep", user("keep", 1))
@@ -75,7 +75,7 @@ def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None
 
 
 def test_pages_of_long_texts_are_given_back(open_store: Open) -> None:
-    """Overflow pages are outside of the leaves, so they are free as soon as the text is wiped."""
+    """Overflow pages are outside the leaves, so they are free as soon as the text is wiped."""
     store = open_store(compact_bytes_min=100_000)
     for number in range(4):
         create(store, f"c{number}", user("x" * 300_000))
@@ -117,7 +117,7 @@ def test_a_deletion_writes_what_it_deletes_and_steps_are_small(open_store: Open)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_copy_survives_the_moves(open_store: Open, seed: int) -> None:
-    """Turns, deletions and steps in any order leave no byte of a text at its old place."""
+    """Turns, deletions and steps in random order leave no byte of a text at its old place."""
     rng = random.Random(seed)
     store = open_store(compact_bytes_min=1)
     texts: dict[str, list[str]] = {}
@@ -156,7 +156,7 @@ def test_no_copy_survives_the_moves(open_store: Open, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_fence_keeps_balancing_away_from_what_is_alive(open_store: Open, seed: int) -> None:
-    """With many texts in a leaf, removing neighbours must not copy their cells."""
+    """Many texts share a leaf. Removing some must not make SQLite copy the cells of others."""
     rng = random.Random(seed)
     store = open_store()
     alive: set[int] = set()
@@ -178,7 +178,7 @@ def test_the_fence_keeps_balancing_away_from_what_is_alive(open_store: Open, see
 
 @pytest.fixture
 def wasteful(tmp_path: Path, driver: Any) -> Path:
-    """A closed history that is mostly wiped."""
+    """A closed history of which most text is wiped."""
     path = tmp_path / "wasteful"
     with ConversationStore.open(path, "test", driver=driver) as store:
         for number in range(40):
@@ -195,7 +195,7 @@ def compacting(path: Path, driver: Any) -> ConversationStore:
 
 
 def test_the_next_process_goes_on(wasteful: Path, driver: Any) -> None:
-    """At whatever point of the pass the process ends."""
+    """The first process may end at any point of the pass."""
     with compacting(wasteful, driver) as store:
         wanted = history(store)
         full = size(store)
@@ -224,7 +224,7 @@ def test_a_step_that_fails_is_tried_again(
         wanted = history(store)
     countdown = 0
     while True:
-        countdown += 3  # there are some hundred
+        countdown += 3  # in all, there are several hundred statements
         faults = FaultyDriver(driver, code, after, False)
         copy = wasteful.with_name(f"copy{countdown}")
         shutil.copytree(wasteful, copy)

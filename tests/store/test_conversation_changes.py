@@ -1,4 +1,4 @@
-"""Metadata, beginnings and pending messages change, but the history does not."""
+"""Changes of metadata, beginnings and pending messages do not change the history."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> N
 
 
 def bring(store: ConversationStore, request_id: str, *messages: NewMessage) -> int:
-    """Begin a turn that brings these messages."""
+    """Begin a turn that takes these pending messages."""
     asked = NewTurn(request_id, [*messages, user("and?", 1)], pending=messages)
     return store.begin_turn("tea", asked).turn.turn_id
 
@@ -104,7 +104,7 @@ def test_what_was_taken_is_removed_once_by_the_next_turn(store: ConversationStor
         with writer_of(store).reading() as conn:
             bodies += conn.execute("SELECT body FROM conversations").fetchall()
         assert not store.get_conversation("tea").has_pending
-    assert bodies[0] == bodies[1]  # and nothing is written again
+    assert bodies[0] == bodies[1]  # the second turn writes nothing more
     assert pending(store) == Pending()
     assert store.verify() == []
 
@@ -148,7 +148,7 @@ def test_a_turn_that_expects_nothing_pending_does_not_overtake_what_is(
     with pytest.raises(StaleRevision, match="have changed since"):
         store.begin_turn("tea", NewTurn("r1", [user("and?", 1)], pending=()))
     assert pending(store) == Pending(TWO)
-    begin(store, "tea", "r2", "and?", 1)  # it expects nothing of the kind
+    begin(store, "tea", "r2", "and?", 1)  # this turn expects no pending messages
 
 
 def test_a_conversation_is_created_with_pending_messages(store: ConversationStore) -> None:
@@ -168,7 +168,7 @@ def test_a_conversation_under_a_prefix_is_created_with_pending_messages(
 
 
 def delete_last(store: ConversationStore, name: str = "tea") -> LastDeleted:
-    """Delete the last message, as a caller that has just read the conversation."""
+    """Delete the last message. The caller is assumed to have just read the conversation."""
     seen, waiting = store.get_conversation(name), pending(store, name).messages
     return store.changes.delete_last(name, seen.revision, seen.created_at, waiting)
 
@@ -232,7 +232,7 @@ def test_nothing_is_deleted_of_what_has_changed_since_it_was_read(store: Convers
         store.changes.delete_last("tea", seen.revision, seen.created_at, TWO)
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_nothing_of_a_pending_item_that_is_the_last_is_left_on_the_disk(
     store: ConversationStore,
 ) -> None:
@@ -245,7 +245,7 @@ def test_nothing_of_a_pending_item_that_is_the_last_is_left_on_the_disk(
     assert b"kept" in raw(store)
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_nothing_of_a_pending_message_that_is_deleted_is_on_the_disk(
     store: ConversationStore,
 ) -> None:
@@ -260,7 +260,7 @@ def test_nothing_of_a_pending_message_that_is_deleted_is_on_the_disk(
     assert b"SECRET" not in raw(store)
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_a_deletion_whose_erasure_waits_says_so(store: ConversationStore) -> None:
     create(store, "tea")
     add(store, NewMessage("user", "SECRET"))
@@ -275,7 +275,7 @@ def test_a_deletion_whose_erasure_waits_says_so(store: ConversationStore) -> Non
 def test_a_conversation_that_changed_since_it_was_seen_is_not_deleted(
     store: ConversationStore,
 ) -> None:
-    """New metadata and pending messages are changes, although they leave the revision as it is."""
+    """New metadata and pending messages count as changes, although the revision stays the same."""
     store.create_conversation(NewConversation("tea", "f"))
     brought = (NewMessage("user", "And now?"),)
     changes: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""Conversations are created, listed, forked, rewound, and get the tokens of another fingerprint."""
+"""Conversations are created, listed, forked and rewound, and tokenized again for another fingerprint."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_listing_gives_the_newest_first_in_pages(store: ConversationStore) -> No
 
 
 def test_a_page_ends_by_bytes_too(store: ConversationStore) -> None:
-    """The size of an answer is limited, and so is its memory."""
+    """A limit in bytes bounds the size of a response, and the memory for it."""
     for name in "abcde":
         large = {"note": "x" * (PAGE_BYTES_MAX // 2 - 1000)}
         store.create_conversation(NewConversation(name, "fingerprint 1", [], metadata=large))
@@ -245,7 +245,7 @@ def test_what_a_rewind_cut_is_no_longer_a_place_to_go(store: ConversationStore) 
             store.rewind_conversation("tea", revision)
         with pytest.raises(NotFound):
             store.fork_conversation("tea", revision, "cup")
-    assert store.fork_conversation("tea", 3, "cup").num_tokens == 7  # the present one
+    assert store.fork_conversation("tea", 3, "cup").num_tokens == 7  # a fork at the present end
 
 
 def test_a_rewind_to_0_leaves_the_head(store: ConversationStore) -> None:
@@ -359,7 +359,7 @@ def test_a_prefix_with_new_tokens_is_not_shared_with_the_old_tokens(
 def test_a_prefix_is_not_shared_between_fingerprints_though_its_tokens_are_the_same(
     store: ConversationStore,
 ) -> None:
-    """KV of another model is useless for this one."""
+    """KV of one model is useless for another model."""
     for name, fingerprint in (("a", "f1"), ("b", "f2"), ("c", "f1")):
         store.create_conversation(NewConversation(name, fingerprint, [SYSTEM], prefix_id="bot"))
     with writer_of(store).reading() as conn:

@@ -1,4 +1,4 @@
-"""A history survives a copy to PostgreSQL and back. A failed copy leaves nothing."""
+"""A history is unchanged after a copy to PostgreSQL and back. A failed copy leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 
 def rich(store: ConversationStore) -> None:
-    """A history with rows in each table, a NUL character, a running turn, and unused numbers."""
+    """Make a history with rows in each table, a NUL character, a running turn, and unused numbers."""
     world(store)
     turn_id = begin(store, "cup", "r7", "a\0b", 3)
     state = ChainState(b"digest", b"session")
@@ -108,7 +108,7 @@ def test_every_column_is_copied_but_for_who_has_a_conversation(tmp_path: Path) -
         "epochs",
         "housekeeping",
         "job_owners",
-    }  # the last number of an epoch goes on from there
+    }  # not copied, except that new epochs start after the last old epoch
     assert sorted(each for each in found if each[0] not in left_behind) == sorted(
         (name, each) for name in COLUMNS for each in COLUMNS[name].split()
     )

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: acknowledged turns are there, and nothing is half written."""
+"""kill -9 at random moments: acknowledged turns are stored, and nothing is half written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from tests.store.postgres_server import PostgresServer
 
 NUM_KILLS = 15 * SCALE
 
-# In each thread: turns on four conversations, forks, rewinds and deletions between; a line once a turn is
-# durable.
-# One process imports and forks a worker for each number it reads.
+# Each thread runs turns on four conversations, and between them forks, rewinds and deletions. It prints a
+# line when a turn is durable. The process imports everything once, and forks a worker for each number read.
 CHILD = """
 import os, sys, threading
 from pathlib import Path
@@ -72,13 +71,13 @@ talk(0)
 def one_life(
     nursery: subprocess.Popen[str], number: int, num_turns: int, seconds: float
 ) -> list[tuple[str, str, int]]:
-    """Kill a worker `seconds` after its `num_turns`-th turn. Return the turns that it acknowledged."""
+    """Kill a worker `seconds` after its `num_turns`-th turn. Return its acknowledged turns."""
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     print(number, file=nursery.stdin, flush=True)
     pid = int(nursery.stdout.readline())
     lines: list[str] = []
-    if number % 5:  # else it is killed while it opens the store
+    if number % 5:  # otherwise the worker is killed while it opens the store
         while len(lines) < 1 + num_turns:
             lines.append(nursery.stdout.readline())
             assert lines[-1] not in ("gone\n", ""), "the worker ended by itself"
@@ -142,7 +141,7 @@ def check(store: ConversationStore, acknowledged: list[tuple[str, str, int]], se
     for name in {name for name, _, _ in acknowledged}:
         log = list(store.log(name))
         assert log[0] == 1
-        assert len(log) % 52 == 1  # whole turns
+        assert len(log) % 52 == 1  # only whole turns
         numbers = log[1::52]
         assert log[1:] == [number for number in numbers for _ in range(52)]
         assert set(numbers) >= {n for other, _, n in acknowledged if other == name}

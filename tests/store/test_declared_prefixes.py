@@ -145,11 +145,11 @@ def test_who_holds_the_same_messages_shares_their_tokens(store: ConversationStor
     shared = store.prefixes.num_shared_tokens
     assert shared(store.get_conversation("tea")) == shared(store.get_conversation("fork")) == 6
     store.replace_log("tea", "g", [[1], [2], [3], [4], [5]])
-    assert shared(store.get_conversation("tea")) == 0  # tokenized again by itself
+    assert shared(store.get_conversation("tea")) == 0  # tea was tokenized again separately
     assert shared(store.get_conversation("fork")) == 6
     store.delete_conversation("prefix:rules")
     assert shared(store.get_conversation("fork")) == 0
-    declare(store)  # the same words, but others' tokens for all that the store knows
+    declare(store)  # the same text, but the store cannot know that its tokens are the same
     assert shared(store.get_conversation("fork")) == 0
 
 
@@ -167,7 +167,7 @@ def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> Non
 
 
 def test_names_that_are_not_declared_are_the_hints_that_they_were(store: ConversationStore) -> None:
-    """A deleted declaration does not define the beginning of later conversations with its name."""
+    """After its deletion, a prefix no longer decides how later conversations with its id begin."""
     declare(store)
     begin(store, "tea")
     store.delete_conversation("prefix:rules")
@@ -188,7 +188,7 @@ def test_prefixes_survive_a_restart(open_store: Callable[..., ConversationStore]
         assert store.prefixes.num_shared_tokens(store.get_conversation("tea")) == 6
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_a_prefix_without_its_conversation_is_damage(store: ConversationStore, driver: Any) -> None:
     declare(store)
     path = store.folder.database_path

@@ -1,4 +1,4 @@
-"""Deletion leaves nothing: the raw bytes of the files are searched."""
+"""Deletion leaves no text behind: the raw bytes of the files are searched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.store.faulty import FaultyDriver, writer_of
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_disk_faults import FULL
 
-pytestmark = pytest.mark.sqlite  # it looks for text in SQLite's files
+pytestmark = pytest.mark.sqlite  # searches SQLite's files
 
 
 def raw(store: ConversationStore) -> bytes:
@@ -96,7 +96,7 @@ def test_what_a_fork_holds_stays_and_goes_with_the_fork(store: ConversationStore
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_copy_survives_between_the_pages(store: ConversationStore, seed: int) -> None:
-    """Pages fill, split and merge. A text that SQLite once moved must not stay behind."""
+    """Pages fill, split and merge. Copies that SQLite made when it moved a text must be gone, too."""
     rng = random.Random(seed)
     texts: dict[str, list[str]] = {f"c{number}": [] for number in range(40)}
     for name in texts:
@@ -139,9 +139,9 @@ def test_a_reader_that_holds_the_journal_is_reported_and_a_retry_erases(
         with pytest.raises(NotFound):
             store.get_conversation("a")
         with pytest.raises(ErasurePending, match="not yet erased from the files"):
-            store.delete_conversation("a")  # a client that tries again
+            store.delete_conversation("a")  # a client that retries
         with pytest.raises(StoreUnavailable):
-            store.delete_conversation("b")  # is not refused for the sake of the first
+            store.delete_conversation("b")  # a's pending erasure does not block this deletion
         with pytest.raises(NotFound):
             store.get_conversation("b")
         assert store.erasure.pending
@@ -167,7 +167,7 @@ def test_a_step_erases_once_the_reader_has_ended(store: ConversationStore) -> No
 def test_a_deletion_does_not_wait_for_a_reader(
     open_store: Callable[..., ConversationStore],
 ) -> None:
-    """With this timeout, it would wait until the reader ends."""
+    """With this busy timeout, a deletion that waited would wait until the reader ends."""
     store = open_store(busy_timeout_seconds=3600.0)
     create(store, "a", user("SECRET-a", 1))
     answers: list[Exception] = []
@@ -225,12 +225,12 @@ def test_what_a_dying_process_did_not_erase_is_erased_by_the_next(tmp_path: Path
 
 
 def test_recovery_leaves_nothing_of_the_memory_in_a_file(tmp_path: Path) -> None:
-    """A SQLite connection that recovers a log writes uninitialized memory to the -shm file."""
+    """A SQLite connection that recovers a log can write uninitialized memory to the -shm file."""
     subprocess.run([sys.executable, "-c", DYING_CHILD, str(tmp_path)], check=False)
     with ConversationStore.open(tmp_path, "test"):
         shared = (tmp_path / "conversations.db-shm").read_bytes()
     assert len(shared) == 32768
-    # Behind the two headers: the numbers of the pages in the log, and a table of 16-bit places among these.
+    # After two headers come the page numbers of the log, and a hash table of 16-bit indexes into them.
     assert max(struct.unpack_from("=4062I", shared, 136)) < 1000
     assert max(struct.unpack_from("=8192H", shared, 16384)) < 100
 

@@ -16,7 +16,7 @@ from pensieve.store import (
 from tests.store.faulty import FaultyDriver, begun, database_of, history, opened, world, writer_of
 from tests.store.talk import create, reply
 
-pytestmark = pytest.mark.sqlite  # the faults of SQLite's files
+pytestmark = pytest.mark.sqlite  # faults of SQLite's files are the subject
 
 FULL, IO_ERROR = 13, 10
 

@@ -1,4 +1,4 @@
-"""Fail the Nth statement, for every N, in every operation: it takes effect completely or not at all."""
+"""Fail the Nth statement of every operation, for every N: the operation happens completely or not at all."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ ENDS = (
     "begin",
     "finish",
     "fail",
-)  # where the others have been like them
+)  # enough for the other faults, because other acts behave like these
 CASES = [
     *((name, DRIVERS[0], "error") for name in ACTS),
     *((name, DRIVERS[0], fault) for name in ENDS for fault in ("error-after", "full-until-healed")),
@@ -121,7 +121,7 @@ def test_an_operation_happens_or_does_not(
                 break
             seen = history(store)
             assert seen in ((before, wanted) if raised else (wanted,)), fault_points
-            # The store goes on, and no turn is left that would block its conversation.
+            # The store still works, and no dead turn blocks its conversation.
             if raised or not name.startswith("begin"):
                 for conversation_id in {"tea", "pot"} & {entry[0] for entry in seen}:
                     say(store, conversation_id, "r9", user("x", 8), reply("y", 9))

@@ -1,4 +1,4 @@
-"""The data folder: one holder, a mark of a clean close, and errors that say what to do."""
+"""The data folder: a single holder, a marker of a clean close, and errors that tell what to do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pensieve.store.connection import preferred_driver
 from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.store.talk import create
 
-pytestmark = pytest.mark.sqlite  # it is about the folder that holds SQLite's files
+pytestmark = pytest.mark.sqlite  # the folder with SQLite's files is the subject
 
 CHILD = """
 import sys, time
@@ -62,7 +62,7 @@ def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["history.db", "conversations.db"])
 def test_a_database_that_is_a_link_is_locked_where_it_is(tmp_path: Path, name: str) -> None:
-    """However it is opened: by another folder's link, by its own folder, or by `--store`."""
+    """The database is opened through another folder's link, through its own folder, or by `--store`."""
     file = tmp_path / "real" / name
     for folder in ("real", "one", "two"):
         (tmp_path / folder).mkdir()
@@ -125,7 +125,7 @@ def test_a_clean_stop_is_remembered_and_so_is_an_unclean_one(
     store.close()
     store = open_store()
     assert not store.integrity_check_due
-    store.folder.close(clean=False)  # as a killed process leaves it
+    store.folder.close(clean=False)  # like a killed process
     store = open_store()
     assert store.integrity_check_due
     store.close()
@@ -144,7 +144,7 @@ def test_who_has_its_history_elsewhere_changes_nothing_that_is_known_of_this_one
         with pytest.raises(StoreLocked, match=f"in use by pensieve serve, pid {os.getpid()}$"):
             DataFolder.open(tmp_path, "pensieve chat")
         if is_killed:
-            os.close(elsewhere._lock or 0)  # as a killed process leaves it
+            os.close(elsewhere._lock or 0)  # like a killed process
         else:
             elsewhere.close(clean=True)
     folder = DataFolder.open(tmp_path, "pensieve serve")
@@ -178,7 +178,7 @@ def test_what_people_wrote_is_private_to_the_owner(store: ConversationStore) -> 
 def test_a_folder_that_was_open_to_others_is_closed_to_them(
     tmp_path: Path, has_history: bool
 ) -> None:
-    """systemd and `docker volume` create it with mode 0755."""
+    """systemd and `docker volume` create the folder with mode 0755."""
     folder = tmp_path / "data"
     folder.mkdir()
     if has_history:
@@ -193,7 +193,7 @@ def test_a_folder_that_was_open_to_others_is_closed_to_them(
 def test_a_folder_with_other_peoples_files_is_left_as_it_is_and_known_to_be_open(
     tmp_path: Path,
 ) -> None:
-    """root with --data /tmp must not close /tmp to everybody."""
+    """root with --data /tmp must not make /tmp private."""
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "notes.txt").touch()
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_disk_too_full_for_the_mark_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty mark means a clean close, which a full disk must not fake."""
+    """An empty marker means a clean close, so a failed write on a full disk must not leave one."""
     DataFolder.open(tmp_path / "data", "first").close(clean=False)
 
     def full(*arguments: object) -> int:

@@ -1,4 +1,4 @@
-"""Old requests are forgotten: the history stays, and data that only a replay needs is deleted."""
+"""Old requests are forgotten: the history stays, and data that is only needed to replay them is deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Open = Callable[..., ConversationStore]
 
 
 def forget(store: ConversationStore, before: float) -> int:
-    """Run a whole pass. Return its number of steps."""
+    """Run a whole pass. Return the number of its steps."""
     steps = 1
     while store.forgetting.step(before):
         steps += 1
@@ -31,7 +31,7 @@ def forget(store: ConversationStore, before: float) -> int:
 
 
 def request_ids(store: ConversationStore, driver: Any) -> int:
-    """Return how many turns can be found by a request."""
+    """Return the number of turns that can be found by their request id."""
     with writer_of(store).reading() as conn:
         found = conn.execute("SELECT count(*) FROM turns WHERE length(request_key) = 16")
         count: int = found.fetchone()[0]
@@ -44,7 +44,7 @@ def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationSt
     turn = store.find_turn("tea", "r1")
     assert turn is not None
     forget(store, turn.finished_at or 0.0)
-    assert store.find_turn("tea", "r1") is not None  # it is not older than that
+    assert store.find_turn("tea", "r1") is not None  # not older than the limit
     forget(store, 1e9)
     assert history(store) == before
     assert store.find_turn("tea", "r1") is None
@@ -53,11 +53,11 @@ def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationSt
     assert store.begin_turn("tea", NewTurn("r1", [user("hi", 10)])).must_run is False
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_logprobs_are_the_turns_alone_and_go_with_its_request(
     store: ConversationStore, driver: Any
 ) -> None:
-    """They are counted, moved by compaction, and wiped with the turn, even if the history stays."""
+    """Logprobs are counted, moved by compaction, and wiped with the turn even if the history stays."""
     create(store, "tea")
     create(store, "cup")
     secret = b"SECRET-logprobs" * 1000
@@ -114,9 +114,9 @@ def test_a_step_wipes_few_bytes_of_logprobs(
     assert store.find_turn("tea", "r5") is None
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_what_no_history_holds_goes_with_its_request(store: ConversationStore) -> None:
-    """Interrupted turns, failed turns and turns that a rewind has cut, but not turns of a fork."""
+    """Interrupted, failed and rewound turns are forgotten, but not turns that a fork still has."""
     create(store, "tea")
     say(store, "tea", "r1", user("kept by a fork", 1), reply("yes", 2))
     store.fork_conversation("tea", 1, "cup")
@@ -146,8 +146,8 @@ def test_a_turn_that_runs_or_ended_late_keeps_its_request(
     assert store.find_turn("tea", "r1") is not None
     store.finish_turn(running, reply("late", 3), "stop", {})
     forget(store, now + 0.5)
-    assert request_ids(store, driver) == 2  # it ended after that
-    forget(store, 1e9)  # and the next pass has not gone past it
+    assert request_ids(store, driver) == 2  # the turn ended after the limit
+    forget(store, 1e9)  # a later pass finds it
     assert request_ids(store, driver) == 0
     assert len(store.messages("tea")) == 2
     assert store.get_turn(running).state is StoredTurnState.COMPLETED
@@ -168,12 +168,12 @@ def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     assert forget(store, 1e9) == 1
     store.close()
-    store = open_store()  # a new process looks at all of them once
+    store = open_store()  # a new process looks at all turns once
     assert forget(store, 1e9) >= 50 // 10
     assert request_ids(store, driver) == 0
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_forgotten_conversations_are_deleted_and_compacted_like_others(
     open_store: Open, tmp_path: Path
 ) -> None:
@@ -199,7 +199,7 @@ def test_forgotten_conversations_are_deleted_and_compacted_like_others(
 def test_a_key_of_schema_8_is_known_after_the_migration_and_forgotten_with_its_turn(
     open_store: Open, driver: Any
 ) -> None:
-    """In schema 8, it was a chain of the request's first message."""
+    """In schema 8, the key was stored as a chain of the request's first message."""
     store = open_store()
     create(store, "tea")
     forgotten = NewTurn("forgotten", [user("hi", 1)], history_digest=b"digest")

@@ -1,4 +1,4 @@
-"""A full disk: how it is detected, and the reserve for deletions."""
+"""A full disk: how it is detected, and the space that is reserved for deletions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_space_is_kept_and_given_up(
 def test_an_io_error_on_a_full_disk_is_a_full_disk(
     code: int, free: int, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite reports a -shm file that could not grow as an I/O error."""
+    """SQLite reports an I/O error if its -shm file cannot grow."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=free))
     error = sqlite3.OperationalError("of the driver")
     error.sqlite_errorcode = code

@@ -1,4 +1,4 @@
-"""Which conversations were idle for long: those of all tenants, without declared prefixes."""
+"""Which conversations are idle for long: those of all tenants, but not declared prefixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.store.talk import create, reply, say, user
 
 
 def idle(store: ConversationStore, before: float) -> list[tuple[str, str]]:
-    """(tenant, id) of all that the reader finds, look after look."""
+    """Return (tenant, id) of all idle conversations, from repeated reads."""
     found, after, reader = list[tuple[str, str]](), 0, store.reader()
     while True:
         some, last = reader.idle_conversations(before, after)

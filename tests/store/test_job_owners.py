@@ -1,4 +1,4 @@
-"""The database's record of which daemon has a job."""
+"""The record in the database of which daemon has a job."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_rows_of_a_folder_that_does_not_come_back_are_forgotten(start: Open) -> 
     a, b = start("a"), start("b")
     for job_id in ("nightly", "weekly"):
         a.job_owners.take("", job_id, 1.0)
-    b.job_owners.keep([], 100.0, 50.0)  # its daemon is there
+    b.job_owners.keep([], 100.0, 50.0)  # the daemon that has the job is alive
     assert a.job_owners.find("", "nightly") is not None
     jobs = [("", "nightly"), ("", "weekly")]
     a.job_owners.keep(jobs, 100.0, 50.0)

@@ -63,7 +63,7 @@ def lanes_of(store: ConversationStore) -> PostgresLanes:
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Make the calls in separate threads. Return their results or errors."""
+    """Make the calls in separate threads. Return the results or errors."""
     ready = threading.Barrier(len(calls))
 
     def made(call: Callable[[], Any]) -> Any:
@@ -80,7 +80,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 def first(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, before: Callable[[], object]
 ) -> None:
-    """Call `before` before the first call of a function."""
+    """Call `before` before the first call of a patched function."""
     original, pending = getattr(module, name), [before]
 
     def called(*arguments: Any, **named: Any) -> Any:
@@ -227,7 +227,7 @@ def test_no_thread_takes_a_turn_for_dead_that_another_one_begins(store: Conversa
 def test_what_two_deletions_at_once_leave_unheld_is_wiped(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither sees the other, and each leaves common messages to the other, unless one is repeated."""
+    """Neither deletion sees the other. Each leaves the shared message to the other, so one must repeat."""
     create(store, "tea", user("a secret", 1))
     store.fork_conversation("tea", 0, "cup")
     both, original = threading.Barrier(2), vars(conversation_rows)["wipe_bodies"]
@@ -297,7 +297,7 @@ SLOW_COMMIT = (
 def test_a_commit_whose_connection_was_lost_leaves_no_turn_that_nobody_computes(
     store: ConversationStore, elsewhere: Callable[[str], Any]
 ) -> None:
-    """The next write uses another connection, while the COMMIT is still running."""
+    """The next write uses another connection, while the server still runs the COMMIT."""
     create(store, "tea")
     create(store, "cup")
     for statement in SLOW_COMMIT:
@@ -311,7 +311,7 @@ def test_a_commit_whose_connection_was_lost_leaves_no_turn_that_nobody_computes(
         with socket.socket(fileno=os.dup(connection.fileno())) as cut:
             cut.shutdown(socket.SHUT_RDWR)
 
-    with lanes_of(store).reading():  # this thread has the first connection, which is the next
+    with lanes_of(store).reading():  # holds the first connection, so `begin` uses the second
         begun, _ = at_once(partial(begin, store, "tea", "r1", "hi", 1), lose)
         assert isinstance(begun, StoreUnavailable)
     store.changes.set_metadata("cup", {"a": 1})
@@ -394,7 +394,7 @@ def test_the_bytes_of_a_tenant_are_counted_in_rows_of_each_connection(
     store: ConversationStore,
 ) -> None:
     create(store, "tea")
-    with lanes_of(store).writing():  # this thread has the connection that made it
+    with lanes_of(store).writing():  # holds this thread's connection, so `cup` uses another
         at_once(lambda: create(store, "cup"))
     with lanes_of(store).reading() as conn:
         rows = conn.execute("SELECT slot, stored_bytes FROM tenant_bytes").fetchall()

@@ -1,4 +1,4 @@
-"""Schemas: created once, copied before they change, and refused if they are newer."""
+"""Schemas: created once, copied before a migration, and refused if they are newer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
     conn = driver.connect(str(path))
     assert conn.execute("PRAGMA application_id").fetchone() == (0x50656E73,)
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
-    assert conn.execute("PRAGMA auto_vacuum").fetchone() == (2,)  # incremental: it can be shortened
+    assert conn.execute("PRAGMA auto_vacuum").fetchone() == (2,)  # incremental, to allow shortening
     assert conn.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall() == [
         ("pensieve", "m001_initial"),
         ("pensieve", "m002_holders_by_body"),
@@ -118,7 +118,7 @@ def test_a_newer_schema_is_refused_and_untouched(
 def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open(
     path: Path, driver: Any, open_store: Open
 ) -> None:
-    """And following the advice works."""
+    """Following the advice of this refusal works."""
     conn = driver.connect(str(path), isolation_level=None)
     migrate(Database(conn), path, {**STEPS, "m012_colour": [COLOUR]})
     conn.close()
@@ -137,7 +137,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
     path: Path, driver: Any, open_store: Open
 ) -> None:
     first_schema(path, driver)
-    path.with_name("conversations.db.version1").mkdir()  # what cannot be written
+    path.with_name("conversations.db.version1").mkdir()  # so that the copy cannot be written
     with pytest.raises(
         StoreUnavailable, match=r"conversations.db.version1 before the schema changes"
     ):
@@ -220,7 +220,7 @@ def test_a_record_of_migrations_that_contradicts_the_schema_is_refused(
 
 
 def first_schema(path: Path, driver: Any) -> None:
-    """Create the database with schema version 1."""
+    """Create a database with schema version 1."""
     conn = driver.connect(str(path), isolation_level=None)
     for table in ("conversations", "turns", "messages"):
         conn.execute(f"DROP INDEX {table}_body")
@@ -241,7 +241,7 @@ def first_schema(path: Path, driver: Any) -> None:
 def test_a_deletion_removes_the_copy_that_a_migration_made(
     path: Path, driver: Any, open_store: Open
 ) -> None:
-    """A copy would keep the deleted text forever."""
+    """The copy would otherwise keep the deleted text for ever."""
     first_schema(path, driver)
     backup = path.with_name("conversations.db.version1")
     store = open_store()
@@ -251,7 +251,7 @@ def test_a_deletion_removes_the_copy_that_a_migration_made(
     for refused in (NotFound, TurnRunning):
         with pytest.raises(refused):
             store.delete_conversation("tea" if refused is TurnRunning else "cup")
-    assert backup.exists()  # nothing was deleted yet
+    assert backup.exists()  # nothing has been deleted yet
     store.interrupt_turn(running)
     store.delete_conversation("tea")
     assert not backup.exists()

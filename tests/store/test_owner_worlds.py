@@ -1,8 +1,8 @@
-"""Random worlds of daemons on one SQLite file, compared with a model of who may do what.
+"""Random actions of daemons on one SQLite file, compared with a model of the allowed actions.
 
-The stores run in one process, and their leases expire when the world decides. For every conversation, the
-model knows its log, its owner and its running turn. Each call must end as the model predicts, and at the
-end every store reads the model's state.
+The stores run in one process, and the test decides when their leases expire. The model knows the log, the
+owner and the running turn of every conversation. Each call must end as the model predicts. At the end, every
+store must read the model's state.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class Running:
     """A turn that was begun."""
 
     name: str
-    made: int  # which of the conversations that had this name
+    made: int  # Talk.made of its conversation
     request_id: str
     turn_id: int
     attempt: int
     token: int
-    daemon: int  # by the number of its session
+    daemon: int  # session number of its daemon
     is_over: bool = False
-    revision: int = 0  # that it made
+    revision: int = 0  # that the turn created; 0: none yet
 
 
 @dataclass
 class Talk:
-    """A conversation."""
+    """The model's state of a conversation."""
 
     made: int
-    owner: int  # a session
+    owner: int  # session number of the owner
     log: list[int] = field(default_factory=list)
     revision: int = 0
     running: Running | None = None
@@ -64,7 +64,7 @@ class Talk:
 
 @dataclass
 class Daemon:
-    """One life of a daemon."""
+    """One run of a daemon."""
 
     store: ConversationStore
     number: int
@@ -86,7 +86,7 @@ class World:
         for name in "abc":
             self.open(name)
 
-    # -- what the model says --
+    # -- predictions of the model --
 
     def by_number(self, number: int) -> Daemon | None:
         return next((each for each in self.daemons.values() if each.number == number), None)
@@ -105,9 +105,9 @@ class World:
                 talk.running = None
 
     def expected(self, daemon: Daemon, name: str) -> type[PensieveError] | None:
-        """Return the expected error of a call that changes the log, or None.
+        """Return the error that a call that changes the log must raise, or None.
 
-        Without an error, the daemon then owns the conversation.
+        If there is no error, the daemon then owns the conversation.
         """
         talk = self.talks.get(name)
         if talk is None:
@@ -119,7 +119,7 @@ class World:
         self.take(daemon, talk)
         return None
 
-    # -- what happens --
+    # -- actions --
 
     def open(self, name: str) -> None:
         store = ConversationStore.open(
@@ -133,7 +133,7 @@ class World:
 
     def close(self, name: str, *, dies: bool) -> None:
         daemon = self.daemons.pop(name)
-        if dies:  # its row stays until the folder is opened again
+        if dies:  # its session row stays until the folder is opened again
             daemon.store.owners.end = lambda: None  # type: ignore[method-assign]
         daemon.store.close()
         self.open(name)
@@ -230,7 +230,7 @@ class World:
         assert self.epochs.setdefault(owner.epoch, held) == held
 
     def end(self, daemon: Daemon, name: str) -> None:
-        """End a turn that this daemon began, whatever has become of it."""
+        """End a turn that this daemon began, even if the turn has already ended or was taken over."""
         mine = [each for each in self.begun if each.daemon == daemon.number]
         if not mine:
             return
@@ -255,7 +255,7 @@ class World:
             talk.running, turn.revision = None, done
             self.finished.add(turn.request_id)
             return
-        if turn.revision and talk is not None and talk.made == turn.made:  # it is said again
+        if turn.revision and talk is not None and talk.made == turn.made:  # a repeated end
             again = store.finish_turn(turn.turn_id, late, "stop", {}, attempt=turn.attempt)
             assert again == turn.revision
             return
@@ -285,7 +285,7 @@ class World:
         target = self.chance.choice(NAMES)
         if name not in self.talks or target in self.talks:
             return
-        source = self.talks[name]  # anybody may, also while a turn runs
+        source = self.talks[name]  # any daemon may fork, also while a turn runs
         daemon.store.fork_conversation(name, source.revision, target)
         self.count += 1
         self.talks[target] = Talk(self.count, daemon.number, list(source.log), source.revision)
@@ -302,7 +302,7 @@ class World:
         running = talk.running
         owner = self.by_number(talk.owner)
         if running is not None and owner is not daemon and (owner is None or owner.is_expired):
-            running = None  # as the next claim will find it
+            running = None  # the next claim will interrupt this turn
         assert found.running_turn_id == (None if running is None else running.turn_id)
 
     def end_of_it(self) -> None:

@@ -1,4 +1,4 @@
-"""Owners of conversations: sessions, claims, and the fence around the end of a turn."""
+"""Owners of conversations: sessions, claims, and the check that only the owner ends a turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.store.older_schemas import POSTGRES_TO_SCHEMA_9, TO_SCHEMA_9
 from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[..., ConversationStore]
-OTHER = 17  # the number of another session
+OTHER = 17  # the number of another daemon's session
 
 
 def rows(store: ConversationStore, query: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -28,7 +28,7 @@ def rows(store: ConversationStore, query: str, *values: Any) -> list[tuple[Any, 
 
 
 def own_elsewhere(store: ConversationStore, name: str) -> None:
-    """Write the claim of another daemon."""
+    """Claim the conversation for another daemon, directly in the database."""
     running = store.get_conversation(name).running_turn_id
     with writer_of(store).writing() as conn:
         conn.execute(
@@ -65,7 +65,7 @@ def test_each_opening_is_a_session_and_the_one_before_has_ended(open_store: Open
 def test_a_history_of_the_schema_before_is_all_there_and_its_owners_keep_nobody_out(
     open_store: Open, driver: Any
 ) -> None:
-    """Its sessions were those of a history service, and only that service gave conversations owners."""
+    """Its sessions belonged to an earlier history service, which was the only one to set owners."""
     store = open_store()
     world(store)
     waits = Pending((NewMessage("user", "waits"),))
@@ -112,8 +112,8 @@ def test_a_turn_of_another_daemon_that_is_left_running_is_not_taken_for_ended(
     turn_id = begin(store, "tea", "r1", "hi", 1)
     with writer_of(store).writing() as conn:
         conn.execute("UPDATE owners SET session = ?, epoch = ?", (OTHER, OTHER))
-    store.interrupt_turn(turn_id)  # it goes on
-    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED  # no such daemon is alive
+    store.interrupt_turn(turn_id)  # has no effect: another daemon owns the turn
+    assert store.get_turn(turn_id).state is StoredTurnState.INTERRUPTED  # that daemon is not alive
 
 
 def test_an_unexpected_error_does_not_end_the_lease_thread(
@@ -205,7 +205,7 @@ def test_a_turn_is_ended_only_by_the_owner_of_its_conversation(store: Conversati
     own_elsewhere(store, "cup")
     with pytest.raises(Unavailable, match="another daemon has taken over"):
         store.finish_turn(running, reply("late", 9), "stop", {}, attempt=1)
-    with writer_of(store).writing() as conn:  # as if the other daemon had begun it again
+    with writer_of(store).writing() as conn:  # as if the other daemon had begun the turn again
         conn.execute(
             "UPDATE turns SET state = 'running', attempts = 2 WHERE turn_id = ?", (running,)
         )
@@ -215,7 +215,7 @@ def test_a_turn_is_ended_only_by_the_owner_of_its_conversation(store: Conversati
         with pytest.raises(Unavailable, match="another daemon has taken over"):
             store.fail_turn(running, "NAN_LOGITS", attempt)
         store.interrupt_turn(running, attempt)
-    with pytest.raises(Unavailable, match="another daemon has taken over"):  # its client asks again
+    with pytest.raises(Unavailable, match="another daemon has taken over"):  # the client retries
         store.finish_turn(running, reply("late", 9), "stop", {}, attempt=1)
     with pytest.raises(Unavailable, match="another daemon has taken over"):
         store.fail_turn(running, "x", 1)
@@ -237,7 +237,7 @@ def test_an_end_that_is_repeated_after_another_daemon_claimed_the_conversation_i
 def test_recovery_leaves_a_turn_alone_that_another_session_computes(
     store: ConversationStore,
 ) -> None:
-    """An unsure store interrupts only turns of its own conversations."""
+    """A store that is unsure about its turns interrupts only those of its own conversations."""
     for name in ("tea", "cup"):
         create(store, name)
     mine, other = begin(store, "tea", "r1", "hi", 1), begin(store, "cup", "r1", "hi", 1)
@@ -295,7 +295,7 @@ def test_what_the_engine_may_have_of_a_name_is_outdated(store: ConversationStore
     stale: list[tuple[str, str]] = []
     store.watch(lambda tenant, name: stale.append((tenant, name)))
     create(store, "tea")
-    assert stale == [("", "tea")]  # another daemon may have deleted one of the same name
+    assert stale == [("", "tea")]  # another daemon may have deleted a conversation of this name
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     assert stale == [("", "tea")]
     own_elsewhere(store, "tea")
@@ -304,7 +304,7 @@ def test_what_the_engine_may_have_of_a_name_is_outdated(store: ConversationStore
     store.claim("tea")
     store.claim("tea")
     assert stale[3:] == [("", "tea")]
-    store.claim("can")  # is not there
+    store.claim("can")  # does not exist
 
 
 def test_a_prefix_that_was_declared_anew_is_outdated(store: ConversationStore) -> None:
@@ -314,7 +314,7 @@ def test_a_prefix_that_was_declared_anew_is_outdated(store: ConversationStore) -
     begun = store.prefixes.begin(NewConversation("pot", "f", prefix_id="rules"))
     store.watch(lambda tenant, name: stale.append((tenant, name)))
     assert store.prefixes.num_shared_tokens(begun) == 2
-    with writer_of(store).writing() as conn:  # as another daemon would
+    with writer_of(store).writing() as conn:  # as another daemon would declare it again
         conn.execute("UPDATE conversations SET created_at = 7 WHERE conversation = 1")
     assert store.prefixes.num_shared_tokens(begun) == 2
     assert stale == [("", "prefix:rules")]

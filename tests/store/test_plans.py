@@ -1,4 +1,4 @@
-"""No everyday statement reads a whole table, so none slows down as conversations accumulate."""
+"""No everyday statement reads a whole table, so statements do not slow down with more conversations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pensieve.store.responses import StoredResponse
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
-pytestmark = pytest.mark.sqlite  # SQLite's plans
+pytestmark = pytest.mark.sqlite  # SQLite's query plans are the subject
 
-NO_TABLE = ("turns_running", "CONSTANT ROWS", "-ROW VALUES")  # or an index that is empty
+NO_TABLE = ("turns_running", "CONSTANT ROWS", "-ROW VALUES")  # or an almost empty index
 WHOLE_ON_PURPOSE = {"sqlite_schema", "space", "epochs", "_sqlite_migrations"}
 
 

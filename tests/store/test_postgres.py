@@ -1,4 +1,4 @@
-"""PostgreSQL only: its owner row, lost sessions, schema, damage and characters."""
+"""PostgreSQL only: exclusive use, lost sessions, schema, damage and characters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture
 def opened(tmp_path: Path, url: str) -> Iterator[Callable[..., ConversationStore]]:
-    """Open the database, each time with another data folder, like another daemon."""
+    """Open the database. Each call uses another data folder, like another daemon."""
     stores: list[ConversationStore] = []
 
     def open_one(holder: str = "pensieve test", **options: Any) -> ConversationStore:
@@ -77,7 +77,7 @@ def name_of(url: str) -> str:
 
 
 def end_sessions(postgres: PostgresServer, url: str) -> None:
-    """End all sessions, as an operator or a stopping server does, and wait until they are gone."""
+    """End all sessions, like an operator or a stopping server, and wait until they are gone."""
     here = f"FROM pg_stat_activity WHERE datname = '{name_of(url)}'"
     postgres.execute(f"SELECT pg_terminate_backend(pid) {here}")
     while postgres.execute(f"SELECT 1 {here}"):
@@ -88,7 +88,7 @@ def end_sessions(postgres: PostgresServer, url: str) -> None:
 
 
 def alone(url: str) -> PostgresLanes:
-    """Open the database exclusively, as a copy does."""
+    """Open the database exclusively, as a copy of the history does."""
     return PostgresLanes(Address(url), "alone", 0.05, 10.0, 1, True, 5.0)
 
 
@@ -134,7 +134,7 @@ def test_who_has_the_history_next_is_there_as_soon_as_the_one_before_has_gone(op
 def test_who_has_lost_the_history_to_another_writes_no_more(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    """An exclusive process. One of several daemons would lose only conversations that others claim."""
+    """The process had opened the history exclusively. A shared one would lose only claimed conversations."""
     first = alone(url)
     with first.writing():
         pass
@@ -170,7 +170,7 @@ def test_a_session_that_ended_while_nothing_was_done_is_no_error(
 def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    """The network between them failed, and with it our end of the connection."""
+    """The network has failed. The client's end of the connection is closed, but not the server's."""
     store = opened(busy_timeout_seconds=20.0)
     create(store, "tea")
     descriptor = writer_of(store).writers[0]._wire.conn.fileno()  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ def test_an_old_session_that_the_server_still_believes_in_is_ended_by_the_next(
 def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_read(
     opened: Open, postgres: PostgresServer, url: str
 ) -> None:
-    """An interrupted wait for a standby makes the commit visible, so the next session waits again."""
+    """An interrupted wait for a standby makes the commit visible, so the next session must wait again."""
     store = opened()
     create(store, "tea")
     turn_id = begin(store, "tea", "r1", "hi", 1)
@@ -221,7 +221,7 @@ def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_
                     names_of_standbys("")
                     assert read.result().state is StoredTurnState.COMPLETED
                     names_of_standbys("nobody")
-                else:  # the session lives on, and the server calls it a success
+                else:  # the session continues, and the server reports success
                     with pytest.raises(StoreUnavailable, match="synchronous replication"):
                         job.result()
                     found = pool.submit(store.get_conversation, "cup")
@@ -232,7 +232,7 @@ def test_a_commit_that_a_standby_does_not_have_is_waited_for_again_before_it_is_
 
 
 class LostAt:
-    """Sessions that are lost at the Nth statement from now, before or after it is executed."""
+    """Loses the session at the Nth statement from now, before or after the statement is executed."""
 
     def __init__(self, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.countdown = NEVER
@@ -328,9 +328,9 @@ def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(
             store.finish_turn(turn_id, reply("hello", 2), "stop", {})
         except StoreUnavailable:
             faults.heal()
-            create(store, f"new{number}")  # and reads what became of it
+            create(store, f"new{number}")  # this transaction first reads whether the turn ended
             if store.get_turn(turn_id).state is StoredTurnState.COMPLETED:
-                break  # it was the COMMIT
+                break  # the lost statement was the COMMIT
             store.interrupt_turn(turn_id)
     else:
         raise AssertionError("no COMMIT was lost")
@@ -338,7 +338,7 @@ def test_an_end_that_was_committed_in_spite_of_its_error_is_not_doubled(
     assert list(store.log("tea")) == [1, 2]
 
 
-# -- letters, names and numbers --
+# -- characters, names and numbers --
 
 
 def test_every_letter_comes_back(opened: Open) -> None:
@@ -380,7 +380,7 @@ def test_values_come_back_as_they_went(opened: Open) -> None:
     types = ("text", "bool", *["int8"] * 3, *["float8"] * 3, *["bytea"] * 2, *["text"] * 2)
     marks = ", ".join(f"?::{each}" for each in types)
     with writer_of(opened()).reading() as conn:
-        for _ in range(3):  # the second is prepared
+        for _ in range(3):  # the second call prepares the statement
             assert conn.execute(f"SELECT {marks}", values).fetchall() == [values]
         for number in (0, 1, -1, 9999, 10_000, 10**8, 12_345_678_901_234_567_890, -(10**20)):
             found = conn.execute("SELECT sum(n) FROM (SELECT ?::numeric AS n) AS s", (str(number),))
@@ -395,7 +395,7 @@ def test_values_come_back_as_they_went(opened: Open) -> None:
 def test_the_tables_and_columns_are_those_of_sqlite(
     opened: Open, tmp_path: Path, postgres: PostgresServer, url: str
 ) -> None:
-    """Finds a step that one of the schemas lacks."""
+    """Finds a migration step that is missing in one of the schemas."""
     opened().close()
     found = postgres.execute(
         "SELECT table_name, column_name FROM information_schema.columns"
@@ -493,7 +493,7 @@ def test_a_scrub_finds_a_record_that_fails_its_checksum(opened: Open) -> None:
     while not scrub.num_passes:
         assert scrub.step() == []
         num_steps -= 1
-    assert num_steps >= 0  # by which the pauses are reckoned
+    assert num_steps >= 0  # the pauses between steps are computed from this estimate
     with writer_of(store).reading() as conn:
         conn.execute("UPDATE bodies SET crc = crc + 1 WHERE body = 3")
     problems: list[str] = []
@@ -507,7 +507,7 @@ def test_what_an_earlier_process_has_wiped_is_found_by_the_next(opened: Open) ->
     with opened() as store:
         create(store, "tea")
         assert not store.erasure.due
-        store.changes.set_metadata("tea", {"topic": "milk"})  # no deletion, and wipes a body
+        store.changes.set_metadata("tea", {"topic": "milk"})  # no deletion, but it wipes a body
         assert store.erasure.due
     with opened() as store:
         assert store.erasure.due
@@ -533,7 +533,7 @@ def test_a_damaged_page_is_found_also_where_an_index_has_the_numbers(
                 state = ChainState(b"digest", b"session")
                 store.finish_turn(turn_id, reply("hello", 2), "stop", {}, state)
         database = name_of(url)
-        server.execute("VACUUM", database)  # then an index alone says which rows there are
+        server.execute("VACUUM", database)  # from now on, an index alone can list the rows
         ((path,),) = server.execute(f"SELECT pg_relation_filepath('pensieve.{table}')", database)
         server.stop()
         with (server.data / path).open("r+b") as file:
@@ -575,7 +575,7 @@ def test_damage_is_known_to_whoever_opens_the_history_next_and_to_no_other_histo
 
 @pytest.fixture
 def with_amcheck(postgres: PostgresServer) -> Iterator[PostgresServer]:
-    """A server with the extension amcheck: the system's, if the package's programs lack it."""
+    """A server with the extension amcheck. If the package's server lacks it, use the system's server."""
     available = "SELECT 1 FROM pg_available_extensions WHERE name = 'amcheck'"
     if postgres.execute(available):
         yield postgres
@@ -623,7 +623,7 @@ def test_indices_are_checked_where_the_role_may(
 
 
 def damage_an_index(postgres: PostgresServer, name: str) -> None:
-    """Make an index miss rows: it gets another sort order without being rebuilt."""
+    """Make an index miss rows: change its sort order without rebuilding it."""
     postgres.execute(
         "UPDATE pg_index SET indoption = '0 1'"
         " WHERE indexrelid = 'pensieve.conversations_prefix'::regclass",
@@ -644,11 +644,11 @@ def test_a_check_has_no_limit_but_that_of_its_statements(
         store.num_conversations()
 
 
-# -- messages there and back --
+# -- round trips --
 
 
 class Flights:
-    """A proxy before the server's socket, which counts round trips of the client."""
+    """A proxy for the server's socket that counts the client's round trips."""
 
     def __init__(self, server: Path, place: Path) -> None:
         self.num_flights = 0
@@ -693,7 +693,7 @@ def test_a_turn_takes_two_messages_there_and_back_to_begin_and_two_to_end(
         begun = flights.num_flights
         store.finish_turn(turn_id, reply("hello", 2), "stop", {})
         counts.append((begun - before, flights.num_flights - begun))
-    assert counts[1:] == [(2, 2)] * 4  # the first reserves numbers
+    assert counts[1:] == [(2, 2)] * 4  # the first turn also reserves numbers
     store.close()
     flights.close()
 
@@ -709,7 +709,7 @@ def test_an_error_inside_a_savepoint_is_raised_before_it_ends_and_undone_with_it
         conn.execute("RELEASE SAVEPOINT one")
         conn.execute("SAVEPOINT two")
         conn.execute(insert, ("b", 2))
-        conn.execute(insert, ("a", 1))  # which is there already; nobody waits for this
+        conn.execute(insert, ("a", 1))  # a duplicate; its error is not read yet
         with pytest.raises(psycopg_error(), match="prefixes_pkey"):
             conn.execute("RELEASE SAVEPOINT two")
         conn.execute("ROLLBACK TO SAVEPOINT two")
@@ -792,7 +792,7 @@ def test_a_password_is_in_no_error_and_no_setting_that_is_shown(
     assert resolved.settings.store == url
     print_settings(resolved)
     assert SECRET not in capsys.readouterr().out
-    assert "store" not in resolved.written  # which the engine's process is given
+    assert "store" not in resolved.written  # these settings are passed to the engine process
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The server is killed, damaged, filled and replaced by its standby, and no acknowledged turn is lost."""
+"""The server is killed, damaged, filled and replaced by its standby. No acknowledged turn may be lost."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_crash import check
 
 NUM_KILLS = 3 * SCALE
-SECONDS_MAX = 60.0  # until turns go on after a server was started again; it takes one or two
+SECONDS_MAX = 60.0  # from a restart of the server to the next turn; usually one or two seconds
 
-# Turns on four conversations; what cannot be written is tried again, as the service does.
+# Runs turns on four conversations, and retries failed writes as the service does.
 CHILD = """
 import os, sys, time
 from pathlib import Path
@@ -66,7 +66,7 @@ while True:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[PostgresServer]:
-    """A server for one test, which syncs acknowledged data to the disk."""
+    """A server for one test. It syncs acknowledged data to the disk."""
     if problem := postgres_server.missing():
         pytest.skip(problem)
     made = PostgresServer()
@@ -79,7 +79,7 @@ def server(tmp_path: Path) -> Iterator[PostgresServer]:
 
 
 class Talker:
-    """A process that talks; `acknowledged` grows."""
+    """A process that runs turns. `acknowledged` lists the turns that it reported."""
 
     def __init__(self, path: Path, url: str) -> None:
         self._process = subprocess.Popen(
@@ -171,12 +171,12 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
 
             with pytest.raises(StoreUnavailable, match="the server's disk is full"):
                 talk()
-            number = next(numbers) - 1  # which was refused
+            number = next(numbers) - 1  # the number of the turn that was refused
             assert number > 3
             assert len(store.messages("tea")) == 2 * number
             assert store.get_conversation("tea").running_turn_id is None
             subprocess.run(["mount", "-o", "remount,size=64m", str(small)], check=True)
-            # As its client would try it again: its beginning may be there, interrupted.
+            # Retry as a client would. The beginning of the turn may be stored, as interrupted.
             say(store, "tea", f"r{number}", long_question(number), reply("yes", 2))
             assert len(store.messages("tea")) == 2 * number + 2
             assert store.verify() == []
@@ -186,8 +186,8 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(
 
 
 def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresServer) -> None:
-    # Autovacuum would record that the damaged page has room and that a scan of the table is cheap.
-    # Then `create` at the end would use that page, or read all pages.
+    # Autovacuum would record that the damaged page has room, and that a scan of the table is cheap. Then the
+    # last `create` would use the damaged page, or read all pages.
     server.execute("ALTER SYSTEM SET autovacuum = off")
     server.execute("SELECT pg_reload_conf()")
     url = server.new_database()
@@ -196,7 +196,7 @@ def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresS
             create(store, f"c{number}")
             text = (
                 random.Random(number).randbytes(700).hex()
-            )  # so that no plan reads the whole table
+            )  # so that no query plan reads the whole table
             say(store, f"c{number}", "r", user(text, 1), reply("hello", 2))
     database = url.split("/")[3].split("?")[0]
     ((path,),) = server.execute("SELECT pg_relation_filepath('pensieve.bodies')", database)
@@ -210,7 +210,7 @@ def test_a_damaged_page_is_damage_and_is_named(tmp_path: Path, server: PostgresS
         assert "a page of the database is damaged" in store.integrity_check()[0]
         with pytest.raises(StoreCorrupt, match="a page of the database is damaged"):
             [store.log(f"c{number}") for number in range(40)]
-        create(store, "new")  # the service takes no changes from then on; the store itself could
+        create(store, "new")  # the service would now refuse changes, but the store does not
 
 
 def test_a_daemon_that_starts_waits_for_a_server_that_is_away(
@@ -241,7 +241,7 @@ def test_a_server_that_refuses_a_daemon_is_not_waited_for(
 def test_a_standby_takes_over_with_every_acknowledged_turn(
     tmp_path: Path, server: PostgresServer
 ) -> None:
-    """With streaming replication, commits that wait for the standby, and a URL with both hosts."""
+    """With streaming replication, commits that wait for the standby, and both hosts in the URL."""
     url = server.new_database()
     standby = PostgresServer(cluster_name="standby")
     talker = None

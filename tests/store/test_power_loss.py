@@ -1,4 +1,4 @@
-"""After a power loss at any moment, acknowledged data is there and deleted data is gone."""
+"""After a power loss at any moment, acknowledged data is present and deleted data is gone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.store.power import NOTE, Event, files_after, recorded, recorder
 
 NUM_SEEDS = 150 * SCALE
 
-# Turns on four conversations, deletions and compaction between; a note once something is promised.  The
-# log is checkpointed often, and the process ends as one that is killed does.
+# Runs turns on four conversations, and between them deletions and compaction. Notes each promise.
+# The log is checkpointed often, and the process ends without closing, as if it were killed.
 CHILD = """
 import importlib, json, os, random, sys
 from pathlib import Path
@@ -82,7 +82,7 @@ def promised(events: Sequence[Event]) -> tuple[dict[str, dict[str, str]], set[st
         if what == "said":
             request_id, text = rest
             turns.setdefault(name, {})[request_id] = text
-        elif what == "deleting":  # from here on it may be there or not
+        elif what == "deleting":  # from now on, the text may be present or not
             last[name] = turns.pop(name)
         else:
             gone |= set(last[name].values())
@@ -90,7 +90,7 @@ def promised(events: Sequence[Event]) -> tuple[dict[str, dict[str, str]], set[st
 
 
 def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[str]:
-    """Return what a history that survived a power loss lacks, given these events."""
+    """Return the promises that a history breaks after a power loss that follows these events."""
     turns, gone = promised(events)
     wrong = []
     try:
@@ -113,7 +113,7 @@ def what_is_wrong(folder: Path, events: Sequence[Event], driver: Any) -> list[st
 
 
 def losses(events: Sequence[Event], folder: Path, driver: Any, num_seeds: int) -> list[str]:
-    """Return the problems after power losses at several moments, half of them right after a promise."""
+    """Return the problems after power losses at several moments. Half of them come right after a promise."""
     notes = [at for at, event in enumerate(events) if event.what == NOTE]
     found = []
     for seed in range(num_seeds):
@@ -140,7 +140,7 @@ def test_a_loss_of_power_loses_nothing_acknowledged(
 def test_without_a_sync_at_each_commit_something_acknowledged_would_be_lost(
     library: Path, tmp_path: Path, driver: Any, synchronous: str
 ) -> None:
-    """Shows that the simulated power loss of the test above does lose data."""
+    """This shows that the simulated power loss of the test above can lose data."""
     events = record(library, tmp_path / "data", driver, synchronous)
     found = losses(events, tmp_path / "after", driver, 12)
     assert any("is lost" in each for each in found)

@@ -79,7 +79,7 @@ def test_a_response_needs_its_conversation(spoken: ConversationStore) -> None:
         spoken.responses.save(dataclasses.replace(of_tea(), conversation_id="cup"))
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_nothing_of_a_deleted_response_is_on_the_disk(spoken: ConversationStore) -> None:
     spoken.responses.save(of_tea())
     assert b"SECRET" in raw(spoken)
@@ -137,15 +137,15 @@ def test_a_response_is_stored_in_the_transaction_of_its_reply(spoken: Conversati
     turn_id = begin(spoken, "tea", "r2", "again", 12)
     of_cup = dataclasses.replace(of_tea("resp_2"), conversation_id="cup")
     spoken.responses.save(of_cup)
-    with pytest.raises(AlreadyExists):  # then neither of them is there
+    with pytest.raises(AlreadyExists):  # neither the turn's end nor the response is stored
         spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=of_tea("resp_2"))
     assert spoken.get_conversation("tea").revision == 1
-    turn_id = begin(spoken, "tea", "r2", "again", 12)  # an end that fails is an end
+    turn_id = begin(spoken, "tea", "r2", "again", 12)  # the failed end has interrupted the turn
     done = of_tea(revision=None, body={"status": "completed"})
     assert spoken.finish_turn(turn_id, reply("yes", 22), "stop", {}, response=done) == 2
     again = found(spoken, "resp_1")
     assert again is not None
     assert (again.body, again.revision) == ({"status": "completed"}, 2)
-    spoken.responses.save(of_tea(revision=None, body={"status": "in_progress"}))  # too late
+    spoken.responses.save(of_tea(revision=None, body={"status": "in_progress"}))  # ignored: late
     assert found(spoken, "resp_1") == again
     assert spoken.verify() == []

@@ -14,7 +14,7 @@ from pensieve.store.sqlite_backend import scrub_of_files
 from tests.store.faulty import world, writer_of
 from tests.store.talk import create, reply, say, user
 
-pytestmark = pytest.mark.sqlite  # it damages SQLite's file; PostgreSQL's is in test_postgres.py
+pytestmark = pytest.mark.sqlite  # damages SQLite's file; PostgreSQL's are in test_postgres.py
 
 Open = Callable[..., ConversationStore]
 
@@ -26,7 +26,7 @@ def whole_pass(path: Path, driver: Any) -> list[str]:
         if problems := scrub.step():
             return problems
         if scrub.num_passes:
-            assert number < num_steps  # by which the pauses are reckoned
+            assert number < num_steps  # the pauses between steps are computed from this estimate
             return []
     raise AssertionError("it does not come to its end")
 
@@ -69,7 +69,7 @@ def test_a_damaged_page_is_found_whichever_it_is(path: Path, driver: Any) -> Non
     conn.close()
     num_pages = len(sound) // page_bytes
     unseen = []
-    for page in range(3, num_pages + 1):  # 2 says where pages belong, for shortening the file
+    for page in range(3, num_pages + 1):  # page 2 is a map of pages, only used to shorten the file
         at = (page - 1) * page_bytes
         path.write_bytes(sound[:at] + bytes(page_bytes) + sound[at + page_bytes :])
         if not whole_pass(path, driver):
@@ -97,7 +97,7 @@ def test_a_flipped_bit_in_a_text_is_found(path: Path, driver: Any) -> None:
 def test_a_text_that_is_no_text_any_more_is_damage_and_no_fault_of_ours(
     path: Path, driver: Any, open_store: Open, damage: str
 ) -> None:
-    """The driver has no error code for it, so it must not end the daemon."""
+    """The driver has no error code for such a text. The error must still not end the daemon."""
     conn = driver.connect(str(path))
     conn.execute(damage)
     conn.commit()

@@ -1,4 +1,4 @@
-"""Calls that wait for SQLite share a commit. Each is complete or absent, and answered after the commit."""
+"""Calls that wait for SQLite share a commit. Each call happens or not, and is answered after the commit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUSY, IO_ERROR, FULL = 5, 10, 13
 
 
 class Recorder:
-    """A driver that records each statement, and fails at those that `fails` selects."""
+    """A driver that records each statement, and fails the statements that `fails` selects."""
 
     def __init__(self) -> None:
         self.Error = preferred_driver.Error
@@ -71,7 +71,7 @@ def recorder() -> Recorder:
 def store(
     tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ConversationStore]:
-    monkeypatch.setattr(shared_commits, "GROUP_SECONDS", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(shared_commits, "GROUP_SECONDS", 60.0)  # enough for a busy machine
     path = tmp_path / "data"
     with ConversationStore.open(path, "test", driver=recorder, num_lanes=LANES) as opened:
         yield opened
@@ -89,7 +89,7 @@ def num_waiting(store: ConversationStore) -> int:
 
 
 def together(store: ConversationStore, *calls: Callable[[], Any]) -> list[Any]:
-    """Make the calls in this order while all wait for the connection. Return their results or errors."""
+    """Make the calls in this order while all wait for the connection. Return the results or errors."""
 
     def made(call: Callable[[], Any]) -> Any:
         try:
@@ -332,7 +332,7 @@ def test_nobody_is_answered_before_the_commit(store: ConversationStore, recorder
 def test_a_lost_turn_does_not_end_the_turn_that_has_its_id(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite gives a rolled-back id to the next turn before the first call learns of the rollback."""
+    """SQLite reuses a rolled-back id for the next turn before the first call learns of the rollback."""
     for name in ("loses", "wins"):
         create(store, name)
     writing = commits(store).writing
@@ -389,7 +389,7 @@ def test_a_refusal_leaves_the_store_sure(store: ConversationStore, recorder: Rec
     recorder.statements.clear()
     create(store, "cup")
     assert recorder.num("COMMIT") == 1
-    with pytest.raises(InvalidArgument):  # but to end a turn was tried
+    with pytest.raises(InvalidArgument):  # unlike the calls above, this one tried to end a turn
         store.finish_turn(turn_id, reply("\ud800", 2), "stop", {})
     recorder.statements.clear()
     create(store, "pot")
@@ -413,7 +413,7 @@ def test_a_refusal_by_a_row_that_is_not_committed_is_not_told(
 def test_the_late_end_of_a_dead_turn_does_not_keep_it_alive(
     store: ConversationStore, recorder: Recorder
 ) -> None:
-    """Whatever becomes of the commit that it waits for."""
+    """The commit that this call waits for fails."""
     (turn_id,) = begun(store, "tea")
     store.interrupt_turn(turn_id)
     assert begin(store, "tea", "r1", "hi", 1) == turn_id
@@ -432,9 +432,9 @@ def test_the_late_end_of_a_dead_turn_does_not_keep_it_alive(
 
 
 class Interrupted(shared_commits.Waiter):
-    """Some waits end with KeyboardInterrupt."""
+    """A Waiter some of whose waits end with KeyboardInterrupt."""
 
-    plans: dict[int, list[str]]  # for the next waits of a thread
+    plans: dict[int, list[str]]  # thread -> what its next waits do
 
     def wait(self) -> None:
         plan = self.plans.get(threading.get_ident())
@@ -482,7 +482,7 @@ def test_who_is_interrupted_while_it_waits_is_not_waited_for(
 def test_who_is_interrupted_when_it_is_woken_passes_its_turn_on(
     store: ConversationStore, plans: dict[int, list[str]], number: int
 ) -> None:
-    """As the first thread of a group, within it, at its end, and for a read."""
+    """The interrupted thread is the first of a group, in the middle, the last, or waits to read."""
     calls: list[Callable[[], object]] = [
         lambda: create(store, "a"),
         lambda: create(store, "b"),
@@ -527,7 +527,7 @@ def test_a_thread_uses_it_once_at_a_time(store: ConversationStore) -> None:
 def test_threads_talk_and_delete_at_once_and_nothing_is_lost_or_miscounted(
     tmp_path: Path,
 ) -> None:
-    """With a daemon's timeouts and driver."""
+    """Use the timeouts and the driver of a daemon."""
     num_turns = 15 * SCALE
     failures: list[BaseException] = []
 
@@ -538,7 +538,7 @@ def test_threads_talk_and_delete_at_once_and_nothing_is_lost_or_miscounted(
                 create(store, f"{name}-{number}", user("a secret", 1))
                 store.fork_conversation(name, number + 1, f"{name}-fork-{number}")
                 for each in (f"{name}-{number}", f"{name}-fork-{number}"):
-                    with contextlib.suppress(PensieveError):  # another one reads
+                    with contextlib.suppress(PensieveError):  # another thread is reading
                         store.delete_conversation(each)
                     with contextlib.suppress(NotFound):
                         store.get_conversation(each)

@@ -43,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(path: Path) -> Iterator[Start]:
-    """Start processes, which are ended after the test."""
+    """Start processes, and end them after the test."""
     started: list[Process] = []
 
     def one(name: str, **options: Any) -> Process:
@@ -64,7 +64,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 def took(process: Process, *call: Any) -> bool:
-    """Return whether a call is accepted now."""
+    """Return whether a call now succeeds."""
     answer = process(*call)
     return not (isinstance(answer, list) and answer[:2] == ["error", "OwnedElsewhere"])
 
@@ -85,13 +85,13 @@ def test_who_makes_a_conversation_has_it_and_others_are_told_where(
     assert a("say", "tea", "r1", 2) == 1
     error = b("begin", "tea", "r2", 3)
     assert error == ["error", "OwnedElsewhere", "conversation 'tea' is served by a at a:1"]
-    assert b("log", "tea") == [1, 2, 2]  # anybody reads
+    assert b("log", "tea") == [1, 2, 2]  # every daemon may read
     assert b("owner", "tea")[0] == "a"
     assert b("delete", "tea")[1] == "OwnedElsewhere"
     a("close")
     assert b("told") == [[], {}]
     assert b("say", "tea", "r2", 3) == 2
-    assert b("told") == [["tea"], {}]  # who had it has left
+    assert b("told") == [["tea"], {}]  # no origin is given, because the previous owner has left
     b("close")
     assert verified(path) == []
 
@@ -113,7 +113,7 @@ def test_what_a_killed_daemon_had_is_claimed_after_its_lease(start: Start, path:
 
 
 def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
-    """At once: the lock on its folder shows that its predecessor is dead."""
+    """This happens at once: the lock on its folder shows that the predecessor is dead."""
     a, b = start("a"), start("b")
     a("create", "tea")
     turn_id, *_ = a("begin", "tea", "r1", 2)
@@ -122,7 +122,7 @@ def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
     a.kill()
     again = start("a")
     assert again("running", "tea") is None
-    assert again("running", "cup") == other  # another session's, which goes on
+    assert again("running", "cup") == other  # a turn of another session continues
     assert b("say", "tea", "r2", 4) == 1
     assert b("finish", other, 1, 5) == 1
     assert again("say", "tea", "r3", 6)[1] == "OwnedElsewhere"
@@ -130,7 +130,7 @@ def test_a_daemon_that_starts_again_ends_what_it_had(start: Start) -> None:
 
 
 def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
-    """From a daemon that was stopped for longer than its lease."""
+    """The daemon was stopped (SIGSTOP) for longer than its lease."""
     a, b = start("a", lease_seconds=LEASE_SECONDS), start("b")
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
@@ -142,7 +142,7 @@ def test_the_late_end_of_a_turn_is_refused(start: Start, path: Path) -> None:
     assert b("log", "tea") == [1]
     assert b("finish", turn_id, attempt + 1, 7) == 1
     assert a("finish", turn_id, attempt, 99)[1] == "Unavailable"
-    assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"  # it has found that it lives
+    assert a("say", "tea", "r2", 3)[1] == "OwnedElsewhere"  # a has noticed that it still runs
     assert a("log", "tea") == [1, 2, 7]
     for each in (a, b):
         each("close")
@@ -154,7 +154,7 @@ def test_an_expired_lease_ends_nothing_that_nobody_has_claimed(start: Start) -> 
     a("create", "tea")
     turn_id, attempt, *_ = a("begin", "tea", "r1", 2)
     a.stop()
-    wait_until(lambda: b("running", "tea") is None)  # as the next claim would find it
+    wait_until(lambda: b("running", "tea") is None)  # the next claim would interrupt the turn
     a.go_on()
     assert a("finish", turn_id, attempt, 7) == 1
     assert a("log", "tea") == [1, 2, 7]
@@ -188,7 +188,7 @@ def test_what_another_daemon_deleted_and_made_again_is_not_taken_for_what_it_was
 
 
 def test_two_owners_never_share_an_epoch(start: Start, path: Path) -> None:
-    """Three daemons claim the same conversations of a dead fourth one at once."""
+    """Three daemons claim the same conversations of a dead fourth daemon at once."""
     before = start("before")
     for number in range(20 * SCALE):
         before("create", f"c{number}")
@@ -197,7 +197,7 @@ def test_two_owners_never_share_an_epoch(start: Start, path: Path) -> None:
     for seed, each in enumerate(racers):
         each.put("race", "c", 20 * SCALE, seed)
     won = [entry for each in racers for entry in each.answer()]
-    assert len(won) == 20 * SCALE  # each by one
+    assert len(won) == 20 * SCALE  # each conversation was claimed by one daemon
     assert len({epoch for _, epoch, _ in won}) == len(won)
     for each in racers:
         each("close")
@@ -238,7 +238,7 @@ def test_a_daemon_that_has_a_history_for_itself_excludes_others_and_is_excluded(
         with pytest.raises(StoreLocked, match="is in use by daemons that share it"):
             ConversationStore.open(path.parent, "test")
         with pytest.raises(StoreLocked):
-            ConversationStore.open(tmp_path / "a", "test", url=url)  # the other daemon's folder
+            ConversationStore.open(tmp_path / "a", "test", url=url)  # that folder is in use
     with pytest.raises(StoreError, match="give each daemon its own --data folder"):
         ConversationStore.open(path.parent, "test", url=url)
     with ConversationStore.open(path.parent, "test") as store:
@@ -252,7 +252,7 @@ def test_a_file_that_all_left_unclosed_is_checked(start: Start, path: Path) -> N
     a("create", "tea")
     a.kill()
     with ConversationStore.open(path.parent / "c", "test", url=f"sqlite://{path}") as store:
-        assert not store.integrity_check_due  # others have it open
+        assert not store.integrity_check_due  # another daemon has the file open
     b.kill()
     with ConversationStore.open(path.parent / "c", "test", url=f"sqlite://{path}") as store:
         assert store.integrity_check_due
@@ -279,7 +279,7 @@ def test_what_a_daemon_that_died_had_to_erase_is_erased_by_who_cleans_up(
     with ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}") as store:
         assert store.keeps_house
         store.erasure.tidy()
-        assert store.erasure.due  # whatever the log contains
+        assert store.erasure.due  # the log may contain deleted text
         while store.erasure.step():
             pass
         assert path.with_name("shared.db-wal").stat().st_size == 0
@@ -395,9 +395,9 @@ def test_a_process_that_stops_before_its_turn_is_not_waited_for(
     turn.waited = waits.append
     for _ in range(3):
         with turn.taken():
-            time.sleep(module.SLICE_SECONDS * 2)  # it cannot overtake in the next round
+            time.sleep(module.SLICE_SECONDS * 2)  # so that it cannot overtake in the next round
     assert 0.5 <= waits[0] < 4.0
-    assert max(waits[1:]) < 0.4  # its patience is not spent again
+    assert max(waits[1:]) < 0.4  # later rounds do not wait for the stopped process again
     os.close(following)
     with turn.taken():
         pass
@@ -440,7 +440,7 @@ def test_a_link_to_the_file_is_the_same_history(tmp_path: Path) -> None:
 def test_a_lock_that_was_lost_and_found_again_is_shared(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system freed the lock to change it, and another process took and released it meanwhile."""
+    """The system frees the lock to change it. Meanwhile another process takes and releases the lock."""
     file = module.SharedFile.open(path)
     flock, refused = fcntl.flock, [True]
 
@@ -455,19 +455,19 @@ def test_a_lock_that_was_lost_and_found_again_is_shared(
         patch.setattr(fcntl, "flock", lose_once)
         file.share()
     assert not refused
-    other = module.SharedFile.open(path)  # not StoreLocked
+    other = module.SharedFile.open(path)  # must not raise StoreLocked
     assert not other.is_alone
     for each in (other, file):
         each.close(clean=True)
 
 
-# -- random worlds --
+# -- random actions --
 
 
 def test_in_a_random_world_nothing_is_lost_or_doubled(start: Start, path: Path) -> None:
-    """Three daemons talk in the same conversations, and are killed and stopped.
+    """Three daemons run turns in the same conversations, and are killed and stopped.
 
-    Every acknowledged turn is in the log exactly once, in the order of its revision. All turns of one epoch
+    Every acknowledged turn is in the log exactly once, in the order of its revision. All turns of an epoch
     come from one daemon.
     """
     said: list[list[Any]] = []
@@ -528,7 +528,7 @@ def test_in_a_random_world_nothing_is_lost_or_doubled(start: Start, path: Path) 
             by_revision = {entry[3]: entry[2] for entry in said if entry[1] == name}
             assert len(by_revision) == len([entry for entry in said if entry[1] == name])
             for revision, token in by_revision.items():
-                assert log.count(token) == 2  # the message and its reply
+                assert log.count(token) == 2  # once in the message, once in its reply
                 assert [m.revision for m in messages if list(m.token_ids or ()) == [token]] in (
                     [revision, revision],
                     [],

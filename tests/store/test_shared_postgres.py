@@ -30,7 +30,7 @@ from tests.store.postgres_server import USER, PostgresServer
 from tests.store.sharing_process import KEEP_OWNERS, LEASE_SECONDS, Process
 from tests.store.talk import begin, create
 from tests.store.test_postgres import name_of
-from tests.store.test_shared_file import (  # noqa: F401  these are the same on both databases
+from tests.store.test_shared_file import (  # noqa: F401  the same tests run on both databases
     NUM_CONVERSATIONS,
     check_epochs,
     test_a_daemon_that_starts_again_ends_what_it_had,
@@ -52,7 +52,7 @@ PIECE = 1 << 16
 
 
 class Proxy:
-    """A proxy before the server's socket. While `cut`, it forwards nothing and closes nothing."""
+    """A proxy for the server's socket. While `cut`, it forwards nothing, but closes nothing."""
 
     def __init__(self, server: Path) -> None:
         self._server = str(server / SOCKET)
@@ -71,7 +71,7 @@ class Proxy:
         self._goes.clear()
 
     def heal(self, *, closes: bool) -> None:
-        """Forward again. `closes`: earlier connections are lost on both sides."""
+        """Forward again. With `closes`, connections from before are lost on both sides."""
         if closes:
             for each in list(self._open):
                 with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ def url(postgres: PostgresServer) -> Iterator[str]:
 
 @pytest.fixture
 def path(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The parent of the daemons' folders."""
+    """The parent folder of the daemons' data folders."""
 
     def verified(path: Path) -> list[str]:
         with ConversationStore.open(path.parent / "last", "test", url=url) as store:
@@ -129,7 +129,7 @@ def path(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start(path: Path, url: str) -> Iterator[Start]:
-    """Start processes, which are ended after the test."""
+    """Start processes, and end them after the test."""
     started: list[Process] = []
 
     def one(name: str, **options: Any) -> Process:
@@ -169,7 +169,7 @@ def test_a_daemon_that_was_cut_off_ends_no_turn_that_another_one_has_claimed(
     proxy.heal(closes=closes)
     assert a.answer()[1] in ("Unavailable", "StoreUnavailable")
     wait_until(lambda: a("finish", turn_id, attempt, 99)[1] == "Unavailable")
-    assert a("finish", kept, 1, 8) == 1  # nobody has claimed it
+    assert a("finish", kept, 1, 8) == 1  # no other daemon has claimed this conversation
     assert b("log", "tea") == [1, 2, 7]
     assert b("log", "cup") == [1, 3, 8]
 
@@ -204,7 +204,7 @@ def test_a_daemon_that_stops_while_it_has_what_every_opening_needs_is_not_waited
 
 
 def test_a_daemon_does_not_end_its_own_transactions(tmp_path: Path, url: str) -> None:
-    """However long its thread computes between two statements."""
+    """This holds however long its thread computes between two statements."""
     with ConversationStore.open(
         tmp_path / "a", "test", url=url, replica="a", lease_seconds=LEASE_SECONDS, num_lanes=2
     ) as store:
@@ -225,7 +225,7 @@ def sessions(store: ConversationStore) -> list[Session]:
 
 @pytest.fixture
 def modest_url(postgres: PostgresServer, url: str) -> Iterator[str]:
-    """The same database for a role that sees all sessions, but may not end those of a superuser."""
+    """The same database for a role that sees all sessions, but may not end sessions of a superuser."""
     postgres.execute("CREATE ROLE modest LOGIN IN ROLE pg_monitor")
     postgres.execute(f"GRANT CREATE ON DATABASE {name_of(url)} TO modest")
     yield url.replace(f"{USER}@", "modest@")
@@ -267,7 +267,7 @@ def test_a_daemon_starts_though_it_cannot_end_what_stands_still(
 def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_the_conversation(
     tmp_path: Path, url: str, postgres: PostgresServer
 ) -> None:
-    """As in a history of an older version, whose conversations have no owners."""
+    """The conversation has no owner, as in a history of an older version."""
     with (
         ConversationStore.open(tmp_path / "a", "test", url=url) as a,
         ConversationStore.open(tmp_path / "b", "test", url=url) as b,
@@ -298,10 +298,10 @@ def test_a_turn_does_not_begin_while_messages_become_pending_though_nobody_has_t
 def test_in_a_random_world_nothing_is_lost_or_doubled(
     start: Start, path: Path, url: str, postgres: PostgresServer
 ) -> None:
-    """Three daemons talk in the same conversations. Each in turn is killed, stopped and cut off.
+    """Three daemons run turns in the same conversations. Each in turn is killed, stopped and cut off.
 
-    Every acknowledged turn is in the log exactly once, at its revision. All turns of one epoch come from
-    one daemon.
+    Every acknowledged turn is in the log exactly once, at its revision. All turns of an epoch come from one
+    daemon.
     """
     said: list[list[Any]] = []
     proxies = {name: Proxy(postgres.path) for name in "abc"}
@@ -363,7 +363,7 @@ def test_in_a_random_world_nothing_is_lost_or_doubled(
             entries = [entry for entry in said if entry[1] == name]
             assert len({entry[3] for entry in entries}) == len(entries)
             for _, _, token, revision, *_ in entries:
-                assert log.count(token) == 2  # the message and its reply
+                assert log.count(token) == 2  # once in the message, once in its reply
                 found = [m.revision for m in messages if list(m.token_ids or ()) == [token]]
                 assert found == [revision, revision]
         assert store.verify() == []

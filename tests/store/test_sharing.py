@@ -23,7 +23,7 @@ needs_sqlite = pytest.mark.skipif(
 
 
 class Daemons:
-    """The stores. `stale` lists conversations whose KV may be outdated, by replica."""
+    """The stores. `stale` lists (replica, conversation) pairs whose KV may be outdated."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -60,7 +60,7 @@ def test_it_is_taken_only_where_no_turn_runs(daemons: Daemons) -> None:
     a.finish_turn(running, reply("hello", 2), "stop", {})
     daemons.stale.clear()
     b.take("tea")
-    assert b.came_from == {("", "tea"): "a:1"}  # which may have its KV
+    assert b.came_from == {("", "tea"): "a:1"}  # the address of a, which may have the KV
     assert daemons.stale == [("b", "tea")]
     with pytest.raises(OwnedElsewhere):
         begin(a, "tea", "r2", "more", 3)
@@ -68,7 +68,7 @@ def test_it_is_taken_only_where_no_turn_runs(daemons: Daemons) -> None:
         a.rewind_conversation("tea", 0)
     with pytest.raises(OwnedElsewhere):
         a.delete_conversation("tea")
-    assert list(a.log("tea")) == [1, 2]  # anybody reads
+    assert list(a.log("tea")) == [1, 2]  # every daemon may read
 
 
 @needs_sqlite
@@ -80,14 +80,14 @@ def test_whence_a_conversation_came_is_remembered_for_its_next_turn_and_of_no_ot
         create(a, name)
     b.take("tea")
     b.take("cup")
-    b.claim("tea")  # is of the same epoch
+    b.claim("tea")  # keeps the epoch
     assert b.came_from == {("", "tea"): "a:1", ("", "cup"): "a:1"}
     b.delete_conversation("cup")
     create(b, "cup")
     assert b.came_from == {("", "tea"): "a:1"}
     a.take("tea")
     a.close()
-    b.claim("tea")  # who had it has left
+    b.claim("tea")  # the previous owner has left
     assert b.came_from == {}
     monkeypatch.setattr(owners_module, "CAME_FROM_MAX", 2)
     again = daemons.open("a")
@@ -108,7 +108,7 @@ def test_a_fork_is_of_who_made_it_and_knows_whether_the_source_is(daemons: Daemo
     b.take("tea")
     say(b, "tea", "r2", user("more", 3), reply("yes", 4))
     daemons.stale.clear()
-    a.fork_conversation("tea", 1, "pot")  # of what its engine has, which is not all there was
+    a.fork_conversation("tea", 1, "pot")  # a's engine does not have the newest turn of tea
     assert ("a", "tea") in daemons.stale
     assert ("b", "tea") not in daemons.stale
 
@@ -116,7 +116,7 @@ def test_a_fork_is_of_who_made_it_and_knows_whether_the_source_is(daemons: Daemo
 def test_a_turn_that_ends_while_it_is_read_is_not_read_as_interrupted(
     open_store: Callable[..., ConversationStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snapshot is older than the turn's end and shows it as running."""
+    """The snapshot is older than the turn's end, so it shows the turn as running."""
     store = open_store()
     create(store, "tea")
     turn = begin(store, "tea", "r1", "hi", 1)

@@ -69,7 +69,7 @@ def test_whatever_is_done_the_count_is_what_the_records_add_up_to(
             else:
                 act(store, deed, drawn, names, number)
         except PensieveError:
-            continue  # a turn runs, a revision that is gone: nothing has happened
+            continue  # a turn runs, or a revision does not exist: nothing was changed
     assert store.verify() == []
     for name, tenant in names:
         running = store.get_conversation(name, tenant=tenant).running_turn_id

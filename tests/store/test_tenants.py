@@ -1,4 +1,4 @@
-"""Another tenant's conversation looks exactly like one that never existed, also in the work it takes."""
+"""A conversation of another tenant looks like one that never existed, also by the work of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pensieve.store import ConversationStore, NewConversation, NewTurn
 from tests.store.faulty import writer_of
 from tests.store.talk import user
 
-pytestmark = pytest.mark.sqlite  # it counts the instructions of SQLite's machine
+pytestmark = pytest.mark.sqlite  # counts instructions of SQLite's virtual machine
 
 PROBES: dict[str, Callable[[ConversationStore, str], object]] = {
     "get": lambda store, name: store.get_conversation(name, tenant="b"),
@@ -30,7 +30,7 @@ PROBES: dict[str, Callable[[ConversationStore, str], object]] = {
 
 
 def work(store: ConversationStore, probe: Callable[[], object]) -> tuple[list[str], int]:
-    """Return a probe's statements, and how many instructions of SQLite's virtual machine they take."""
+    """Return a probe's statements, and the number of its instructions in SQLite's virtual machine."""
     statements: list[str] = []
     instructions = 0
 
@@ -62,7 +62,7 @@ def test_a_probe_of_another_tenants_id_is_the_work_of_one_that_never_was(
     probe = PROBES[name]
     for _ in range(
         2
-    ):  # statements are prepared once; after a refusal one more, which looks for dead turns
+    ):  # the first call prepares statements; the next may have one more, to look for dead turns
         work(store, lambda: probe(store, "warm"))
     statements, instructions = work(store, lambda: probe(store, "a7"))
     assert statements

@@ -1,4 +1,4 @@
-"""Only as many threads as there are lanes may use the store at a time."""
+"""At most as many threads as there are lanes may use the store at a time."""
 
 from __future__ import annotations
 

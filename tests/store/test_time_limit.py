@@ -1,4 +1,4 @@
-"""A runaway statement ends, and the history stays usable."""
+"""A statement that runs for too long is ended, and the history stays usable."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Open = Callable[..., ConversationStore]
 LONG = """
     WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 30000000)
     SELECT count(*) FROM n
-"""  # seconds, where nothing ends it
+"""  # runs for seconds unless it is interrupted
 
 
 @pytest.fixture
 def seconds(url: str) -> float:
-    """Return a time limit. A database in another process needs more on a loaded machine."""
+    """Return a time limit. A database in another process needs a longer one on a busy machine."""
     return 0.5 if url else 0.05
 
 
@@ -49,7 +49,7 @@ def test_a_transaction_that_runs_away_ends_and_changes_nothing(
 def test_a_read_that_runs_away_ends_and_the_next_one_is_answered(
     open_store: Open, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the store's connection and on that of a reader."""
+    """A read on the store's connection, and one on a reader's connection."""
     store = open_store(statement_seconds=seconds)
     create(store, "tea")
     reader = store.reader()
@@ -71,7 +71,7 @@ def test_many_short_jobs_are_not_one_long_one(open_store: Open, seconds: float) 
     store = open_store(statement_seconds=seconds)
     reader = store.reader()
     create(store, "tea")
-    for number in range(400):  # together longer than the limit
+    for number in range(400):  # all statements together take longer than the limit
         say(store, "tea", f"r{number}", user("hi " * 200, 1), reply("hello", 2))
         assert reader.num_conversations() == 1
     assert store.integrity_check() == []

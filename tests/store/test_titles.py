@@ -1,4 +1,4 @@
-"""Titles of conversations: from metadata, else from the first words that a user said."""
+"""Titles of conversations come from their metadata, or else from the first words of the user."""
 
 from __future__ import annotations
 

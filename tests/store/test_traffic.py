@@ -1,4 +1,4 @@
-"""Random traffic compared with a small model, with verify() after every step."""
+"""Random actions, compared with a small model, with verify() after every step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Expected:
     running: int | None = None
     pending: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     request_id: str = ""
-    ended: dict[str, tuple[int, str]] = field(default_factory=dict)  # request_id: revision, reply
+    ended: dict[str, tuple[int, str]] = field(default_factory=dict)  # request_id -> revision, reply
 
 
 class Traffic:
@@ -155,7 +155,7 @@ class Traffic:
 
     def restart(self) -> None:
         running = {each.running for each in self.expected.values() if each.running is not None}
-        is_shared = self.store.is_shared  # then closing interrupts them, and others may claim them
+        is_shared = self.store.is_shared  # if so, closing interrupts running turns
         self.store.close()
         self.store = self.open_store(compact_bytes_min=2000)
         interrupted = {turn.turn_id for turn in self.store.interrupted_at_open}

@@ -33,7 +33,7 @@ def test_a_turn_whose_end_could_not_be_written_can_be_ended_again(
 def test_a_turn_whose_end_could_not_be_written_is_not_shown_as_running(
     folder: Path, driver: Any
 ) -> None:
-    """A client that sees a running turn does not write, and only a write would interrupt it."""
+    """A client that sees a running turn does not write. But only a write would interrupt the dead turn."""
     faults = FaultyDriver(driver, IO_ERROR, False, False)
     with opened(folder, "copy", faults) as store:
         turn_id = begun(store)
@@ -62,7 +62,7 @@ def test_a_turn_whose_end_could_not_be_written_is_interrupted_by_the_next_write(
             store.finish_turn(turn_id, reply("ok", 70), "stop", {})
         faults.heal()
         create(store, "new")
-        with writer_of(store).reading() as conn:  # `get_turn` says so before it is written
+        with writer_of(store).reading() as conn:  # `get_turn` would say so before it is written
             row = conn.execute("SELECT state FROM turns WHERE turn_id = ?", (turn_id,)).fetchone()
         assert row == (StoredTurnState.INTERRUPTED,)
         assert store.get_turn(other).state is StoredTurnState.RUNNING

@@ -1,4 +1,4 @@
-"""Turns: begun, finished, failed, interrupted, replayed, recovered."""
+"""Turns are begun, finished, failed, interrupted, replayed and recovered."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_the_same_request_id_with_other_content_is_refused(store: ConversationSt
 
 
 def test_tokens_are_not_content(store: ConversationStore) -> None:
-    """A repeated message may be tokenized differently for another place in the log."""
+    """A repeated message may have other tokens at another position of the log."""
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     assert not store.begin_turn("tea", NewTurn("r1", [user("hi", 9, 9)])).must_run
@@ -285,7 +285,7 @@ def test_running_turns_are_interrupted_when_the_store_opens(
     store = open_store()
     ran = [("tea", "r2"), ("cup", "r1")]
     found = [(t.conversation_id, t.request_id) for t in store.interrupted_at_open]
-    assert found == ([] if driver is None else ran)  # in PostgreSQL they were when it closed
+    assert found == ([] if driver is None else ran)  # PostgreSQL: interrupted at close, not at open
     turns = [store.find_turn(*each) for each in ran]
     assert [turn and turn.state for turn in turns] == [StoredTurnState.INTERRUPTED] * 2
     assert store.begin_turn("cup", NewTurn("r1", [user("hi", 1)])).turn.turn_id == turn_id
@@ -325,18 +325,18 @@ def test_a_keyed_request_is_found_in_any_conversation_of_its_tenant(
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
     two = NewTurn("again", [user("one", 3), user("two", 4)], history_digest=b"digest")
     turn = store.begin_turn("tea", two).turn
-    assert found("again") == ("tea", 2)  # it runs
+    assert found("again") == ("tea", 2)  # the turn runs
     store.interrupt_turn(turn.turn_id)
-    assert found("again") is None  # it is begun anew
+    assert found("again") is None  # an interrupted turn must be begun again
     store.begin_turn("tea", two)
     store.finish_turn(turn.turn_id, reply("yes", 5), "stop", {})
     store.fork_conversation("tea", 2, "cup")
     assert found("again") == ("tea", 2)
     assert found("again", tenant="another") is None
-    assert found("r1") is None  # it had no key
+    assert found("r1") is None  # this request had no key
     assert store.verify() == store.integrity_check() == []
     store.rewind_conversation("tea", 1)
-    assert found("again") == ("tea", 2)  # its request may still be repeated
+    assert found("again") == ("tea", 2)  # the request may still be repeated
     store.delete_conversation("tea")
     assert found("again") is None
     assert store.verify() == store.integrity_check() == []

@@ -1,4 +1,4 @@
-"""verify and the checksums name every change made behind the store's back."""
+"""verify and the checksums report every change that was made without the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.store.talk import begin, create, reply, say, user
 
 @pytest.fixture
 def spoken(store: ConversationStore) -> ConversationStore:
-    """Conversation tea with two turns and a failed one, and cup forked from its first turn."""
+    """Conversation tea with two turns and a failed one, and cup, a fork of tea after its first turn."""
     create(store, "tea", user("system", 1, 2))
     say(store, "tea", "r1", user("hi", 10, 11), reply("hello", 20, 21))
     say(store, "tea", "r2", user("more", 30), reply("yes", 40))
@@ -36,14 +36,14 @@ def change(store: ConversationStore, *statements: str) -> None:
 
 
 def on_postgres(statement: str) -> str:
-    """Rewrite a statement for PostgreSQL's blobs."""
+    """Rewrite a statement for PostgreSQL's type of blobs."""
     return re.sub("x'([0-9a-f]*)'", r"'\\x\1'::bytea", statement).replace(
         "CAST(replace(private, 'hello', 'jello') AS BLOB)",
         "convert_to(replace(convert_from(private, 'UTF8'), 'hello', 'jello'), 'UTF8')",
     )
 
 
-BODY = "(SELECT body FROM messages WHERE message = 3)"  # hello
+BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text "hello"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_log_with_a_gap_is_not_served(spoken: ConversationStore, statement: st
         spoken.log("tea")
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_a_flipped_byte_in_the_file_is_found(
     spoken: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
@@ -197,11 +197,11 @@ def test_a_flipped_byte_in_the_file_is_found(
     store = open_store()
     with pytest.raises(StoreCorrupt):
         store.messages("tea")
-    assert len(store.verify()) == 2  # in tea and in its fork
+    assert len(store.verify()) == 2  # one for tea and one for its fork
     assert store.integrity_check() == []
 
 
-@pytest.mark.sqlite  # it looks into SQLite's files
+@pytest.mark.sqlite  # reads SQLite's files
 def test_a_damaged_page_is_found_and_stays_due(
     spoken: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
@@ -216,7 +216,7 @@ def test_a_damaged_page_is_found_and_stays_due(
     path.write_bytes(damaged)
     store = open_store()
     assert store.integrity_check() != []
-    assert store.integrity_check_due is False  # no unclean stop made one due
+    assert store.integrity_check_due is False  # the last stop was clean
     assert store.verify() != []
     with pytest.raises(StoreCorrupt, match="the database is damaged"):
         store.log("tea")

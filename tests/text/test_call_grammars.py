@@ -1,4 +1,4 @@
-"""A grammar allows only whole calls of the given tools, in each family's form, and leaves text free."""
+"""A grammar allows only whole calls of the given tools, in the form of each family, and leaves text free."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def template(name: str) -> ChatTemplate:
         return template_of(families[name])
     if name == "named":
         return template_with(PLAIN, special=("<s>", "[TOOL_CALLS]", "[ARGS]", "</s>"))
-    if name == "half marked":  # nothing closes the part of a call
+    if name == "half marked":  # a marker opens a call, but none closes it
         return template_with(PLAIN, plain=("<tool_call>",))
     return template_with(PLAIN + ("{# [ARGS] #}" if name == "plain named" else ""))
 
 
-WRITTEN = {  # a call and two of them, in each form
+WRITTEN = {  # one call, and two calls, in each form
     "hermes": ("<tool_call>\n" + CALL + "\n</tool_call>", "\n"),
     "plain hermes": ("<tool_call>" + CALL + "</tool_call>", "\n"),
     "half marked": ("<tool_call>" + CALL + "</tool_call>", "\n"),
@@ -88,7 +88,7 @@ def allowed(held: Matcher, name: str) -> list[int]:
 
 
 def takes(held: Matcher, name: str, text: str) -> bool:
-    """Return whether the grammar allows all of the text, with its control tokens, as a whole reply."""
+    """Return whether the grammar accepts the text, with its control tokens, as a whole reply."""
     for token_id in template(name).tokenizer.encode_literal(text):
         if token_id not in allowed(held, name):
             return False
@@ -200,7 +200,7 @@ def test_a_name_that_cannot_be_written_is_refused() -> None:
 def test_whatever_is_sampled_is_read_as_calls_that_the_schemas_accept(
     name: str, single: bool
 ) -> None:
-    """The grammar and the reader of replies agree. Tokens are random, as a model may be that unsure."""
+    """The grammar and the reader of replies agree. Tokens are random, as from a very unsure model."""
     chance, num_calls = random.Random(f"{name} {single}"), 0
     texts, style = template(name), style_for(name)
     for _ in range(6):
@@ -240,7 +240,7 @@ def test_whatever_is_sampled_is_read_as_calls_that_the_schemas_accept(
 
 
 def _joined(bytes_of: Any, parts: Any, texts: ChatTemplate) -> list[tuple[str, Any]]:
-    """Join neighbours of one part, so that characters of several tokens are whole."""
+    """Join neighbouring pieces of one part, so that characters of several tokens are whole."""
     runs: list[tuple[bytes, Any]] = []
     for (token_id, piece), part in zip(bytes_of, parts, strict=True):
         shown = b"" if texts.tokenizer.is_silent(token_id) else piece

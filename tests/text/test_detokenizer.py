@@ -49,12 +49,12 @@ any_ids = st.lists(st.integers(-3, 400), max_size=40)
 @given(text=any_text)
 def test_any_text_comes_back_and_is_what_the_library_decodes(name: str, text: str) -> None:
     if name != "byte level":
-        text = text.replace("▁", "")  # for these vocabularies it is a space
+        text = text.replace("▁", "")  # these vocabularies use it for a space
     tokenizer, library = TOKENIZERS[name], LIBRARIES[name]
     ids = tokenizer.encode_text(text)
     assert "".join(released(tokenizer, ids)) == tokenizer.decode(ids)
     assert tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=True)
-    if name == "metaspace":  # its library puts no second space before a text that begins with one
+    if name == "metaspace":  # its library adds no space to a text that already begins with one
         text = text.removeprefix(" ")
     assert tokenizer.decode(ids) == text
 
@@ -112,7 +112,7 @@ def test_ids_beyond_the_vocabulary_say_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece", "metaspace"])
 def test_a_continued_text_keeps_the_space_of_its_first_token(name: str) -> None:
-    """Prefill: the reply follows a text, so its leading space belongs to it."""
+    """In a prefill, the reply follows a text, so its leading space belongs to the reply."""
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode_text("hello world again")
     for cut in range(1, len(ids)):

@@ -1,4 +1,4 @@
-"""Matchers over the built-in model's vocabulary: their masks, and grammars that cost too much."""
+"""Matchers for the built-in model's vocabulary: their masks, and grammars that cost too much."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_whole_text_is_accepted_and_a_part_is_not(case: str, text: str, more: 
 
 
 def test_what_a_matcher_does_depends_on_its_own_tokens_alone() -> None:
-    """The next reply does not get a copy of a matcher that was used."""
+    """A new reply must not get a copy of a matcher that was already used."""
     first = grammars().matcher(*CASES["grammar"])
     before = first.mask()
     first.consume(tokenizer().encode_text("<")[0])
@@ -182,7 +182,7 @@ COSTLY = {
 
 @pytest.mark.parametrize("case", COSTLY)
 def test_a_costly_grammar_is_an_error_or_steps_within_its_fuel(case: str) -> None:
-    """Compiling and stepping end, with a matcher or an error."""
+    """Compiling and stepping end, either with a matcher or with an error."""
     chance = random.Random(case)
     try:
         matcher = grammars().compile(*COSTLY[case])
@@ -192,7 +192,7 @@ def test_a_costly_grammar_is_an_error_or_steps_within_its_fuel(case: str) -> Non
         try:
             left = sorted(set(allowed(matcher.mask())) - tokenizer().eos_token_ids)
         except GrammarError:
-            with pytest.raises(GrammarError):  # it stays one
+            with pytest.raises(GrammarError):  # the error is permanent
                 matcher.mask()
             return
         if not left:

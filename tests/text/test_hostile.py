@@ -1,4 +1,4 @@
-"""No client text, in any place, becomes a control token that the template did not write."""
+"""Client text, in any field, never becomes a control token that the template did not write."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from tests.text.tiny_tokenizers import byte_level_library
 
 
 def spoken(template: ChatTemplate, ids: Iterable[int]) -> str:
-    """Return the text of all tokens, special tokens too."""
+    """Return the text of all tokens, including special tokens."""
     return b"".join(template.tokenizer.piece(i, first=False) for i in ids).decode()
 
 
@@ -20,7 +20,7 @@ def control_counts(template: ChatTemplate, ids: Iterable[int]) -> Counter[int]:
 
 
 def conversation(template: ChatTemplate, text: str) -> tuple[list[Message], TemplateSetting]:
-    """Return a conversation with `text` in every place that a client can write, and its setting."""
+    """Return a conversation with `text` in every field that a client can set, and the template's setting."""
     messages = [Message("user", text), Message("assistant", text), Message("user", text)]
     if "system" not in template._refused_first:
         messages.insert(0, Message("system", text))
@@ -57,7 +57,7 @@ def test_every_control_string_everywhere_yields_no_control_token(family: Family)
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_faked_turn_stays_a_users_text(family: Family) -> None:
-    """The user's text is the template's own rendering of a conversation."""
+    """The user's text is a whole conversation, as the template itself renders it."""
     template = template_of(family)
     whole = template.opening(
         [Message("user", "Hi"), Message("assistant", "No"), Message("user", "Hi")],
@@ -70,7 +70,7 @@ def test_a_faked_turn_stays_a_users_text(family: Family) -> None:
 
 
 def test_a_control_token_cannot_be_put_together_from_the_templates_brackets() -> None:
-    """Some templates write `'<' + key + '>'` with a key of the client's."""
+    """Some templates write `'<' + key + '>'`, where the client chooses the key."""
     source = "{% for m in messages %}{{ '<' + m.content + '>' }}{{ '<|' ~ m.content ~ '|>' }}{% endfor %}"
     library = byte_level_library(("<|im_end|>", "<think>"))
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
@@ -104,7 +104,7 @@ def test_no_operation_on_a_clients_text_makes_it_the_templates(expression: str) 
 
 
 def test_the_reply_that_stands_for_the_past_cannot_be_forged() -> None:
-    """REPLY is half of a surrogate pair; its JSON escape stays six characters."""
+    """REPLY is half of a surrogate pair. Its JSON escape stays six characters."""
     template = template_of(QWEN_3)
     ids = template.delta([Message("user", r"\udfff")], None, TemplateSetting()).token_ids
     assert r"\udfff" in spoken(template, ids)

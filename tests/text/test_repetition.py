@@ -1,4 +1,4 @@
-"""A reply that only repeats itself is noticed, and no other reply is."""
+"""A reply that only repeats itself is detected, and no other reply is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def noticed_after(tokens: Sequence[int], num_tokens: int = STOP_REPETITION) -> i
 
 
 def expected(tokens: Sequence[int], num_tokens: int) -> int | None:
-    """Apply the definition, without a search."""
+    """Return the expected result by the definition, without a search."""
     for length in range(STRIDE, len(tokens) + 1, STRIDE):
         for period in range(1, num_tokens + 1):
             size = max(num_tokens, REPEATS * period)
@@ -48,7 +48,7 @@ def test_a_long_paragraph_is_noticed_in_its_fourth_repeat_and_a_longer_one_never
 
 @pytest.mark.parametrize("seed", range(40))
 def test_it_notices_exactly_what_is_periodic(seed: int) -> None:
-    """In patterns with few different tokens, ends match by chance in many places."""
+    """In patterns with few different tokens, the ends match by chance in many positions."""
     draw = random.Random(seed)
     num_tokens = draw.randrange(4, 40)
     tokens: list[int] = []
@@ -59,7 +59,7 @@ def test_it_notices_exactly_what_is_periodic(seed: int) -> None:
 
 
 def test_token_ids_that_share_bytes_are_not_mixed_up() -> None:
-    """A match in the middle of a token id does not count."""
+    """A match that starts in the middle of a token id does not count."""
     tokens = [(0x0101 << (8 * (number % 3))) for number in range(700)]
     assert noticed_after(tokens, 64) == expected(tokens, 64)
     odd = [0x01010101 if number % 97 else number for number in range(700)]

@@ -1,4 +1,4 @@
-"""From token ids to released text, and the ways a reply ends."""
+"""From token ids to released text, and how a reply ends."""
 
 from __future__ import annotations
 

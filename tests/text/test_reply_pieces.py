@@ -1,4 +1,4 @@
-"""A reply is cut into thinking, text and calls as its tokens come."""
+"""A reply is split into thinking, text and calls while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_white_space_before_a_text_stays_where_nothing_was_thought() -> None:
 
 
 def test_a_long_run_of_white_space_is_passed_on() -> None:
-    """A long run is not withheld. White space directly after it is passed on too."""
+    """A long run of white space is not held back. White space directly after it is passed on, too."""
     long = "\n" * (WHITE_CHARACTERS_MAX + 1)
     cutter = ReplyPieces(None)
     assert cutter.push("a" + long[1:], TEXT) == [Text("a")]

@@ -1,4 +1,4 @@
-"""The match that is complete first counts; of several, the longest."""
+"""The stop string that is complete first counts. Of several that end together, the longest counts."""
 
 import sys
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def words(longest: int) -> list[str]:
 
 
 def check_against_naive(stops: tuple[str, ...], text: str) -> None:
-    """After each character, exactly the text that may begin a stop string is withheld."""
+    """After each character, exactly the text that may begin a stop string is held back."""
     matcher = StopMatcher(stops)
     released = ""
     for end in range(1, len(text) + 1):
@@ -126,7 +126,7 @@ def test_however_the_text_is_cut_into_pieces(
 
 
 def num_lines_run(function: Callable[[], object]) -> int:
-    """Return how many lines of Python a call executes. No other process disturbs this measure."""
+    """Return how many lines of Python a call executes. Unlike time, it is independent of other processes."""
     num_lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -155,7 +155,7 @@ def test_sixteen_long_stop_strings_cost_linear_time() -> None:
         for length in (4, 128)
     }
     for length in matchers:
-        push(length, 100)  # they withhold as much as they ever will
+        push(length, 100)  # from now on, they hold back as much as possible
     short, long = (num_lines_run(partial(push, length, 500)) for length in (4, 128))
     twice = num_lines_run(lambda: push(128, 1000))
     assert long <= 1.1 * short

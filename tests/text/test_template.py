@@ -1,4 +1,4 @@
-"""Deltas are exactly what the template writes, token by token, and earlier tokens never change."""
+"""Deltas are exactly what the template writes, token by token. Earlier tokens never change."""
 
 import dataclasses
 from typing import Any
@@ -119,14 +119,14 @@ def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family: Family) -> No
     log = template.opening([first], NOTHING).token_ids
     for turn in turns:
         kept = list(log)
-        # Mistral's template puts a space before a reply, and its models say that space themselves.
+        # Mistral's template puts a space before a reply, and its models generate that space themselves.
         reply = " Yes, fine." if family is MISTRAL else "Yes, fine."
         log += template.tokenizer.encode(reply).ids
         log += template.delta([turn], None, NOTHING).token_ids
         history += [Message("assistant", "Yes, fine."), turn]
         assert log[: len(kept)] == kept
     whole = template.render(history, NOTHING)
-    if family is not PHI_3:  # its tokens swallow the white space behind them
+    if family is not PHI_3:  # Phi-3's control tokens swallow the white space after them
         assert spoken(template, log) == whole
     assert log == template.tokenizer.encode(whole, at_start=True).ids
 
@@ -147,7 +147,7 @@ def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family: Family) -> No
             "\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
         ),
         (MISTRAL, "</s>[INST] Hi[/INST]", "[INST] Hi[/INST]"),
-        # Phi-3's tokens swallow the white space behind them.
+        # Phi-3's control tokens swallow the white space after them.
         (PHI_3, "<|end|><|user|>Hi<|end|><|assistant|>", "<|user|>Hi<|end|><|assistant|>"),
         (
             GEMMA,

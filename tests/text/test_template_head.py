@@ -1,4 +1,4 @@
-"""A head and the tokens after it are, token for token, the whole opening that the template writes."""
+"""A head and the tokens after it equal, token for token, the whole opening that the template writes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_head_has_all_that_the_first_messages_say(family: Family) -> None:
 
 @pytest.mark.parametrize("family", [QWEN_2_5, LLAMA_3], ids=by_name)
 def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
-    """The head ends like a reply that the model ended itself, so later deltas are as usual."""
+    """The head ends like a reply that the model ended by itself, so later deltas are as usual."""
     template, setting = template_of(family), setting_of(family)
     first = [SYSTEM, *SHOTS]
     head = template.head(first, setting)
@@ -175,7 +175,7 @@ def test_what_a_template_refuses_has_no_head() -> None:
         template_of(GEMMA).head([SYSTEM], NOTHING)
     with pytest.raises(InvalidArgument, match="unknown option"):
         template_of(QWEN_3).head([SYSTEM], TemplateSetting(options={"colour": True}))
-    with pytest.raises(InvalidArgument):  # two messages of a user in succession
+    with pytest.raises(InvalidArgument):  # two consecutive messages of a user
         template_of(GEMMA).head([user("So?")], NOTHING)
     with pytest.raises(InvalidArgument, match="does not write tools"):
         template_of(PHI_3).head([SYSTEM], EQUIPPED)

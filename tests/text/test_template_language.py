@@ -70,7 +70,7 @@ def test_a_control_token_composed_of_a_role() -> None:
 
 
 def test_a_reply_that_ended_with_the_next_turns_first_token() -> None:
-    """GLM's models end a turn by naming who speaks next."""
+    """GLM's models end a turn with the token that names the next speaker."""
     library = byte_level_library(("<|assistant|>", "<|tool|>", "<|user|>"))
     source = (
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"

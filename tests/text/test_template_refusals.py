@@ -89,7 +89,7 @@ def test_what_cannot_be_written_is_refused_and_names_the_field(
 
 
 def test_a_system_prompt_that_could_only_stand_at_the_beginning() -> None:
-    """DeepSeek's template moves it to the beginning, which is in the log already."""
+    """DeepSeek's template moves it to the beginning, which is already in the log."""
     with pytest.raises(InvalidArgument, match="no message of the role 'system' after a reply"):
         template_of(DEEPSEEK_R1).delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
 

@@ -1,4 +1,4 @@
-"""The tokens of the log that each message owns."""
+"""Which tokens of the log belong to which message."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_a_template_that_insists_on_a_users_message_at_the_end() -> None:
 
 
 def test_a_control_token_is_never_shared_by_two_messages() -> None:
-    """Phi-3 ends a last message with <|endoftext|>, which begins like <|user|>."""
+    """Phi-3 ends the last message with <|endoftext|>, whose first characters are those of <|user|>."""
     template = template_of(PHI_3)
     delta = template.opening([user("Hello"), Message("assistant", "Yes"), user("Hi")], NOTHING)
     assert [spoken(template, delta.token_ids[a:b]) for a, b in delta.spans] == [
@@ -70,7 +70,7 @@ def test_a_control_token_is_never_shared_by_two_messages() -> None:
 def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span() -> None:
     template = template_of(MISTRAL)
     opening = template.opening([Message("system", "Kind."), user("Hi")], NOTHING)
-    assert opening.spans[0][1] <= 1  # BOS at most
+    assert opening.spans[0][1] <= 1  # only BOS, or nothing
     assert opening.spans[1][1] == len(opening.token_ids)
 
 
@@ -78,7 +78,7 @@ def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span() ->
 def test_of_very_many_messages_the_last_one_has_all_tokens(
     family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The messages are rendered only once, and the tokens do not change."""
+    """The messages are rendered only once. The tokens are the same."""
     template = template_of(family)
     history = [user("Hello"), Message("assistant", "Yes")] * 3
     messages = [*history, user("Hi")]

@@ -1,4 +1,4 @@
-"""Marks survive the operations that templates use to join text, and no others."""
+"""Marks survive the operations by which templates join text. They survive no other operations."""
 
 from pensieve.text.template_text import TemplateText, concat, written, written_mask
 

@@ -1,4 +1,4 @@
-"""Load a tokenizer from a folder. Client text never becomes a control token."""
+"""Loading a tokenizer from a folder. Client text never becomes a control token."""
 
 import json
 from pathlib import Path
@@ -199,7 +199,7 @@ def test_the_longest_of_several_control_tokens_counts() -> None:
 
 
 def test_control_strings_in_text_are_not_even_cut() -> None:
-    """A cut would begin a new section, and this vocabulary begins each with a space."""
+    """A split would begin a new section, and this vocabulary begins each section with a space."""
     library = sentencepiece_library(("<s>", "</s>"))
     library.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     tokenizer = Tokenizer(library.to_str())

@@ -80,7 +80,7 @@ def test_a_reply_may_be_cut_anywhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", REPLIES)
 def test_a_reply_that_breaks_off_loses_nothing(name: str) -> None:
-    """At any length limit, a begun call stays begun, and the rest is text."""
+    """At any length limit, an unfinished call is kept as it is, and the rest is text."""
     style, reply = name.partition(",")[0], REPLIES[name]
     for border in range(len(reply)):
         found = read(style, reply[:border])
@@ -318,7 +318,7 @@ def test_a_setting_names_a_style() -> None:
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
 def test_a_call_that_a_template_writes_is_read(family: Family) -> None:
-    """The parts and texts are those of the tokens of such a reply."""
+    """Parts and texts equal those from the tokens of such a reply."""
     tokenizer, template = tokenizer_of(family), template_of(family)
     call = ToolCall("get_weather", {"city": 'Pa"ris\n', "days": [3, None]}, "abcdefghi")
     messages = (Message("user", "hi"), Message("assistant", tool_calls=(call,)))
@@ -343,7 +343,7 @@ def test_a_call_that_a_template_writes_is_read(family: Family) -> None:
 def test_calls_that_were_written_are_read(
     data: st.DataObject, writer: str, calls: list[tuple[str, dict[str, Any]]], borders: list[int]
 ) -> None:
-    if writer == "hermes xml":  # where a value may not hold its own end, and a string stays one
+    if writer == "hermes xml":  # a value must not contain its own end tag, and strings stay strings
         calls = [(name, dict.fromkeys(given, 7)) for name, given in calls]
     reply = WRITERS[writer](calls)
     found = read(writer.split()[0], *cut(reply, borders), tools=())

@@ -1,6 +1,6 @@
-"""Replies made to be costly: time grows with their length, and depth and memory are bounded.
+"""Replies made to be costly: time grows linearly with their length, and depth and memory are bounded.
 
-Time is counted in executed lines of Python, not measured.
+Time is counted in executed lines of Python, and not measured.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_time_grows_with_the_length_of_a_reply_and_no_faster(
 
 @pytest.mark.parametrize(("style", "name"), CASES)
 def test_a_long_hostile_reply_is_read_to_its_end(style: str, name: str) -> None:
-    """Nothing of the reply is lost: characters outside calls are text."""
+    """No text of the reply is lost. Characters outside calls are text."""
     reply = reply_of(style, name, 100_000)
     found = read(style, reply)
     if not found.calls:
@@ -111,7 +111,7 @@ def test_a_long_hostile_reply_is_read_to_its_end(style: str, name: str) -> None:
 
 def test_memory_is_bounded() -> None:
     for style, name in CASES:
-        if name == "white space behind a call":  # which is dropped
+        if name == "white space behind a call":  # this white space is dropped
             continue
         cutter = ReplyPieces(STYLES[style], TOOLS)
         reply = reply_of(style, name, 100_000)
@@ -131,7 +131,7 @@ def test_memory_is_bounded() -> None:
     ],
 )
 def test_depth_is_that_of_a_message(style: str, lead: str, end: str) -> None:
-    most = DEPTH_MAX if style == "pythonic" else DEPTH_MAX - 1  # the arguments themselves are one
+    most = DEPTH_MAX if style == "pythonic" else DEPTH_MAX - 1  # the arguments object is one level
     assert len(read(style, lead + "[" * most + "]" * most + end).whole) == 1
     deeper = read(style, lead + "[" * (most + 1) + "]" * (most + 1) + end)
     assert deeper.whole == []

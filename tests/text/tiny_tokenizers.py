@@ -41,9 +41,9 @@ def byte_level_library(
 def sentencepiece_library(
     special: Sequence[str] = (), *, prepend_scheme: str | None = None
 ) -> Library:
-    """Like Llama 2's: spaces are "▁", bytes are the fallback, and a text begins with a space.
+    """Return a tokenizer like Llama 2's: spaces are "▁", bytes are the fallback, a text begins with a space.
 
-    With `prepend_scheme` like the newer conversions, which leave that to the pre-tokenizer.
+    With `prepend_scheme`, it is like newer conversions, where the pre-tokenizer adds that space.
     """
     alphabet = sorted(set("".join(CORPUS[:3])) | {"▁"})
     vocab = {text: i for i, text in enumerate(["<unk>", *special])}

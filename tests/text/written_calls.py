@@ -1,4 +1,4 @@
-"""Random calls as each family writes them, and replies cut into tokens at any place."""
+"""Random calls as each family writes them, and replies that are cut into tokens anywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Read(NamedTuple):
     """A reply as it was read, with its pieces joined."""
 
     text: str
-    calls: list[tuple[str, str]]  # name and arguments of each, as they were written
+    calls: list[tuple[str, str]]  # name and arguments of each call, as they were written
     whole: list[tuple[str, Mapping[str, Any]]]
     ends_with_call: bool
     thinking: str
@@ -54,7 +54,7 @@ def read(
 
 
 def together(pieces: Iterable[Piece], cutter: ReplyPieces) -> Read:
-    """Join pieces, and assert that a call's arguments come after it and before the next call."""
+    """Join the pieces. Check that a call's arguments come after the call and before the next call."""
     text, thinking = [], []
     calls: list[tuple[str, list[str]]] = []
     for each in pieces:
@@ -91,7 +91,7 @@ def cut(text: str, borders: Iterable[int]) -> list[str]:
     return [text[start:stop] for start, stop in pairwise(edges)]
 
 
-# -- calls, drawn at random, and how a family writes them --
+# -- random calls, and how each family writes them --
 
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=8)
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

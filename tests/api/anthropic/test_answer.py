@@ -146,7 +146,7 @@ OBJECTS = st.dictionaries(WORDS, st.integers() | WORDS | st.lists(st.booleans())
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[Piece]:
-    """Return pieces; texts and arguments are cut at arbitrary places."""
+    """Return pieces of a reply. Texts and arguments are cut anywhere."""
     found: list[Piece] = []
     num_calls = 0
     for kind in draw(st.lists(st.sampled_from(["thinking", "text", "call"]), max_size=5)):

@@ -351,6 +351,6 @@ def test_a_schema_of_the_reply_is_a_constraint() -> None:
 
 def test_a_history_may_be_as_long_as_that_of_a_chat_completion() -> None:
     turns = [{"role": "user", "content": [text("hi")]}, {"role": "assistant", "content": "ho"}]
-    long = [*(turns * 2_500), USER]  # more values than any other parameter may have
+    long = [*(turns * 2_500), USER]  # has more values than other parameters may have
     assert len(messages(*long)) == len(long)
     assert refused(messages=long * 8)[0] == "messages"

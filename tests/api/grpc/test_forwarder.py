@@ -1,4 +1,4 @@
-"""Where calls go if the recorded owner is wrong or gone, with scripted owners."""
+"""Where calls go if the recorded owner is wrong or gone. The owners are scripted."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ LOOK_SECONDS = 0.01
 
 
 class Claims:
-    """Scripted results of claims, by conversation; None: the claim succeeds."""
+    """Scripted results of claims, by conversation. None: the claim succeeds."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -56,7 +56,7 @@ def test_one_conversation_tells_that_an_owner_is_there() -> None:
         for wait in waits:
             watch.end(wait)
         await until(lambda: not watch._looking)
-        begun(watch, told, "d")  # it looks again
+        begun(watch, told, "d")  # a new call looks again
         await until(lambda: "d" in claims.asked)
         await watch.close()
 
@@ -98,7 +98,7 @@ def test_a_history_that_is_away_tells_nothing() -> None:
 
 
 def test_a_call_whose_answer_begins_while_its_conversation_is_claimed_is_told_nothing() -> None:
-    """The owner's answer has begun, so the owner decides how it ends."""
+    """The owner's answer has begun, so the owner decides how the call ends."""
 
     async def run() -> None:
         asked, told, gate = list[str](), list[str](), asyncio.Event()

@@ -1,4 +1,4 @@
-"""What hostile HTTP/2 peers without a token can make a daemon hold."""
+"""How much hostile HTTP/2 peers without a token can make a daemon keep in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROWTH_MAX = 64 * MIB
 SEND = "/pensieve.v1.ConversationService/SendMessage"
 HEALTH = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
-BODY = b"\0" + struct.pack(">I", 3 * MIB) + b"x" * (3 * MIB - 1)  # one byte is missing
+BODY = b"\0" + struct.pack(">I", 3 * MIB) + b"x" * (3 * MIB - 1)  # lacks its last byte
 
 
 class Guarded(ServeProcess):
@@ -99,7 +99,7 @@ def long_headers(peers: contextlib.ExitStack, address: str) -> None:
 
 
 def calls_of_every_method(peers: contextlib.ExitStack, address: str) -> None:
-    """Return calls of every method, because gRPC may have a queue per method."""
+    """Start calls of every method, because gRPC may have a queue per method."""
     services = [
         service
         for file in (conversation_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
@@ -309,7 +309,7 @@ def test_a_watch_without_a_token_ends_some_time(
 
 
 def test_half_open_requests_do_not_keep_the_operator_out(tmp_path: Path) -> None:
-    """Also without tokens, when all callers are one tenant."""
+    """This also holds without tokens, when all callers count as one tenant."""
     over = threading.Event()
 
     def unfinished() -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""The description of the served model: for clients, also while it loads, and in the log."""
+"""The description of the served model: for clients (also while the model loads), and in the log."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_daemon_says_which_model_it_serves_before_during_and_after(tmp_path: P
             assert serving.uptime_seconds >= loading.uptime_seconds > 0
             assert serving.version == __version__
             assert serving.torch_version
-            assert serving.sampling_from_model  # its files say that it is greedy
+            assert serving.sampling_from_model  # the model's files say that it samples greedily
             shown = serving.sampling or {}
             assert (shown["temperature"], shown["top_p"], shown["max_tokens"]) == (0, 1, 1024)
             assert serving.transformers_version.split(".")[0].isdigit()

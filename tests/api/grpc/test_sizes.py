@@ -1,4 +1,4 @@
-"""Size limits of requests; and everything that was accepted can be read."""
+"""Size limits of requests. Everything that was accepted can be read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import DaemonRig, details
 
 MIB = 1 << 20
-DEFAULT_BYTES_MAX = 4 * MIB  # what gRPC's clients receive unless told otherwise
+DEFAULT_BYTES_MAX = 4 * MIB  # the default limit of gRPC clients for received messages
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "security.md"
 
 
@@ -216,7 +216,7 @@ def test_what_was_created_can_be_read_with_what_clients_receive_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
-        # The built-in model's context is short; what is stored does not depend on it.
+        # The built-in model's context is too short. Stored messages do not depend on the context.
         history = rig.daemon.conversations._history
         monkeypatch.setattr(history, "check_settings", lambda settings: None)
         num_large = 12
@@ -275,7 +275,7 @@ def test_pages_of_messages_end_by_bytes_and_leave_none_out(tmp_path: Path) -> No
 
 
 def test_a_page_of_conversations_ends_by_the_bytes_that_are_sent(tmp_path: Path) -> None:
-    """Numbers take five times as many bytes on the wire as in the stored JSON."""
+    """Numbers take five times as many bytes in a protobuf message as in the stored JSON."""
     with DaemonRig(tmp_path / "data") as rig:
         metadata = struct_pb2.Struct()
         metadata.update({"a": [1] * 1480})

@@ -1,6 +1,6 @@
-"""Valid messages with extreme values, to every method of a daemon: each is answered, and nothing breaks.
+"""Valid messages with extreme values, for every method of a daemon: each is answered, and nothing breaks.
 
-test_fuzz.py sends bytes that are seldom a message; these are always one, so they get further.
+The bytes of test_fuzz.py are seldom a valid message. These messages are always valid, so they get further.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tests.scale import SCALE, SEED
 
 NUM_MESSAGES = 3_000 * SCALE
 NUM_WORKERS = 32
-EVENTS_MAX = 20  # of a stream that are read before it is left
+EVENTS_MAX = 20  # events of a stream to read before leaving it
 GROWN_MAX = 192 << 20
 NEVER = {"UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED", "UNAVAILABLE"}
-LEFT_OUT = {"/pensieve.v1.AdminService/Drain"}  # it ends the daemon, as it should
+LEFT_OUT = {"/pensieve.v1.AdminService/Drain"}  # this would end the daemon
 
 
 class Method(NamedTuple):
     path: str
-    request: Any  # its class
+    request: Any  # message class of the request
     streams: bool
 
 
@@ -97,7 +97,7 @@ async def send(address: str, count: int, seed: int) -> Counter[str]:
                 except grpc.aio.AioRpcError as error:
                     code = error.code().name
                     if code == "UNAVAILABLE" and method.path.endswith("DeleteConversation"):
-                        code = "ERASURE_PENDING"  # the flood of reads leaves the log no moment
+                        code = "ERASURE_PENDING"  # the flood of reads delays the erasure
                     codes[code] += 1
                     if code in NEVER:
                         print(method.path, packed[:2000], code, error.details())
@@ -117,7 +117,7 @@ def rss(pid: int) -> int:
 def test_extreme_values_are_answered_and_break_nothing(tmp_path: Path) -> None:
     process = ServeProcess(tmp_path / "data", parameters={"config": {"grace_seconds": 0.2}})
     process.start()
-    local = f"unix:{tmp_path / 'data' / 'admin.sock'}"  # where every method may be called
+    local = f"unix:{tmp_path / 'data' / 'admin.sock'}"  # allows every method
     pid, engine = process.process.pid, process.engine_pid()
     codes = asyncio.run(send(local, 0, SEED))
     before = rss(pid)

@@ -39,11 +39,11 @@ def running(rig: DaemonRig) -> int:
     return rig.num_live
 
 
-# -- lines --
+# -- connections --
 
 
 def test_a_line_that_goes_dead_is_noticed_and_its_turn_given_back(tmp_path: Path) -> None:
-    """Half-open TCP: neither side learns that the other is gone."""
+    """Half-open TCP: neither side learns that the other side is gone."""
     listening = Listening(
         "127.0.0.1:0",
         tmp_path / "data" / "admin.sock",
@@ -101,7 +101,7 @@ def test_a_flood_of_connections_and_headers_leaves_the_admitted_alone(tmp_path: 
         next(admitted)
         flood = [socket.create_connection((host, int(port))) for _ in range(500)]
         for sock in flood[::2]:
-            sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[:10])  # and never the rest
+            sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[:10])  # the rest never follows
         codes = set()
         for size in (10_000, 100_000, 1_000_000):
             try:
@@ -166,7 +166,7 @@ def test_a_disk_that_fails_refuses_turns_serves_what_it_can_and_heals(
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "planted" not in str(error.value.details())
         faults.heal()
-        wait_for(lambda: rig.daemon.serving)  # a full disk is looked at again
+        wait_for(lambda: rig.daemon.serving)  # after a full disk, the daemon checks again by itself
         again = rig.ask("kept", "more", request_id="r", sampling=SHORT)
         assert again.completed.revision == 2
         rig.call(plant(driver))
@@ -188,7 +188,7 @@ def faulty(faults: Path) -> tuple[str, ...]:
 def test_a_device_without_memory_costs_the_running_turns_a_repetition(
     tmp_path: Path, faults: Path
 ) -> None:
-    """The SDK retries them; the history is not lost."""
+    """The SDK retries these turns, and no history is lost."""
     with (
         DaemonRig(tmp_path / "data", program=faulty(faults)) as rig,
         Client(rig.server.address) as client,
@@ -256,7 +256,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
         monkeypatch.setattr(rig.daemon.store, "now", lambda: actual() + offset[0])
         rig.ask("c", "one", sampling=SHORT)
         for jump, text in ((3600.0, "two"), (-3600.0, "three"), (0.0, "four")):
-            # gRPC's own deadlines are wall-clock times in Python, hence none here
+            # Set no gRPC deadline, because gRPC's Python deadlines use the wall clock.
             long = pb.Sampling(max_tokens=60, ignore_eos=True)
             events = rig.send("c", text, sampling=long, seconds=None)
             next(events)
@@ -278,11 +278,11 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         if re.search(r"\btime\.time\b|datetime\.(now|utcnow|today)", path.read_text())
     }
     assert users == {
-        "cli/conversation_table.py",  # how old a conversation is
-        "guard/audit.py",  # when something was done
-        "conversations/daemon_config.py",  # when the engine began, beside when conversations changed
-        "api/http/requests.py",  # the date that a template may write
-        "api/http/completions.py",  # when an answer was made
+        "cli/conversation_table.py",  # the age of a conversation
+        "guard/audit.py",  # the time of an event
+        "conversations/daemon_config.py",  # the engine's start, compared with times of conversations
+        "api/http/requests.py",  # the date that a template may use
+        "api/http/completions.py",  # the time of an answer
         *("api/http/messages.py", "api/http/responses.py"),
         "api/http/routes.py",
         "store/backup.py",  # the moments of a backup
@@ -328,7 +328,7 @@ def two_tenants(tmp_path: Path) -> Iterator[tuple[DaemonRig, Client, Client]]:
 def test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said(
     two_tenants: tuple[DaemonRig, Client, Client],
 ) -> None:
-    """These figures predict the time to the first token, and are equal for every guess."""
+    """These usage figures, which predict the time to first token, are equal for every guess."""
     _, victim, attacker = two_tenants
     secrets = [f"the word of day {number} is {'x' * (number % 7)}" for number in range(12)]
     for number, secret in enumerate(secrets):
@@ -349,7 +349,7 @@ def test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said(
     assert own.ask("something else", max_tokens=4).usage.device_tokens > 50
 
 
-# -- words --
+# -- texts --
 
 
 def test_an_id_with_a_line_break_reaches_no_log_line(
@@ -376,7 +376,7 @@ def test_figures_have_fixed_names_whatever_the_conversations_are_called(tmp_path
         assert before
 
 
-# -- clients of another age --
+# -- older and newer clients --
 
 
 def frozen() -> descriptor_pb2.FileDescriptorSet:
@@ -443,7 +443,7 @@ def test_a_client_with_the_first_stubs_talks_to_this_daemon(tmp_path: Path) -> N
         assert events[-1].completed.revision == 1
         tokens = [each for event in events for each in event.delta.token_ids]
         assert len(tokens) == 8
-        # A newer client says things that this daemon has never heard of.
+        # A newer client sends fields and values that this daemon does not know.
         newer = (
             pb.GetConversationRequest(conversation_id="old").SerializeToString() + b"\xfa\x3f\x02hi"
         )

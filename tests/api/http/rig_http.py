@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream; the last one is [DONE] if the API has it."""
+        """Return the events of a stream. The last one is [DONE] if the API has it."""
         lines = self.body.decode().split("\n\n")
         data = [line.partition("data: ")[2] for line in lines if "data: " in line]
         return [each if each == "[DONE]" else json.loads(each) for each in data]
@@ -57,7 +57,7 @@ class HttpRig:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Send a request; `body`: bytes are sent unchanged, other values as JSON."""
+        """Send a request. A `body` of bytes is sent unchanged, any other value as JSON."""
         connection = self.connection()
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = {"content-type": "application/json"} if raw is not None else {}
@@ -82,7 +82,7 @@ class HttpRig:
 def http_rig(
     data: Path, *, model: bool = False, settings: Mapping[str, str] = WRITTEN, **arguments: Any
 ) -> Iterator[HttpRig]:
-    """Start a daemon; `model`: use the built-in model with `settings`, else the echo engine."""
+    """Start a daemon. With `model`, it runs the built-in model with `settings`, else the echo engine."""
     if model:
         arguments |= {"program": MODEL_ENGINE, "written": dict(settings)}
     named = {"http": "127.0.0.1:0", **arguments.pop("http", {})}

@@ -1,7 +1,7 @@
 """Agents: models that think and call tools, and clients that send their whole history back.
 
-Clients send replies back without thinking, and with reformatted calls, so a template would not reproduce the
-sampled tokens. The stored conversation has the sampled tokens, so nothing is recomputed.
+Clients drop the thinking of replies, and format tool calls in another way. A template would therefore not
+reproduce the sampled tokens. The stored conversation has these tokens, so nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def thinking_and_calls() -> list[str]:
 
 
 def agent_loop(client: openai.OpenAI, *, stream: bool) -> list[Any]:
-    """Run the agent, and return the headers of all answers; sends back the SDK's own messages."""
+    """Run the agent and return the headers of all answers. It sends back the SDK's own messages."""
     messages: list[Any] = [{"role": "user", "content": "Look around."}]
     seen = []
     for _ in range(TURNS + 1):
@@ -113,7 +113,7 @@ def test_an_agents_thirty_turns_are_one_conversation(tmp_path: Path, stream: boo
 def test_twenty_turns_of_a_model_that_thinks_are_one_conversation(
     tmp_path: Path, family: Family
 ) -> None:
-    opening = "" if family is DEEPSEEK_R1 else "<think>"  # which the template writes itself
+    opening = "" if family is DEEPSEEK_R1 else "<think>"  # DeepSeek's template writes it itself
     replies = [f"{opening}\nThought {n}.\n</think>\n\nAnswer {n}." for n in range(20)]
     with scripted(tmp_path, family, replies) as rig:
         history: list[str] = []
@@ -159,4 +159,4 @@ def test_an_agent_of_anthropics_api_is_one_conversation_too(tmp_path: Path) -> N
         assert len(names) == 1
         stored = rig.rig.messages(names.pop())
         brought = sum(each.num_tokens for each in stored if not each.finish_reason)
-        assert computed == brought + TURNS  # with each reply's last token, whose KV nobody needed
+        assert computed == brought + TURNS  # TURNS: the last token of each reply had no KV yet

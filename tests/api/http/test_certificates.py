@@ -71,7 +71,7 @@ def test_who_connects_is_shown_the_certificate_of_the_moment(door: Door) -> None
     before = door.shown()
     connected = door.connection()
     assert status(connected) == 200
-    shutil.copy(CERTS / "client.pem", door.cert)  # the key of another certificate, for a moment
+    shutil.copy(CERTS / "client.pem", door.cert)  # for a moment, the key does not match
     assert door.shown() == before
     shutil.copy(CERTS / "client.key", door.key)
     after = door.shown()
@@ -92,7 +92,7 @@ def test_clients_are_those_of_the_authority_of_the_moment(door: Door) -> None:
     shown = door.shown()
     door.ca.write_text("no certificate")
     assert door.shown() == shown
-    shutil.copy(CERTS / "server.pem", door.ca)  # which has signed nobody's but its own
+    shutil.copy(CERTS / "server.pem", door.ca)  # has signed no certificate but itself
     with pytest.raises((ssl.SSLError, ConnectionError)):
         door.shown()
     shutil.copy(CERTS / "ca.pem", door.ca)

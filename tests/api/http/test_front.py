@@ -77,7 +77,7 @@ def test_only_this_machines_names_are_served_where_no_token_is_needed(door: Http
 def test_without_tokens_a_name_from_elsewhere_is_refused_on_every_interface(
     insecure: HttpRig, host: str, status: int
 ) -> None:
-    """A web page that rebinds its host name to the daemon's address cannot read anything."""
+    """Otherwise a web page could rebind its host name to the daemon's address, and read answers."""
     answer = insecure.ask("GET", "/v1/models", headers={"host": host})
     assert answer.status == status
     if status == 403:
@@ -186,7 +186,7 @@ def test_a_chunked_body_has_the_same_limit(door: HttpRig) -> None:
                 for _ in range(20):
                     sock.sendall(chunk)
             except OSError:
-                return  # it was closed
+                return  # the daemon closed the connection
 
         sending = threading.Thread(target=send)
         sending.start()
@@ -254,7 +254,7 @@ def test_a_body_that_nobody_wants_does_not_keep_its_connection(
 
 
 def holding(engine: EngineClient) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-    """Return coroutines that hold back messages to the engine, and that release them."""
+    """Return two coroutines: one holds back messages to the engine, one releases them."""
     held: list[Any] = []
 
     async def hold() -> None:
@@ -289,7 +289,7 @@ def test_a_stream_that_waits_says_that_it_lives(
 
 
 def test_a_body_counts_until_its_stream_has_ended(door: HttpRig) -> None:
-    """The messages of a response are held in memory while it waits for the engine."""
+    """The messages of a response stay in memory while it waits for the engine."""
     engine, incoming = door.rig.daemon.engine, door.rig.server.guard.incoming
     body = {"model": MODEL, "input": "x" * 1000, "stream": True, "max_output_tokens": 4}
     hold, release = holding(engine)
@@ -381,7 +381,7 @@ def test_a_client_that_takes_nothing_is_cut_off(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.settimeout(60)
         sock.connect((host, int(port)))
-        with pytest.raises(ConnectionError):  # once the daemon reads no more, and gives it up
+        with pytest.raises(ConnectionError):  # when the daemon stops reading and closes
             sock.sendall(one * 1_000_000)
     assert door.ask("GET", "/v1/models").status == 200
 

@@ -1,4 +1,4 @@
-"""gRPC's methods with JSON over HTTP, the page, and its view of memory."""
+"""gRPC methods as JSON over HTTP, the web page, and its view of memory."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_page_runs_nothing_but_what_it_brings(rig: HttpRig) -> None:
 
 
 def watch(rig: HttpRig, count: int, **headers: str) -> list[Any]:
-    """Return this many pictures of the cache."""
+    """Return `count` pictures of the cache."""
     connection = rig.connection()
     connection.request("GET", "/pensieve/memory", headers=headers)
     answer = connection.getresponse()
@@ -136,7 +136,7 @@ def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyP
     (shown,) = last["conversations"]
     threads, reader = rig.rig.daemon.threads, rig.rig.daemon.reader
     log = rig.rig.call(threads.in_reader("", reader.get_conversation, "talk")).num_tokens
-    num_chunks = -(-(log - 1) // 32)  # nobody has needed the KV of the last token yet
+    num_chunks = -(-(log - 1) // 32)  # the last token has no KV yet
     assert (shown["id"], shown["running"], shown["strip"]) == ("talk", 0.0, f"d{num_chunks}")
     assert last["figures"]["device_pages"] > last["figures"]["device_pages_free"] > 0
     explained = rig.ask("GET", "/pensieve/explain/talk").value
@@ -164,7 +164,7 @@ def test_a_tenant_that_watches_a_lot_locks_out_no_other(
             return stack.enter_context(closing(connection.getresponse())).status
 
         assert [status(red) for _ in range(3)] == [200, 200, 429]
-        assert [status(blue) for _ in range(2)] == [200, 429]  # of all there are enough
+        assert [status(blue) for _ in range(2)] == [200, 429]  # the daemon's limit is reached
         stack.close()
         wait_for(lambda: status(red) == 200)
 

@@ -48,7 +48,7 @@ def tools(strict: bool = False) -> list[Any]:
 
 
 def a_model(folder: Path, family: Family = QWEN_3) -> Path:
-    """A model with random weights, with room for its long replies."""
+    """Write a model with random weights, whose context has room for its long replies."""
     path = write_model(folder, family) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 1024}))
     return folder
@@ -124,7 +124,7 @@ def test_the_call_that_is_named_is_made_streamed_and_whole(
 def test_text_stays_free_and_a_call_that_begins_follows_its_schema(
     client: openai.OpenAI, model: str
 ) -> None:
-    """A logit bias makes the model begin a call; only the constraint makes it write such JSON."""
+    """A logit bias makes the model begin a call. Only the constraint makes the call valid JSON."""
     given: Any = {**ASK, "model": model, "tools": tools(strict=True)}
     silent = {str(MARK): -100, str(THINK): -100}
     said = client.chat.completions.create(seed=3, logit_bias=silent, **given).choices[0].message
@@ -139,7 +139,7 @@ def test_text_stays_free_and_a_call_that_begins_follows_its_schema(
 
 
 def test_a_call_may_come_behind_thinking(served: HttpRig, model: str) -> None:
-    """The first token opens the thinking; the constraint applies after its end."""
+    """The first token opens the thinking. The constraint applies after the thinking."""
     body = {"model": model, "tools": tools(), "tool_choice": "required", **ASK, "max_tokens": 40}
     answer = served.ask("POST", "/v1/chat/completions", {**body, "logit_bias": {str(THINK): 100}})
     message = answer.value["choices"][0]["message"]

@@ -57,7 +57,7 @@ def answered(rig: HttpRig, data: bytes) -> bytes:
     return found
 
 
-# -- what is no HTTP/1.1 --
+# -- data that is not HTTP/1.1 --
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_large_head_or_one_of_many_lines_is_refused_before_it_is_parsed(rig: H
 
 
 def test_a_large_head_behind_another_request_is_refused_too(rig: HttpRig) -> None:
-    """In one piece, or with a body in between."""
+    """Both requests come in one piece, or with a body in between."""
     line = "GET /version HTTP/1.1"
     large = head(rig, line, *["a: b"] * 5000)
     assert statuses(answered(rig, head(rig, line) + large)) in ([200, 431], [200])
@@ -196,7 +196,7 @@ def test_a_body_with_two_lengths_is_refused_and_nothing_behind_it_is_read(rig: H
 def test_chunks_that_are_none_end_the_connection(
     rig: HttpRig, path: str, chunks: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the body is read, and while an unread body is discarded."""
+    """This holds while the body is read, and while an unread body is discarded."""
     monkeypatch.setattr(connections_module, "HEAD_SECONDS", 0.5)
     asked = head(rig, f"POST {path} HTTP/1.1", "transfer-encoding: chunked")
     with connected(rig) as sock:
@@ -208,7 +208,7 @@ def test_chunks_that_are_none_end_the_connection(
             sock.shutdown(socket.SHUT_WR)
             assert statuses(received(sock)) in ([400], [])
         except ConnectionError:
-            pass  # it is closed
+            pass  # the daemon has closed the connection
 
 
 def test_a_body_that_never_ends_is_left_at_its_limit(rig: HttpRig) -> None:
@@ -224,7 +224,7 @@ def test_a_body_that_never_ends_is_left_at_its_limit(rig: HttpRig) -> None:
         assert num_bytes < 64 << 20
 
 
-# -- paths, and what is shown of them --
+# -- paths, and how they are shown --
 
 
 @pytest.mark.parametrize(
@@ -252,12 +252,12 @@ def test_no_path_leads_out(rig: HttpRig, path: str, caplog: pytest.LogCaptureFix
         assert b"root:" not in answer
         assert b"\r\nx-evil" not in answer
         if statuses(answer) == [200]:
-            assert b'"runs"' in answer, path  # of a conversation that there is not
+            assert b'"runs"' in answer, path  # the conversation does not exist
     assert not any("\n" in each.getMessage() for each in caplog.records)
 
 
 def test_what_a_request_says_comes_back_in_no_header(rig: HttpRig) -> None:
-    """Headers cannot contain line ends, and no other bytes of the request are echoed."""
+    """Headers never contain line ends or other bytes of the request."""
     nasty = "zo\xeb \x7f\x80 \xff"  # ids are hexadecimal digits
     for name in ("x-session-id", "idempotency-key", "x-openwebui-chat-id", "origin", "host"):
         lines = [f"{name}: {nasty}", f"content-length: {len(BODY)}", "connection: close"]
@@ -323,7 +323,7 @@ def test_more_connections_than_there_may_be_are_told_to_come_again(
         streamed = connection.getresponse()
         assert streamed.status == 200
         held = [connected(rig) for _ in range(19)]
-        for sock in held:  # each of them is a connection to the server, too
+        for sock in held:  # each is also a connection at the server
             sock.sendall(head(rig, "GET /version HTTP/1.1"))
             assert statuses(sock.recv(65536)) == [200]
         for _ in range(30):

@@ -1,4 +1,4 @@
-"""Conversations over HTTP with OpenAI's own client, which gRPC clients see, too."""
+"""Conversations over HTTP with OpenAI's own client. gRPC clients see them, too."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_response_that_is_not_stored_has_what_the_conversation_has(
     begins: Any
     for begins in ({"instructions": "Be brief."}, {}):
         unstored = client.responses.create(store=False, **fields, **begins)
-        assert "My name is Ann." in texts(client, made.id)  # still
+        assert "My name is Ann." in texts(client, made.id)  # this item has stayed
         stored = client.responses.create(**fields, **begins)
         assert unstored.usage is not None
         assert stored.usage is not None

@@ -1,7 +1,7 @@
-"""Two clients delete or add items at once, and a daemon is killed meanwhile.
+"""Two clients delete or add items at once, or the daemon is killed meanwhile.
 
-Each race is forced: the first request has read the conversation, and waits before its write while the second
-request is served completely.
+Each race is forced. The first request has read the conversation and waits before its write. Meanwhile the
+second request is served completely.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Talk:
         return self.items()[-1][0]
 
     def stored(self) -> list[str]:
-        """Return the texts in the history; all other items are pending."""
+        """Return the texts in the history. All other items are pending."""
         return [each.content for each in self.door.rig.messages(self.id)]
 
 
@@ -70,7 +70,7 @@ def _user(text: str) -> Any:
 
 @contextmanager
 def overtaken(door: HttpRig, request: Callable[[], Answer]) -> Iterator[Callable[[], Answer]]:
-    """Stop a request between its read and its first write; yields a function that continues it."""
+    """Stop a request between its read and its first write. Yield a function that continues the request."""
     threads = door.rig.daemon.threads
     in_store, waits, goes_on = threads.in_store, threading.Event(), threading.Event()
 
@@ -184,7 +184,7 @@ def test_an_item_that_a_turn_has_brought_meanwhile_stays(door: HttpRig) -> None:
 
 @contextmanager
 def snapshots(door: HttpRig, folder: Path) -> Iterator[list[Path]]:
-    """Copy the files of the history after each commit, as a killed daemon would find them."""
+    """Copy the history's files after each commit. A daemon killed then would leave these files."""
     figures, data = door.rig.daemon.store.figures, door.rig.daemon.store.folder.path
     copies: list[Path] = []
 
@@ -201,7 +201,7 @@ def snapshots(door: HttpRig, folder: Path) -> Iterator[list[Path]]:
 
 
 def found_after(copy: Path, conversation_id: str) -> list[str] | None:
-    """Return the texts of a conversation, pending ones included; None if it does not exist."""
+    """Return the texts of a conversation, with pending ones, or None if it does not exist."""
     with ConversationStore.open(copy, "pensieve test") as store:
         assert store.verify() == []
         names = [each.conversation_id for each in store.list_conversations().conversations]

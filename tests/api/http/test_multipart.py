@@ -134,7 +134,7 @@ def test_broken_forms_are_refused(form: bytes, says: str) -> None:
 @pytest.mark.parametrize("header", ["content-type", "content-disposition"])
 @pytest.mark.parametrize("parameter", ['a="' + ";" * 31_000, ";" * 31_000, 'a="";' * 6_200])
 def test_a_hostile_header_costs_little(header: str, parameter: str) -> None:
-    """Twenty take a few ms in all. A parser of quadratic time takes more than 30 s."""
+    """Twenty such headers take a few ms in all. A quadratic parser would take more than 30 s."""
 
     def content_type() -> None:
         MultipartForm(f"{TYPE}; {parameter}")

@@ -1,7 +1,7 @@
-"""The web page in Debian's chromium, by mouse and by keyboard. Its console stays empty.
+"""The web page in Debian's chromium, used by mouse and by keyboard. Its console stays empty.
 
-`tiny` is a daemon with a model and room for 30 pages, so that chunks move. `slow` echoes, slowly enough to
-look at a reply and to stop it while it streams.
+`tiny` is a daemon with a model and room for 30 pages, so that chunks move. `slow` is an echo engine, slow
+enough to look at a reply and to stop it while it streams.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def opened(
     is_quiet: bool = True,
     **more: Any,
 ) -> Iterator[Any]:
-    """Open the page. `is_quiet`: its console stays empty, of errors and of violations of its policy too."""
+    """Open the page. `is_quiet`: its console must stay empty, also of violations of the page's policy."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **more)
     page, told = context.new_page(), []
     page.on("console", lambda message: told.append(message.text))
@@ -90,7 +90,7 @@ def opened(
 
 
 def say(page: Any, text: str) -> str:
-    """Send a message. Return the text under the reply: the savings, and the counts that they fold."""
+    """Send a message. Return the text under the reply: the savings, and the folded counts."""
     num_replies = page.locator("article.reply").count()
     page.fill("#text", text)
     page.press("#text", "Enter")
@@ -101,7 +101,7 @@ def say(page: Any, text: str) -> str:
 
 
 def row_act(page: Any, title: str, name: str) -> None:
-    """Press a button of a conversation in the list, which a pointer over it shows."""
+    """Press a button of a conversation in the list. The buttons appear under the mouse pointer."""
     page.locator("#list .open", has_text=title).first.hover()
     page.get_by_role("button", name=f"{name} {title}").first.click()
 
@@ -116,7 +116,7 @@ def act(page: Any, kind: str, number: int, name: str) -> None:
 
 
 def named(page: Any) -> Any:
-    """Return the row of the shown conversation in the list."""
+    """Return the list's row of the shown conversation."""
     return page.locator("#list [aria-current=true]")
 
 
@@ -265,7 +265,7 @@ def test_a_message_goes_to_the_conversation_just_selected(browser: Any, slow: Ht
 
 def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
     with opened(browser, tiny) as page:
-        sample(page, max_tokens=35)  # longer replies drop chunks soon after they move
+        sample(page, max_tokens=35)  # longer replies would soon drop the moved chunks
         say(page, f"First. {LONG}")
         conversation_id = named(page).get_attribute("data-id")
         strip = page.locator(f'.strip[data-id="{conversation_id}"]')
@@ -276,7 +276,7 @@ def test_chunks_move_under_a_tiny_cache(browser: Any, tiny: HttpRig) -> None:
         for number in range(12):
             page.click("#new")
             say(page, f"Number {number}. {LONG}")
-            page.wait_for_timeout(700)  # a picture
+            page.wait_for_timeout(700)  # until the next picture of the cache
             if strip.locator("i.h").count():
                 break
         expect(strip.locator("i.h").first).to_be_visible()
@@ -423,11 +423,11 @@ def test_markdown_becomes_nodes(browser: Any, slow: HttpRig) -> None:
         expect(text.locator("ol ul li")).to_have_text("inner")
         expect(text.locator("blockquote blockquote")).to_have_text("deeper")
         expect(text.locator("hr")).to_have_count(1)
-        expect(text.locator("pre")).to_have_text("<p>*not em*</p>")  # a fence without its end
+        expect(text.locator("pre")).to_have_text("<p>*not em*</p>")  # an open fence
 
 
 def test_markdown_of_any_text_takes_little_time(browser: Any, slow: HttpRig) -> None:
-    """Texts on which a careless parser recurses without end, or takes quadratic time."""
+    """With these texts, a careless parser recurses without end or takes quadratic time."""
     with opened(browser, slow) as page:
         for part in (
             "> ",
@@ -499,7 +499,7 @@ def test_settings_reach_the_daemon(browser: Any, slow: HttpRig) -> None:
 
 
 def dated(page: Any, days: dict[str, int]) -> None:
-    """Let conversations have changed so many days ago."""
+    """Change the times of conversations so that they changed so many days ago."""
 
     def change(route: Any) -> None:
         found = route.fetch()
@@ -514,7 +514,7 @@ def dated(page: Any, days: dict[str, int]) -> None:
 
 
 def test_the_list_has_titles_and_days_of_all_conversations(browser: Any, slow: HttpRig) -> None:
-    """Also of those that another client began, without a title."""
+    """This includes conversations without a title that another client has begun."""
     days = {"aged-0": 0, "aged-1": 1, "aged-2": 2, "aged-7": 7, "aged-8": 8}
     for name, ago in days.items():
         messages = [pb.NewMessage(content=f"Asked\n{ago} days ago"), pb.NewMessage(content="Yes.")]
@@ -661,7 +661,7 @@ def test_the_page_asks_for_a_token(browser: Any, tmp_path: Path) -> None:
             box.get_by_label("Token").fill(given_token)
             page.click("#ask-yes")
             say(page, "Let in.")
-            page.reload()  # the tab keeps it
+            page.reload()  # the tab keeps the token
             expect(page.locator("#list .open")).to_have_text("Let in.")
         with opened(browser, rig, is_quiet=False) as page:
             page.get_by_role("button", name="Cancel").click()
@@ -678,7 +678,7 @@ def test_a_lost_daemon_is_told_and_a_retry_runs_once(browser: Any, slow: HttpRig
         page.unroute(memory)
         expect(banner).to_be_hidden(timeout=30_000)
 
-        def lost(route: Any) -> None:  # the daemon gets the message, and its answer gets lost
+        def lost(route: Any) -> None:  # the daemon gets the message, but its answer is lost
             route.fetch()
             route.abort()
 
@@ -746,7 +746,7 @@ def rules_broken(page: Any) -> list[str]:
 
 
 def drawer(page: Any, name: str) -> None:
-    """In a narrow window, open the drawer of this name."""
+    """In a narrow window, open the drawer with this name."""
     if page.viewport_size["width"] == PHONE[0]:
         page.get_by_role("button", name=name, exact=True).click()
 
@@ -754,7 +754,7 @@ def drawer(page: Any, name: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
 def test_axe_finds_nothing(browser: Any, tiny: HttpRig, size: tuple[int, int], scheme: str) -> None:
-    """axe-core's rules, in each state of the page; its script is let past the page's own policy."""
+    """Apply axe-core's rules in each state of the page. Its script is exempt from the page's policy."""
     name = f"axe-{size[0]}-{scheme}"
     given(tiny, name, ("Hm?", "Let me see.", CODE))
     looks: dict[str, Any] = {"color_scheme": scheme, "bypass_csp": True, "reduced_motion": "reduce"}

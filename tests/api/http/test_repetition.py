@@ -1,4 +1,4 @@
-"""A reply that only repeats itself is stopped; each door says so in words that its clients know."""
+"""A reply that only repeats itself is stopped. Each API reports this in its own terms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.conversations.scripted_engine import write_script
 from tests.text.families import QWEN_3
 
 LOOP = "I like green tea. " * 400
-Say = Callable[[str], None]  # what the model says next
+Say = Callable[[str], None]  # sets the next reply of the model
 
 
 @pytest.fixture(scope="module")

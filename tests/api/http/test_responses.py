@@ -24,7 +24,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.conversations.rig_daemon import wait_for
 
-ROLES = {1: "system", 2: "user", 3: "assistant", 4: "tool"}  # of the proto
+ROLES = {1: "system", 2: "user", 3: "assistant", 4: "tool"}  # values of the proto
 SHORT: dict[str, Any] = {"model": MODEL, "max_output_tokens": 8}
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -131,7 +131,7 @@ def test_what_follows_an_earlier_response_is_a_fork(door: HttpRig) -> None:
 def test_nobody_appends_to_a_fork_whose_response_is_about_to_begin(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a chat with the same history would find the fork idle."""
+    """Otherwise a chat with the same history would find the fork idle, and append to it."""
     first = respond(door, "My cat is Tom.")
     respond(door, "Who is Tom?", previous_response_id=first.value["id"])
     said = [content for _, content in contents(door, first)[:2]]
@@ -235,7 +235,7 @@ def test_a_response_in_the_background_of_a_server_that_stopped_has_failed(tmp_pa
 def test_a_response_is_on_the_disk_with_its_turn(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with http_rig(data, model=True) as door:
-        door.rig.call(_stop_keeping(door))  # behind the reply's own transaction
+        door.rig.call(_stop_keeping(door))  # after the reply's own transaction
         first = respond(door, "One.")
     with http_rig(data, model=True) as door:
         path = f"/v1/responses/{first.value['id']}"
@@ -289,7 +289,7 @@ def test_deleting_a_response_leaves_a_conversation_that_was_gone_on_with_meanwhi
 
         def before_another_turn(*named: Any, act: Any = function, **more: Any) -> Any:
             removed = act(*named, **more)
-            return removed._replace(revision=removed.revision - 1)  # as if one more had been made
+            return removed._replace(revision=removed.revision - 1)  # as if a turn had followed
 
         monkeypatch.setattr(responses, name, before_another_turn)
     assert door.ask("DELETE", f"/v1/responses/{first.value['id']}").status == 200
@@ -408,7 +408,7 @@ def test_two_requests_with_a_key_that_look_at_once_are_one_turn(
     async def slowly(self: StoredConversations, response_id: str, tenant: str) -> Any:
         looked.append(response_id)
         found = await find(self, response_id, tenant)
-        await asyncio.sleep(0.3)  # in which the other one comes
+        await asyncio.sleep(0.3)  # so that the other request comes meanwhile
         return found
 
     monkeypatch.setattr(StoredConversations, "response", slowly)

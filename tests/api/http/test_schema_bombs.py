@@ -1,4 +1,4 @@
-"""Hostile schemas and grammars: each is answered or refused by name, while chats continue."""
+"""Hostile schemas and grammars. Each is answered or refused by name, and chats continue meanwhile."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def bombs() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 class Chatting:
-    """Streams one reply after the other, and counts the events."""
+    """Streams one reply after another, and counts the events."""
 
     def __init__(self, rig: HttpRig) -> None:
         self._rig = rig
@@ -218,7 +218,7 @@ def test_bodies_that_are_nested_too_deeply_are_no_json(rig: HttpRig) -> None:
 
 
 def test_many_new_ones_at_once_are_all_answered(rig: HttpRig) -> None:
-    """All differ, so each is compiled, in the service and in the engine."""
+    """All schemas differ, so each is compiled in the service and in the engine."""
     found: list[int] = []
 
     def ask(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Clients that send a byte at a time, or read nothing, are disconnected without effect on others."""
+"""Clients that send a byte at a time, or read nothing, are disconnected. Other clients do not notice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.conversations.rig_daemon import ECHO, PATIENCE_SECONDS, wait_for
 
 CHAT = "/v1/chat/completions"
 SLOW = (*ECHO, "--seconds=0.005")
-NUM_SLOW = 60  # of each kind
+NUM_SLOW = 60  # clients of each kind
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ class Streaming:
 
 
 def drip(sockets: list[socket.socket], pieces: Iterator[bytes]) -> list[socket.socket]:
-    """Send each connection one more piece; return those that are still open."""
+    """Send one more piece on each connection. Return the connections that are still open."""
     piece, left = next(pieces), []
     for sock in sockets:
         with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ def test_clients_that_take_nothing_are_cut_off_while_a_stream_goes_on(rig: HttpR
 
 
 def test_a_flood_of_connections_is_taken_in_little_by_little(rig: HttpRig) -> None:
-    """At most a few per step of the event loop, so that running streams continue."""
+    """The event loop accepts at most a few per step, so that running streams continue."""
     listener: Any
     (listener,) = rig.rig.server.beside
     connections = listener._server.server_state.connections

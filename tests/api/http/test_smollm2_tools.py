@@ -1,4 +1,4 @@
-"""The first model calls tools through OpenAI's API: with random weights, and itself if it was fetched."""
+"""smollm2 calls tools through OpenAI's API: with random weights, and with its own if it was fetched."""
 
 from __future__ import annotations
 

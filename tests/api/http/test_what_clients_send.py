@@ -1,6 +1,6 @@
 """Surprising requests of real clients.
 
-Each was refused, or computed too much, when the client was first tried (scripts/try_clients).
+When each client was first tried (scripts/try_clients), its request was refused, or too much was recomputed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_a_developers_message_is_the_systems_where_the_template_knows_none(
 
 
 def test_thinking_is_signed_so_that_it_comes_back_as_thinking(rig: HttpRig, says: Any) -> None:
-    """Without a signature, Pydantic AI sends thinking back as text, which is a different history."""
+    """Without a signature, Pydantic AI sends thinking back as text. That would be another history."""
     given: dict[str, Any] = {"max_tokens": 100}
     messages = [HELLO]
     says(REPLY, REPLY)
@@ -119,7 +119,7 @@ def test_anthropics_tool_runner_goes_on_without_a_thread(rig: HttpRig, says: Any
 
 
 def test_a_task_of_open_webui_leaves_no_conversation(rig: HttpRig, says: Any) -> None:
-    """Its connection has the header `X-OpenWebUI-Task: {{TASK}}`, which is empty for chats."""
+    """Open WebUI sends the header `X-OpenWebUI-Task: {{TASK}}`, which is empty for chats."""
     path, chat = "/v1/chat/completions", {"x-openwebui-chat-id": "c1"}
     says("Hello you.", '{"title": "Greetings"}')
     talk = {"messages": [HELLO], "stream": True, "stream_options": {"include_usage": True}}
@@ -161,13 +161,11 @@ def test_a_response_that_brings_its_history_goes_on_with_its_conversation(
     usages = [each.value["usage"] for each in seen]
     for before, after in itertools.pairwise(usages):
         cached = after["input_tokens_details"]["cached_tokens"]
-        assert (
-            cached == before["total_tokens"] - 1
-        )  # all but the last token, whose KV nobody needed
-    # The same history once more is a fork, and another session never shares a conversation.
+        assert cached == before["total_tokens"] - 1  # all tokens but the last, which has no KV yet
+    # Sending the same history again makes a fork. Another session never shares a conversation.
     forked = post(rig, path, input=items[:-1], **given)
     assert forked.headers["x-pensieve-bound"] == "forked"
-    # When the last response of the conversation goes, it goes, too.
+    # When the last of its responses is deleted, the conversation is deleted, too.
     (name,) = names
     for number, each in enumerate(seen):
         assert rig.ask("GET", f"/v1/conversations/{name}").status == 200, number

@@ -1,4 +1,4 @@
-"""Find the metrics and labels in a PromQL expression; parses only the grammar that we use."""
+"""Find the metrics and labels in a PromQL expression. Supports only the grammar of our own expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples from counters: sources add up, and reasons belong to their turns."""
+"""Samples made from counters: sources add up, and reasons match their turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by(found: Found, name: str) -> dict[str, float]:
         ((30, 0, 0), (30, 0, 0)),
         ((30, 20, 0), (30, 20, 0)),
         ((30, 20, 10), (20, 20, 10)),
-        ((10, 20, 15), (0, 15, 15)),  # the shared ones lay in both tiers
+        ((10, 20, 15), (0, 15, 15)),  # the shared tokens were in both tiers
         ((0, 20, 20), (0, 0, 20)),
     ],
 )
@@ -67,7 +67,7 @@ def test_what_is_recomputed_has_the_reason_of_its_turn() -> None:
         ended(2, recomputed_tokens=20),
         ended(3, recomputed_tokens=3),
         SampledToken(9, 7),
-        ended(9, recomputed_tokens=4000),  # of a warm
+        ended(9, recomputed_tokens=4000),  # the end of a warm
     ]
     meter.took(events, live.get)
     found = of_turns(meter)

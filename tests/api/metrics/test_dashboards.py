@@ -70,7 +70,7 @@ def test_an_expression_names_what_a_scrape_has(
 
 
 def test_each_metric_of_a_counter_or_histogram_is_asked_for_as_one() -> None:
-    """A rate of a gauge, or a counter without a rate, is a mistake that still draws a curve."""
+    """A rate of a gauge, or a counter without a rate, is a mistake that still shows a curve."""
     kinds = {f"pensieve_{each.name}": each.kind.value for each in FAMILIES}
     for where, expression in expressions():
         for metric, kind in kinds.items():
@@ -139,7 +139,7 @@ def test_the_dashboard_filters_by_replica_and_fits_a_daemon_without_a_name(
     of_all = {frozenset(dict(labels)) & OF_ALL for _, labels in scraped.samples}
     assert of_all == {frozenset(OF_ALL)}
     (variable,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "replica")
-    assert re.fullmatch(variable["allValue"], "")  # what a label is that is not there
+    assert re.fullmatch(variable["allValue"], "")  # a missing label counts as ""
     for panel in PANELS:
         for target in panel["targets"]:
             selectors = re.findall(r"pensieve_\w+(\{[^}]*\})?", target["expr"])

@@ -48,7 +48,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def ask(rig: DaemonRig, request: str | bytes) -> tuple[int, dict[str, str], str]:
-    """Send a request; return status, headers and body."""
+    """Send a request. Return status, headers and body."""
     with connect(rig) as connection:
         connection.sendall(request.encode() if isinstance(request, str) else request)
         head, _, body = read_all(connection).partition(b"\r\n\r\n")

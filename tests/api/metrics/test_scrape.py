@@ -40,7 +40,7 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
     listening = Listening("127.0.0.1:0", data / "admin.sock")
     config = DaemonConfig(
         grace_seconds=0.2,
-        answer_seconds=3600.0,  # an engine that does not answer is for the scrape itself to notice
+        answer_seconds=3600.0,  # so that only the scrape itself notices a silent engine
         heartbeat_seconds=3600.0,
         limits={"": Limits(turns_max=1)},
         backup=BackupConfig(tmp_path / "backup"),
@@ -95,7 +95,7 @@ def test_counters_are_what_the_turns_and_the_statistics_say(rig: DaemonRig) -> N
     iterations = found.get("pensieve_iteration_tokens_total_sum")
     assert iterations == told.more["tokens_computed"]
     committed = found.get("pensieve_store_commit_seconds_count") - at_first
-    assert committed == told.service.commits - commits >= 12  # a beginning and an end each
+    assert committed == told.service.commits - commits >= 12  # one beginning and one end per turn
 
 
 def test_gauges_are_what_the_daemon_holds(rig: DaemonRig) -> None:
@@ -113,7 +113,7 @@ def test_gauges_are_what_the_daemon_holds(rig: DaemonRig) -> None:
         for state in ("used", "clean", "free")
     }
     assert sum(device.values()) == told.device.pages
-    assert device["free"] == pytest.approx(told.device.pages_free, abs=4)  # the reply grows
+    assert device["free"] == pytest.approx(told.device.pages_free, abs=4)  # the reply still grows
     host = [found.get("pensieve_kv_pages", tier="host", state=each) for each in ("used", "free")]
     assert sum(host) == told.host.pages
     assert found.get("pensieve_kv_cache_usage_perc") == device["used"] / told.device.pages
@@ -130,7 +130,7 @@ def test_what_was_refused_and_what_was_cancelled_is_counted(rig: DaemonRig) -> N
     stream = rig.send("a", "one", sampling=ENDLESS)
     next(stream)
     with pytest.raises(grpc.RpcError, match="may run 1 turns at once"):
-        rig.ask("b", "two")  # beyond the tenant's turns_max
+        rig.ask("b", "two")  # exceeds the tenant's turns_max
     with pytest.raises(grpc.RpcError, match="there is no conversation"):
         rig.stub.GetConversation(pb.GetConversationRequest(conversation_id="x"))
     rig.stub.CancelTurn(pb.CancelTurnRequest(conversation_id="a"))
@@ -176,7 +176,7 @@ def test_counters_never_fall_not_even_when_the_engine_dies(rig: DaemonRig) -> No
         "other": 0,
     }
     for (name, labels), value in between.counters.items():
-        if not any(each in name for each in engine_own):  # those begin anew with the process
+        if not any(each in name for each in engine_own):  # those restart with the engine process
             assert after.counters[name, labels] >= value, name
 
 
@@ -224,7 +224,7 @@ def test_the_operator_reads_the_same_over_grpc(rig: DaemonRig) -> None:
 
 
 def test_a_scrape_takes_no_step_more_where_there_are_more_conversations(rig: DaemonRig) -> None:
-    """Counts calls of our functions in the event loop's thread."""
+    """Count calls of our own functions in the event loop's thread."""
 
     async def num_calls() -> int:
         calls = 0
@@ -242,7 +242,7 @@ def test_a_scrape_takes_no_step_more_where_there_are_more_conversations(rig: Dae
         return calls
 
     rig.ask("c0", "one", sampling=SHORT)
-    rig.call(num_calls())  # this one counts the history; the others are not due yet
+    rig.call(num_calls())  # this scrape counts the history, which is not due again
     rig.server._scrape._count_due = math.inf
     before = rig.call(num_calls())
     for number in range(1, 40):

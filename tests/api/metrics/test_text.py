@@ -56,6 +56,6 @@ def test_the_table_of_metrics_is_well_formed() -> None:
     for family in FAMILIES:
         assert family.help.endswith(".")
         is_total = family.name.endswith("_total")
-        # vLLM's histogram of iterations has the name of a counter.
+        # This name comes from vLLM, whose histogram of iterations is named like a counter.
         assert is_total == (family.kind is COUNTER) or family.name == "iteration_tokens_total"
         assert not {"le", "model_name", "engine"} & set(family.labels)

@@ -1,4 +1,4 @@
-"""Shared by the tests of this folder: the served model, and helpers for bodies and refusals."""
+"""Helpers of the tests in this folder: the served model, and functions for bodies and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def response(**members: Any) -> ParsedRequest:
 
 
 def refused(ask: Any, *given: Any, **members: Any) -> tuple[str, str]:
-    """Return the refused parameter and the problem."""
+    """Return the refused parameter and the description of the problem."""
     with pytest.raises(InvalidArgument) as caught:
         ask(*given, **members)
     return caught.value.field, caught.value.problem

@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 
 
 def sampled(tokenizer: Tokenizer, text: str, finish: FinishReason = STOP) -> ReplyTokens:
-    """A reply like the engine's: control tokens, parts, and logprobs that fall by 0.5 per token."""
+    """Return a reply like the engine's, with control tokens and parts. Each logprob is 0.5 below the last."""
     ids = tokenizer.encode_literal(text)
     marker = PartMarker(tokenizer)
     texts = ["" if tokenizer.is_silent(each) else tokenizer.token_text(each) for each in ids]
@@ -241,7 +241,7 @@ def test_logprobs_of_a_chat_are_those_of_its_text(tokenizer: Tokenizer) -> None:
     first, second = tokens[0]["top_logprobs"]
     assert first == {name: tokens[0][name] for name in ("token", "logprob", "bytes")}
     assert second["logprob"] == -9999.0
-    one_line(body)  # which takes no infinity
+    one_line(body)  # JSON does not allow infinity
 
 
 def test_logprobs_of_a_response_lie_in_its_text(tokenizer: Tokenizer) -> None:
@@ -265,7 +265,7 @@ def test_logprobs_of_a_completion_are_columns(tokenizer: Tokenizer) -> None:
 
 
 def test_logprobs_have_the_first_space_only_where_the_text_has_it() -> None:
-    """A message begins without the space that its decoder drops; a completion continues the prompt."""
+    """A message begins without the space that its decoder drops. A completion continues the prompt."""
     tokenizer = Tokenizer(sentencepiece_library().to_str())
     ids = tokenizer.encode_text("Hello the")
     row: tuple[float, tuple[Any, ...]] = (-1.0, ())

@@ -1,7 +1,7 @@
-"""No body raises anything but InvalidArgument, and accepted bodies can be used.
+"""A body raises nothing but InvalidArgument, and every accepted body can be used.
 
-Random JSON would mostly fail at `model`, so most bodies are valid bodies with some values, at any depth,
-replaced by odd values.
+Random JSON would mostly fail at `model`. So most bodies are valid bodies in which some values, at any depth,
+are replaced by odd values.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def nested(depth: int) -> Any:
 
 
 def parsed(kind: RequestKind, body: Any) -> ParsedRequest | None:
-    """Return the parsed body; None if it was refused."""
+    """Return the parsed body, or None if it was refused."""
     try:
         request = parse(kind, body, SERVED)
     except InvalidArgument as error:
@@ -116,7 +116,7 @@ def parsed(kind: RequestKind, body: Any) -> ParsedRequest | None:
     else:
         check(request)
         return request
-    refused_as.encode()  # a log takes it
+    refused_as.encode()  # can be written to a log
     assert len(refused_as) < 1_000
     return None
 

@@ -1,4 +1,4 @@
-"""The required form of a reply becomes a constraint, or is refused by the body's name."""
+"""The required format of a reply becomes a constraint, or is refused by its name in the body."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_a_constraint_is_refused_by_its_name(
 
 
 def test_what_only_the_compiler_finds_has_the_name_of_the_body() -> None:
-    """The service refuses it later, under our own name of the field."""
+    """The service refuses such a format later, and uses its own name of the field."""
     assert chat(**of_chat(NAMED)).param("constraint.json_schema") == f"{INNER}.schema"
     assert chat(guided_regex="(").param("constraint.regex") == "guided_regex"
     given = response(text={"format": {"type": "json_schema", **NAMED}})

@@ -1,4 +1,4 @@
-"""Bodies of responses: items become messages."""
+"""Bodies of the Responses API: input items become messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a response: order, numbers, and that they add up to the whole answer."""
+"""Events of a response: their order and numbers, and that they add up to the whole answer."""
 
 from __future__ import annotations
 

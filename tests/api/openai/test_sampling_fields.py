@@ -1,4 +1,4 @@
-"""Sampling parameters are read exactly, or refused by the body's name."""
+"""Sampling parameters are read exactly, or refused by their name in the body."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_a_body_sets_stands_in_place_of_the_defaults() -> None:
         logprobs=2,
         logit_bias=((7, 1.5), (50, -100.0)),
     )
-    assert len(request.turn.given_sampling or ()) == 15  # all that there are
+    assert len(request.turn.given_sampling or ()) == 15  # all sampling parameters
     assert type(request.sampling.temperature) is float
 
 

@@ -1,4 +1,4 @@
-"""Rules for tool calls become a constraint, or are refused by name."""
+"""Rules for tool calls become a constraint, or are refused by their name."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_strict_tool_is_held_to_its_schema_and_the_others_are_not() -> None:
     strict = {"name": "get", "input_schema": PARAMETERS, "strict": True}
     assert wanted_of(message(tools=[strict, {"name": "set", "input_schema": {}}])) == found
     shown = chat(tools=[tool(strict=True)]).tools
-    assert shown == (tool(),)  # the template sees what it would see of any other
+    assert shown == (tool(),)  # the template sees no difference to other tools
 
 
 def test_a_call_is_required_of_some_tools_or_one() -> None:
@@ -168,7 +168,7 @@ def test_a_reply_has_a_form_or_calls() -> None:
     assert alone.kind is ConstraintKind.JSON_SCHEMA
     without = chat(SERVED, tools=[tool()], response_format=form).turn.options.constraint
     assert without is not None
-    assert without.kind is ConstraintKind.JSON_SCHEMA  # this model's calls cannot be held
+    assert without.kind is ConstraintKind.JSON_SCHEMA  # this model's calls cannot be constrained
     lark = {"grammar": 'start: "a"'}
     free = chat(tools=[tool()], structured_outputs=lark).turn.options.constraint
     assert free is not None

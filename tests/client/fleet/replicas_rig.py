@@ -19,7 +19,7 @@ from tests.newcomer import free_port
 T = TypeVar("T")
 HISTORY = "postgresql://10.0.0.9:7000"
 SHORT = pb.Sampling(max_tokens=5, ignore_eos=True)
-HANG_SECONDS = 1.0  # that the one which never answers is given
+HANG_SECONDS = 1.0  # timeout for the daemon that never answers
 
 
 @dataclass
@@ -44,7 +44,7 @@ def replica_at(name: str, data: Path) -> Replica:
 
 @contextmanager
 def replicas_in(folder: Path) -> Iterator[Replicas]:
-    """Start the daemons: a has served x and y, b has served x after a, and z; c has served nothing."""
+    """Start the daemons. a has served x and y; b has served x after a, and z; c has served nothing."""
     with ExitStack() as stack:
         rigs, alive = {}, []
         for name in ("a", "b", "c"):

@@ -71,7 +71,7 @@ def test_figures_are_of_all_of_them(cluster: Cluster, capsys: pytest.CaptureFixt
 def test_whose_a_conversation_is_says_the_table_of_owners(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only its owner has KV of it, and both daemons know the owner."""
+    """Only the owner has KV of the conversation. Both daemons know the owner."""
     assert admin(cluster, "explain", "tea", "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["owner"] == {"name": "b", "known_by": "history"}

@@ -111,7 +111,7 @@ def test_openmetrics_is_read_and_what_the_other_format_has_not_is_left_out() -> 
         's{s="on"} 1.0\n'
         "# TYPE u unknown\n# HELP u Who knows.\nu 1e-3\n# EOF\n"
     )
-    assert list(openmetrics.text_string_to_metric_families(text))  # it is what it claims to be
+    assert list(openmetrics.text_string_to_metric_families(text))  # valid OpenMetrics
     found = merged([(A, read(text))])
     assert 'x_tokens_total{replica="a",a="#"} 17.0\n' in found
     assert "# TYPE x_tokens_total counter\n" in found
@@ -187,7 +187,7 @@ def test_replicas_are_read_from_a_list() -> None:
 
 
 def test_the_parser_is_quick_on_what_would_make_a_careless_one_slow() -> None:
-    """Each text is parsed in linear time; a backtracking pattern would not finish."""
+    """Each text is parsed in linear time. A pattern with backtracking would not finish."""
     for line in (
         "x{" + 'a="' * 20_000,
         "x{" + 'a="\\' * 20_000 + "}",

@@ -1,4 +1,4 @@
-"""Three daemons as one: sums of their figures, and rows for daemons that do not answer."""
+"""Three daemons as one: sums of their metrics, and rows for daemons that do not answer."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_replica_where_a_turn_runs_serves_the_conversation() -> None:
     assert owner_of([*told, gone]) == ServingReplica("b", KnownBy.HISTORY)
     assert owner_of([told[0], gone]) == ServingReplica("one", KnownBy.HISTORY)
     assert owner_of([answer("a", running=True), answer("b", running=True)]) is None
-    # Whoever is out of reach may know it too, so the only one that answers is not the only one.
+    # An unreachable replica may know the conversation, too. So "a" is the latest, and not the only one.
     assert owner_of([older, gone]) == ServingReplica("a", KnownBy.LATEST)
     older.value.history = newer.value.history = ""  # type: ignore[union-attr]
     assert owner_of([older, newer]) is None
@@ -149,7 +149,7 @@ def test_tenants_and_checks_of_all(world: Replicas) -> None:
     found = with_fleet(world.alive, Fleet.tenants)
     (whole,) = tenants_of(values(found))
     stored = [tenant.stored_bytes for each in values(found) for tenant in each.tenants]
-    assert len(stored) == 2  # nobody has called c
+    assert len(stored) == 2  # c has no tenants, because nothing has called it
     assert (whole["name"], whole["turns"]) == ("", 0)
     assert whole["stored_bytes"] == max(stored) > 0
     checked = with_fleet(world.all, Fleet.check, HANG_SECONDS)
@@ -191,7 +191,7 @@ def test_a_text_that_cannot_be_read_costs_its_replica_alone(
 
 
 class Changing:
-    """A discovery whose replicas the test sets; None: it is unreachable."""
+    """A discovery whose replicas the test sets. None: the discovery is unreachable."""
 
     def __init__(self, *replicas: Replica) -> None:
         self.replicas: tuple[Replica, ...] | None = replicas

@@ -20,7 +20,7 @@ def test_quantiles_of_several_are_those_of_one_that_had_measured_all_times(seed:
     one = RecentTimes()
     for _ in range(drawn.choice((0, 1, 2, 50, 1000))):
         number = drawn.randrange(len(several))
-        seconds = drawn.lognormvariate(number - 3, 1.5)  # each is another times as slow
+        seconds = drawn.lognormvariate(number - 3, 1.5)  # each daemon is slower than the one before
         for times in (several[number], one):
             times.add(seconds, 10.0)
     found = latency_of([_latency(times, 20.0) for times in several])
@@ -68,7 +68,7 @@ def test_shares_are_ratios_of_sums() -> None:
     ]
     more: dict[str, Any] = total_of(found)["more"]
     assert more == {"tbt_attained": 0.95, "tbt_count": 100, "tbt_objective_seconds": 0.2}
-    found[0].more["tbt_objective_seconds"] = 0.3  # then the shares are of different things
+    found[0].more["tbt_objective_seconds"] = 0.3  # shares for different objectives are not combined
     assert total_of(found)["more"] == {"tbt_count": 100}
     found = [
         stats(tokens_computed=90, tokens_idle=9, rows_padded=10, idle_share=0.19),

@@ -1,4 +1,4 @@
-"""Clients that send their whole history each time find their conversation again, and pay for what is new."""
+"""Clients that send their whole history find their conversation again, and only new tokens are computed."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ SLOW = (*ECHO, "--seconds=0.02")
 
 
 async def take_nothing(start: int, stop: int) -> None:
-    """Of the tokens, as a reader that waits for the end alone."""
+    """Read nothing, like a client that waits only for the end."""
 
 
 def stateless(
     messages: tuple[Message, ...], options: TurnOptions = SHORT, **more: Any
 ) -> TurnRequest:
-    """A request that brings its whole history."""
+    """Return a request with the client's whole history."""
     return TurnRequest("", messages, options, **more)
 
 
 class Bindings:
-    """A daemon with a binder, and clients without state in front of it."""
+    """A daemon with a binder, and the calls of its stateless clients."""
 
     def __init__(self, data: Path, **options: Any) -> None:
         self.rig = DaemonRig(data, **options)
@@ -64,7 +64,7 @@ class Bindings:
     def begin(
         self, chat: TurnRequest, num_choices: int = 1, seconds_left: float | None = None
     ) -> list[BoundTurn]:
-        """Its turns run; each has a reader until it has ended."""
+        """Begin turns. Each has a reader until it has ended."""
 
         async def begin() -> list[BoundTurn]:
             found = await self.binder.begin(
@@ -119,7 +119,7 @@ class Bindings:
 
 @dataclass
 class Talk:
-    """What a client without state has: its history."""
+    """A stateless client with its history."""
 
     bindings: Bindings
     chat: TurnRequest = field(default_factory=lambda: stateless(()))
@@ -173,7 +173,7 @@ def test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice(
 
 
 def test_the_log_is_that_of_the_same_talk_by_its_conversations_id(bindings: Bindings) -> None:
-    """Token for token: the echo engine's replies follow from every token before them."""
+    """Compare every token. The echo engine's replies depend on all tokens before them."""
     bindings.rig.stub.CreateConversation(
         pb.CreateConversationRequest(conversation_id="named", system_prompt="Be brief.")
     )
@@ -213,7 +213,7 @@ def test_a_reply_that_is_asked_for_again_is_a_fork(bindings: Bindings) -> None:
     again = Talk(bindings, messages=talk.messages[:2])
     bound = again.say("Two")
     assert (bound.how, bound.num_known_messages) == (BindingKind.FORKED, 2)
-    assert again.messages == talk.messages  # it is greedy
+    assert again.messages == talk.messages  # replies are greedy
     assert talk.say("Three").how is BindingKind.APPENDED
     assert again.say("Three").how is BindingKind.APPENDED
     first_again = Talk(bindings).say("One")
@@ -253,7 +253,7 @@ def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> No
         assert [each.how for each in bounds] == [expected, expected]
         assert bounds[0].conversation_id != bounds[1].conversation_id
     assert len(bindings.ids) == 2
-    moved = Talk(bindings, messages=list(tabs[0].messages)).say("Four")  # without a session
+    moved = Talk(bindings, messages=list(tabs[0].messages)).say("Four")  # has no session
     assert (moved.how, moved.num_known_messages) == (BindingKind.FORKED, 6)
 
 
@@ -290,7 +290,7 @@ def test_choices_are_forks_of_the_same_point_and_any_may_be_gone_on_from(slow: B
 
 
 def test_choices_without_a_known_history_share_the_prompt(slow: Bindings) -> None:
-    """The first computes it; the others begin behind that, as forks of it."""
+    """The first choice computes the prompt. The others start after the prompt, as forks."""
     sampling = replace(SHORT.sampling, temperature=1.0, seed=7)
     messages = (Message("system", "Be brief."), Message("user", "word " * 300))
     bounds = slow.all_of(stateless(messages, TurnOptions(sampling)), 4)
@@ -354,7 +354,7 @@ def test_a_request_that_is_refused_creates_no_conversation(
 
 
 def calls_reader(pieces: Sequence[Piece]) -> Message:
-    """As if each reply were a call of the tool, whose arguments are its length."""
+    """Read each reply as a tool call whose argument is the length of its text."""
     text = "".join(text for _, text in pieces)
     return Message("assistant", text, tool_calls=(ToolCall("f", {"n": len(text)}, "server-id"),))
 
@@ -375,7 +375,7 @@ def test_an_agents_calls_are_found_though_it_writes_them_anew(bindings: Bindings
 def test_thinking_that_a_client_drops_does_not_lose_the_history(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second token is marked as thinking, as a model's marks would do."""
+    """Every second token is marked as thinking, as the marks of a model would do."""
     numbers = iter(range(10**6))
     monkeypatch.setattr(
         "pensieve.text.parts.PartMarker.push",
@@ -421,7 +421,7 @@ def test_a_restart_loses_no_history(tmp_path: Path, is_killed: bool) -> None:
         talk = Talk(bindings)
         first = talk.say("One")
         talk.say("Two")
-        if is_killed:  # what a process leaves that ends here
+        if is_killed:  # copy the files that a killed process would leave
             sockets = shutil.ignore_patterns("*.sock")
             data = Path(shutil.copytree(data, tmp_path / "left", ignore=sockets))
     with bindings_over(data) as bindings:
@@ -491,7 +491,7 @@ def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_ans
 
 
 def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
-    """New, appended and forked; while it runs, and when it has ended."""
+    """Requests that were new, appended or forked are sent again, while they run and after they have ended."""
     opening = stateless((Message("user", "One"),), request_id="first / ünïcode")
     runs, attached = slow.begin(opening, 2), slow.begin(opening, 2)
     assert [each.how for each in attached] == [BindingKind.KNOWN, BindingKind.KNOWN]
@@ -503,7 +503,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
         "Other two": BindingKind.APPENDED,
         "Third two": BindingKind.FORKED,
     }
-    for text, how in hows.items():  # both choices said the same
+    for text, how in hows.items():  # both choices gave the same reply
         chat = stateless((*history, Message("user", text)), request_id=f"r {text}")
         first = slow.one(chat)
         ids = slow.ids
@@ -608,7 +608,7 @@ def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
 
 
 def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) -> None:
-    """Whoever comes first is appended, the others are forks; each has its own question in its history."""
+    """The first request is appended, the others fork. Each history has its own question."""
     talk = Talk(bindings)
     talk.say("One")
 
@@ -632,7 +632,7 @@ def test_many_clients_at_once_with_one_history_lose_nothing(bindings: Bindings) 
 def test_a_conversation_that_goes_between_the_look_and_the_turn(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then it is looked for again: here in vain, so that all of it is new."""
+    """The binder then looks again. Here it finds nothing, so the whole history is new."""
     talk = Talk(bindings)
     first = talk.say("One").conversation_id
     begin = bindings.rig.daemon.begin
@@ -678,7 +678,7 @@ def test_a_turn_that_comes_between_the_look_and_the_turn(
 def test_nobody_appends_to_a_fork_whose_first_turn_is_about_to_begin(
     bindings: Bindings, monkeypatch: pytest.MonkeyPatch, request_id: str
 ) -> None:
-    """The other request has the same history, and would find the fork idle."""
+    """Another request with the same history must not find the fork idle and append to it."""
     talk = Talk(bindings)
     talk.say("One")
     shared = tuple(talk.messages)
@@ -749,7 +749,7 @@ def test_a_reply_that_cannot_be_read_is_stored_and_not_found(bindings: Bindings)
 
 
 def test_a_long_history_is_imported(bindings: Bindings) -> None:
-    """Of messages that we never made: with calls, answers and empty texts."""
+    """The messages were not generated here. They include tool calls, tool results and empty texts."""
     made = ToolCall("f", {"a": 1}, "x")
     exchange = [
         Message("user", "Hi"),

@@ -1,4 +1,4 @@
-"""What clients change when they send a history back changes no digest, and everything else does."""
+"""Changes that clients make when they send a history back do not change its digest. Other changes do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def whole(messages: list[Message]) -> bytes:
 
 
 def written_again(value: Any, order: random.Random) -> Any:
-    """As another library writes the same JSON."""
+    """Write the same JSON as another library would."""
     if isinstance(value, dict):
         items = [(key, written_again(item, order)) for key, item in value.items()]
         order.shuffle(items)
@@ -65,7 +65,7 @@ def written_again(value: Any, order: random.Random) -> Any:
 
 
 def sent_back(message: Message, number: int, order: random.Random) -> Message:
-    """As a client sends it that drops and changes whatever clients do."""
+    """Change and drop what clients usually change and drop when they send a message back."""
     calls = tuple(
         ToolCall(call.name, written_again(dict(call.arguments), order), f"own-{number}-{place}")
         for place, call in enumerate(message.tool_calls)
@@ -92,7 +92,7 @@ def test_what_clients_change_when_they_send_it_back_changes_no_digest(
 
 
 def meaning(message: Message) -> Any:
-    """What has to be the same, said in another way than the chain does."""
+    """Return the part of a message that must stay the same, computed without the chain."""
     if message.role == "tool":
         return ["tool", message.content.strip()]
     if message.tool_calls:
@@ -104,7 +104,7 @@ def meaning(message: Message) -> Any:
 
 
 def plain_json(value: Any) -> Any:
-    """1.0 is 1, and true is not."""
+    """Return a value in which 1.0 equals 1, but true does not."""
     if isinstance(value, dict):
         return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, list):

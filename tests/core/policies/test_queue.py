@@ -1,8 +1,8 @@
-"""What goes first: every decision of the queues against a search through everything.
+"""The order of eviction: compare every decision of the queues with a search through all chunks.
 
 retention_value = cost of recomputing the chunk / idle seconds (at least one), summed over its holders.
-A queue rounds values down to classes of ratio 1.1, so the chunk that it names may be worth up to 1.1
-times the least.
+A queue rounds values down to classes with a ratio of 1.1. So the chosen chunk may be worth up to 1.1 times
+the least valuable chunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUEUE_ROLE = Role.SWAP_OUT
 
 @dataclass
 class Forest:
-    """Idle branches of dirty chunks, and the queue that has to name the least valuable chunk."""
+    """Idle branches of dirty chunks, and a queue that must name the least valuable chunk."""
 
     policy: RetentionPolicy
     now: float = 0.0
@@ -38,7 +38,7 @@ class Forest:
         self.queue = RetentionQueue(QUEUE_ROLE, self.policy)
 
     def grow(self, start: int, num_chunks: int, idle_since: list[float]) -> Branch:
-        """A branch whose holders were last active then."""
+        """Add a branch whose holders have been idle since these times."""
         branch = Branch(None, start, max(idle_since), len(Role))
         for index in range(start, start + num_chunks):
             chunk = Chunk(index, branch)
@@ -62,7 +62,7 @@ class Forest:
         return sum(cost / max(self.now - holder.idle_since, 1.0) for holder in chunk.branch.holders)
 
     def take_least(self) -> tuple[float, Chunk] | None:
-        """What the queue names is copied out."""
+        """Return the queue's choice, and mark the chunk as copied to the host."""
         found = self.queue.least(self.now)
         if found is not None:
             found[1].host_filled = SIZE
@@ -78,7 +78,7 @@ def value_forest() -> Forest:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
-    """Private and shared branches come, become idle, return, lose holders and are given up."""
+    """Private and shared branches are added, become idle, are used again, lose holders and are evicted."""
     rng, forest = random.Random(seed), value_forest()
     num_victims = 0
     for _ in range(150):
@@ -105,7 +105,7 @@ def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
             assert chunk.branch is not None
             forest.queue.requalify(chunk, chunk.branch, forest.now)
         else:
-            forest.now += 1.0  # the first second counts as one
+            forest.now += 1.0  # idle times below one second count as one second
             candidates = forest.candidates()
             found = forest.take_least()
             assert (found is None) == (not candidates)
@@ -122,7 +122,7 @@ def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_more_than_64_holders_the_value_is_a_lower_bound(seed: int) -> None:
-    """n holders of which 64 are weighed one by one: at most n / 64 too low, and never too high."""
+    """The queue weighs 64 of n holders one by one. Values are never too high, and at most n / 64 too low."""
     rng, forest = random.Random(seed), value_forest()
     forest.now = 10_000.0
     for _ in range(12):
@@ -166,7 +166,7 @@ def test_lru_takes_the_least_recently_active_and_its_leading_chunk_first(seed: i
 
 
 def test_lru_takes_a_conversations_leading_branch_first() -> None:
-    """A fork that has gone leaves two branches that were active at the same time."""
+    """After a fork was deleted, its source has two branches that were last used at the same time."""
     stage = Stage(16, 0)
     stage.say("a", 16)
     stage.fork_at("a", 8, "b")
@@ -180,9 +180,9 @@ def test_lru_takes_a_conversations_leading_branch_first() -> None:
 
 @pytest.mark.parametrize("policy", [LruPolicy(), ValuePolicy(COST, SIZE)])
 def test_every_chunk_gets_its_turn(policy: RetentionPolicy) -> None:
-    """Nothing that may go is passed over for ever, however young or dear the others are."""
+    """No chunk is passed over for ever, however young or expensive the other chunks are."""
     forest = Forest(policy)
-    old = forest.grow(60, 1, [0.0] * 60)  # dear and shared
+    old = forest.grow(60, 1, [0.0] * 60)  # expensive, and shared by 60 holders
     forest.now = 1.0
     taken: list[Chunk] = []
     for _ in range(3000):
@@ -248,14 +248,14 @@ def test_a_branch_in_use_is_passed_over_and_comes_back_by_an_offer() -> None:
     assert found[1] is branch.chunks[0]
 
 
-# -- what a chunk is worth --
+# -- the value of a chunk --
 
 
 def test_a_cost_profile_interpolates_between_powers_of_two() -> None:
     profile = CostProfile.measured_at({32: 1.0, 64: 3.0, 128: 4.0}, other_seconds=10.0)
     seconds = [profile.chunk_seconds(tokens) for tokens in (32, 40, 48, 64, 96, 128, 256)]
     assert seconds == [11.0, 11.5, 12.0, 13.0, 13.5, 14.0, 16.0]
-    assert profile.chunk_seconds(0) == 10.0  # the line through 32 and 64, not below nothing
+    assert profile.chunk_seconds(0) == 10.0  # the line through 32 and 64 would be negative here
     assert profile.measured
 
 
@@ -304,7 +304,7 @@ def test_beyond_64_holders_the_others_count_as_the_longest_idle() -> None:
 
 
 def test_classes_are_steps_of_ten_percent() -> None:
-    """cost(32) = 1.0 s is the cheapest chunk; class 7 begins at 1.1^7 = 1.95, class 8 at 2.14."""
+    """The cheapest chunk costs 1.0 s (cost(32)). Class 7 begins at 1.1^7 = 1.95, class 8 at 2.14."""
     cost = CostProfile.measured_at({32: 0.0, 64: 1.0, 128: 3.0}, other_seconds=1.0)
     policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 4, [0.0])
     assert [policy.class_of(branch, index, 0.0) for index in range(4)] == [0, 7, 11, 14]
@@ -322,11 +322,11 @@ def test_there_are_64_classes_and_the_dearest_share_the_last() -> None:
     assert policy.class_of(branch, 100, 0.0) == 63
 
 
-# -- what follows from it --
+# -- consequences --
 
 
 def test_value_keeps_trailing_chunks_longer_than_leading_ones() -> None:
-    """Leading chunks are cheap to recompute: a goes from its front, dear chunks stay."""
+    """Leading chunks are cheap to recompute. So `a` loses its first chunks, and expensive chunks stay."""
     stage = Stage(16, 0, policy="value")
     stage.say("a", 24)
     stage.wait(10.0)
@@ -357,7 +357,7 @@ def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whoever_says_good_bye_makes_room_first(policy: str) -> None:
-    """b spoke last, and will be away; a may come back at any time."""
+    """b was used last, but its client has said that it will be away. a may return at any time."""
     stage = Stage(16, 0, policy=policy)
     stage.say("a", 15)
     stage.until_ended(stage.ask("b", 15, away_seconds=600.0))

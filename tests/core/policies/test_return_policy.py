@@ -1,4 +1,4 @@
-"""The policy that learns who comes back: what it learns, how fast, and what it forgets."""
+"""The policy that learns which conversations return: what it learns, how fast, and what it forgets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def live(
     gap: float,
     ended: EndedTurn = MESSAGE,
 ) -> float:
-    """First turns, one a second; so many of them return after about so long."""
+    """Simulate first turns, one a second. A share `returns` of them returns after about `gap` seconds."""
     draw = random.Random(int(now))
     due: list[tuple[float, str]] = []
     end = now + seconds
@@ -57,12 +57,12 @@ def live(
 
 
 def expected(model: ReturnModel, now: float, idle: float = 0.0) -> float:
-    """What keeping is worth, for someone who has just had a first turn like the others."""
+    """Return the value of keeping a conversation that has just had a typical first turn."""
     return model.turn_ended("just now", MESSAGE, now) * model.worth(idle)
 
 
 def held(*holders: tuple[float, float]) -> Branch:
-    """A branch whose holders are idle since, with these ratios; the last one most recently."""
+    """Return a branch with holders (idle since, ratio). The last holder was used most recently."""
     branch = Branch(None, 0, holders[-1][0], 3)
     for number, (since, ratio) in enumerate(holders):
         conversation = CachedConversation(f"c{number}", since)
@@ -114,7 +114,7 @@ def test_it_learns_when_people_return() -> None:
 
 
 def test_it_learns_who_returns() -> None:
-    """Long answers are read by people who go on; short ones are not."""
+    """After long answers, conversations usually continue. After short answers, they do not."""
     model, now = ReturnModel(), 0.0
     for _ in range(20):
         now = live(model, now, 60.0, 0.6, 30.0, EndedTurn(1500, 1000))
@@ -124,7 +124,7 @@ def test_it_learns_who_returns() -> None:
 
 
 def test_hints_are_believed_as_far_as_they_prove_true() -> None:
-    """Clients say that they will not return for a day, and most return within half a minute."""
+    """Clients say that they will be away for a day, but most return within half a minute."""
     model, now = ReturnModel(), 0.0
     ended = EndedTurn(1500, 250, 0, 86_400.0)
     believed = model.turn_ended("x", ended, now)
@@ -187,7 +187,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_forgotten_is_not_held_against_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All return after a minute, when half of their gaps have been forgotten."""
+    """All conversations return after a minute, when half of their gaps have been forgotten."""
     monkeypatch.setattr("pensieve.core.policies.return_model.GAPS_MAX", 40)
     model = ReturnModel()
     for number in range(3000):
@@ -213,7 +213,7 @@ def test_no_word_of_a_client_makes_it_count_for_more() -> None:
 
 
 def test_what_was_learned_fades() -> None:
-    """The times of returns go back to the prior; weights stay, and become easy to change again."""
+    """The times of returns go back to the prior. Weights stay, but become easy to change again."""
     model = ReturnModel()
     now = live(model, 0.0, 1800.0, 0.9, 10.0)
     assert model.worth(60.0) < 0.1 * model.worth(0.0)
@@ -266,7 +266,7 @@ def test_what_will_hardly_return_is_not_copied_out() -> None:
 
 
 def test_a_cache_computes_again_what_a_slow_link_would_bring_later() -> None:
-    """The host copy is given up, the replies are right, and nothing is swapped in."""
+    """The host copy is dropped, the replies are right, and nothing is swapped in."""
     stage = Stage(8, 12, policy="return", copy_share=50.0)
     stage.cache.policy.worth_swapping_out = lambda *_: True  # type: ignore[method-assign]
     stage.say("a", 12, 1)

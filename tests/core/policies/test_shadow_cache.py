@@ -1,4 +1,4 @@
-"""Shadow caches: what another order of eviction would have lost, and when it is worth following."""
+"""Shadow caches: what another order of eviction would have lost, and when to follow that order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_conversation_that_is_put_again_is_held_once() -> None:
 
 
 def play(trial: Trial, now: float, rounds: int, good: int, after: int) -> float:
-    """Conversations of 40 tokens, of bucket 0 and 1 in turn; those of bucket `good` return later."""
+    """Run conversations of 40 tokens in buckets 0 and 1, alternately. Those of bucket `good` return later."""
     for number in range(rounds):
         trial.turn_ended(f"{now}", number % 2, EndedTurn(0, 0, 40), now)
         if number >= after and (number - after) % 2 == good:
@@ -56,8 +56,11 @@ def play(trial: Trial, now: float, rounds: int, good: int, after: int) -> float:
 
 
 def test_what_was_learned_is_trusted_when_it_pays_and_only_then() -> None:
-    """Room for four: those of bucket 1 that return after six turns are there only if it is believed
-    that the others do not; those of bucket 0 that return after two only if it is not."""
+    """There is room for four conversations.
+
+    If bucket 1 returns after six turns, its conversations are kept only if the learned order is trusted. If
+    bucket 0 returns after two turns, its conversations are kept only if it is not trusted.
+    """
     trial = Trial(likely, float)
     trial.set_capacity(160)
     assert not trial.trusted

@@ -1,12 +1,13 @@
-"""Runs csrc/cpu, compiled for ARM, in an emulated ARM processor inside this process.
+"""Run csrc/cpu, compiled for ARM, in an emulated ARM processor inside this process.
 
-The emulator is Unicorn. The program in it has no operating system: bare.cpp is what it needs of the
-libraries. It sees this process's memory at its own addresses: whatever it reaches is lent to it for the
-call, so tensors are passed as they are, and the C interface is the library's. As a plug-in of pytest
-(`-p tests.kernels.arm`) this takes the place of the loader of libraries for what is compiled for ARM.
+The emulator is Unicorn. The program in it runs without an operating system; bare.cpp has the few library
+functions that it needs. It uses this process's memory at the same addresses: memory that the program touches
+is mapped for the call. So tensors are passed directly, and the C interface is that of the library. As a
+pytest plug-in (`-p tests.kernels.arm`), this module replaces the loader for libraries that are compiled for
+ARM.
 
-Unicorn knows NEON and products of bytes; those of bfloat16 and of mixed signs (BF16, I8MM) are carried out
-here, by ARM's description, when it meets them.
+Unicorn supports NEON and products of bytes. It lacks products of bfloat16 and of mixed signs (BF16, I8MM).
+This module executes those in Python, as the ARM manual describes them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import unicorn
 from unicorn import arm64_const as arm
 from unicorn.unicorn import Uc
 
-AARCH64 = 183  # as ELF numbers machines
-CALLED_FROM = 0xF000000000  # where calls return to
+AARCH64 = 183  # the machine number in an ELF header
+CALLED_FROM = 0xF000000000  # the return address of calls
 STACK, STACK_BYTES = 0xF100000000, 1 << 20
 THREAD, THREAD_BYTES = 0xF200000000, 1 << 20
-HWCAP = (1 << 20, 1 << 13 | 1 << 14)  # products of bytes; I8MM and BF16
-LOADED, THREAD_LOCAL = 1, 7  # kinds of segments
+HWCAP = (1 << 20, 1 << 13 | 1 << 14)  # HWCAP: products of bytes; HWCAP2: I8MM and BF16
+LOADED, THREAD_LOCAL = 1, 7  # ELF segment types
 PAGE = 4096
 
 
@@ -52,11 +53,11 @@ class Program:
         ):
             self._machine.mem_map(address, size)
         self._machine.reg_write(arm.UC_ARM64_REG_TPIDR_EL0, THREAD)
-        self._machine.reg_write(arm.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # floats are allowed
+        self._machine.reg_write(arm.UC_ARM64_REG_CPACR_EL1, 3 << 20)  # enable floating point
         self._machine.hook_add(unicorn.UC_HOOK_MEM_UNMAPPED, self._lend)
         self._machine.hook_add(unicorn.UC_HOOK_INTR, self._interrupted)
         self._lent: list[tuple[int, int]] = []
-        self.carried_out = 0  # instructions, here
+        self.carried_out = 0  # instructions that were executed in Python
         self.write_words("features", HWCAP)
 
     def write_words(self, name: str, words: tuple[int, ...]) -> None:
@@ -69,9 +70,9 @@ class Program:
         return found[:-1]
 
     def call(self, name: str, whole: list[int], floats: list[float]) -> int:
-        """By ARM's convention: eight whole numbers in registers, the others on the stack."""
+        """Call a function by ARM's convention: eight integers in registers, the others on the stack."""
         self.write_words("taken", (0,))
-        self._machine.mem_write(THREAD, bytes(THREAD_BYTES))  # each call is a new thread
+        self._machine.mem_write(THREAD, bytes(THREAD_BYTES))  # each call counts as a new thread
         for i, value in enumerate(whole[:8]):
             self._machine.reg_write(arm.UC_ARM64_REG_X0 + i, value)
         for i, number in enumerate(floats):
@@ -93,7 +94,7 @@ class Program:
     def _lend(
         self, machine: Uc, _kind: int, address: int, _size: int, _value: int, _data: object
     ) -> bool:
-        """The range of this process's memory that holds the address; False: there is none."""
+        """Map the range of this process's memory that contains the address. Return False if there is none."""
         for line in Path("/proc/self/maps").read_text().splitlines():
             limits, rights = line.split()[:2]
             first, end = (int(each, 16) for each in limits.split("-"))
@@ -123,7 +124,7 @@ class Program:
 
 
 def _bfdot(sums: bytes, left: bytes, right: bytes) -> bytes:
-    """Two products of bfloat16 for each float."""
+    """Add two products of bfloat16 to each float."""
     a, b = ((np.frombuffer(each, "<u2").astype("<u4") << 16).view("<f4") for each in (left, right))
     products = a * b
     total: np.ndarray[Any, Any] = np.frombuffer(sums, "<f4") + (products[::2] + products[1::2])
@@ -131,17 +132,17 @@ def _bfdot(sums: bytes, left: bytes, right: bytes) -> bytes:
 
 
 def _usdot(sums: bytes, left: bytes, right: bytes) -> bytes:
-    """Four products of an unsigned byte and a signed one for each whole number."""
+    """Add four products of an unsigned and a signed byte to each integer."""
     products = np.frombuffer(left, "u1").astype("<i4") * np.frombuffer(right, "i1")
     total: np.ndarray[Any, Any] = np.frombuffer(sums, "<i4") + products.reshape(4, 4).sum(1)
     return total.astype("<i4").tobytes()
 
 
-INSTRUCTIONS = {0x6E40FC00: _bfdot, 0x4E809C00: _usdot}  # vectors of 16 bytes, by their fixed bits
+INSTRUCTIONS = {0x6E40FC00: _bfdot, 0x4E809C00: _usdot}  # fixed bits of instructions on 16 bytes
 
 
 def _segments(image: bytes) -> Iterator[tuple[int, int, int, int, int]]:
-    """Kind, offset in the file, address, size in the file, size in memory."""
+    """Yield type, offset in the file, address, size in the file and size in memory of each segment."""
     (offset,) = struct.unpack_from("<Q", image, 32)
     size, count = struct.unpack_from("<HH", image, 54)
     for i in range(count):
@@ -156,7 +157,7 @@ def _symbols(image: bytes) -> Iterator[tuple[str, int]]:
     size, count = struct.unpack_from("<HH", image, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", image, offset + i * size) for i in range(count)]
     for _, kind, _, _, start, length, link, _, _, each in sections:
-        if kind == 2:  # the table of symbols
+        if kind == 2:  # the symbol table
             names = sections[link][4]
             for at in range(start, start + length, each):
                 name, _, _, _, value, _ = struct.unpack_from("<IBBHQQ", image, at)
@@ -164,7 +165,7 @@ def _symbols(image: bytes) -> Iterator[tuple[str, int]]:
 
 
 class Function:
-    """One of the program, as ctypes has them."""
+    """A function of the program, with the interface of a ctypes function."""
 
     argtypes: tuple[Any, ...] = ()
     restype: Any = None
@@ -185,7 +186,7 @@ class Function:
                 whole.append(ctypes.addressof(kept[-1]))
             elif isinstance(value, int):
                 whole.append(value % (1 << 64))
-            else:  # None, or what byref gives
+            else:  # None, or a result of byref
                 whole.append(0 if value is None else ctypes.addressof(value._obj))
         answer = self._program.call(self._name, whole, floats)
         if self.restype is ctypes.c_char_p:
@@ -194,7 +195,7 @@ class Function:
 
 
 class Library:
-    """Takes the place of a ctypes.CDLL."""
+    """Replaces ctypes.CDLL."""
 
     def __init__(self, path: Path) -> None:
         self._program = Program(path)
@@ -203,12 +204,12 @@ class Library:
         if name not in self._program._symbols:
             raise AttributeError(name)
         made = Function(self._program, name)
-        setattr(self, name, made)  # it keeps what it is told of its arguments
+        setattr(self, name, made)  # keep the function, because callers set its argtypes
         return made
 
 
 def pytest_configure() -> None:
-    """Loads what is compiled for ARM into the emulator, everything else as before."""
+    """Make ctypes load ARM libraries into the emulator, and all other libraries as usual."""
     load = ctypes.CDLL
 
     def loaded(name: str | None, *arguments: Any, **options: Any) -> Any:

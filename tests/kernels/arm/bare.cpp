@@ -1,7 +1,6 @@
-// What csrc/cpu needs of the libraries of C and C++, for a program without an operating system.
+// The functions of the C and C++ libraries that csrc/cpu needs, for a program without an operating system.
 //
-// One thread; memory is never given back. The emulator says what processor it is (`features`) and clears
-// `taken` between calls.
+// There is one thread, and memory is never freed. The emulator sets `features`, and clears `taken` between calls.
 #include <cstddef>
 #include <cstdint>
 
@@ -9,7 +8,7 @@
 
 extern "C" {
 
-uint64_t features[2];  // what getauxval answers: AT_HWCAP, AT_HWCAP2
+uint64_t features[2];  // answers of getauxval: AT_HWCAP, AT_HWCAP2
 uint64_t taken;
 alignas(64) static char memory[64 << 20];
 
@@ -49,7 +48,7 @@ void* memset(void* to, int value, size_t bytes) {
   return to;
 }
 
-float exp2f(float x) {  // of x <= 0
+float exp2f(float x) {  // only for x <= 0
   const int whole = x < -150.0f ? -150 : int(x);
   const double rest = (double(x) - whole) * 0.69314718055994531;
   double term = 1.0, sum = 1.0;
@@ -61,7 +60,7 @@ float exp2f(float x) {  // of x <= 0
 void failed() __asm__("_ZNSt3__122__libcpp_verbose_abortEPKcz");
 void failed() { __builtin_trap(); }
 int64_t no_clock() __asm__("_ZNSt3__16chrono12steady_clock3nowEv");
-int64_t no_clock() { __builtin_trap(); }  // read only where parts of a layer are measured
+int64_t no_clock() { __builtin_trap(); }  // used only when parts of a layer are timed
 int __cxa_thread_atexit(void (*)(void*), void*, void*) { return 0; }
 void* __dso_handle;
 }

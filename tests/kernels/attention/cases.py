@@ -1,6 +1,6 @@
-"""Attention cases for every implementation and KV format, and the one answer that all must give.
+"""Attention cases for every implementation and KV format, with the answer that all must give.
 
-The answer is written out by hand in float64, over the keys and values that the format gives back.
+The answer is computed here in float64, from the keys and values as the format stores them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pensieve.kernels.kv_format import FP8, INT8, dequantised, quantised
 NAN = float("nan")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 TYPES = list(TOLERANCE)
-# Decodes, pieces of prefill, two slices of one turn.
+# Decodes, pieces of prefill, and two slices of one turn.
 MIXED = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 500, 70), (5, 63, 1)]
 Slice = tuple[int, int, int]  # turn, start, length
-Front = tuple[int, list[int]]  # pages, and the turns that begin with these
+Front = tuple[int, list[int]]  # number of shared pages, turns that begin with these pages
 
 
 def poisoned(
@@ -35,15 +35,15 @@ def poisoned(
     kv_format: str = "auto",
     slots: int = 32,
 ) -> torch.Tensor:
-    """An arena in which no row was written: each is NaN."""
-    if kv_format == "int8":  # a scale of such bytes is NaN
+    """Return an arena of unwritten rows: all are NaN."""
+    if kv_format == "int8":  # the scale of a row of such bytes is NaN
         return torch.full((num_pages, 2, kv_heads, slots, INT8.row(head_size)), -1).to(torch.int8)
     element = FP8.element if kv_format == "fp8" else dtype
     return torch.full((num_pages, 2, kv_heads, slots, head_size), NAN).to(element)
 
 
 class Case:
-    """Slices of turns, whose pages lie anywhere in an arena. What no turn has written is NaN."""
+    """Slices of turns whose pages are scattered in an arena. Rows that no turn has written are NaN."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Case:
         scaling: float | None = None,
         fronts: Sequence[Front] = (),
     ) -> None:
-        """`fronts` are pages that turns share; the slices of these turns begin behind them."""
+        """`fronts` are pages that turns share. The slices of these turns start after the shared pages."""
         self.slices, self.kv_format, self._slots = slices, kv_format, slots
         self.lengths, self.starts = [n for *_, n in slices], [start for _, start, _ in slices]
         self.heads, self.kv_heads, self._fronts = heads, kv_heads, fronts
@@ -79,7 +79,7 @@ class Case:
         )
         order = torch.randperm(len(self.arena), generator=draw)
         self.table = order[: turns * per_turn].view(turns, per_turn)
-        first = list(range(turns))  # of those that begin with the same pages
+        first = list(range(turns))  # turn -> the first turn that begins with the same pages
         for pages, sharing in fronts:
             self.table[sharing, :pages] = self.table[sharing[0], :pages]
             for turn in sharing:
@@ -88,11 +88,11 @@ class Case:
         for turn, end in enumerate(ends):
             begin = shared.get(turn, 0)
             rows = torch.randn((2, end - begin, kv_heads, head_size), generator=draw) * spread
-            if kv_format == "int8":  # rows of very different sizes
+            if kv_format == "int8":  # make rows of very different sizes
                 rows *= torch.rand((2, end - begin, kv_heads, 1), generator=draw) + 0.5
             self.write(turn, begin, rows.to(dtype))
         buffer = torch.full((heads, sum(self.lengths) + 2, head_size + 8), NAN, dtype=dtype)
-        self.query = buffer[:, 1:-1, 8:].transpose(0, 1)  # strided, as models give it
+        self.query = buffer[:, 1:-1, 8:].transpose(0, 1)  # strided, like the queries of models
         self.query.copy_(torch.randn(self.query.shape, generator=draw))
         self.kind = AttentionKind.plain(head_size) if scaling is None else AttentionKind(scaling)
         self.page_index = PageIndex(
@@ -115,7 +115,7 @@ class Case:
 
     @property
     def shared(self) -> SharedPages:
-        """The fronts, as implementations are told of them."""
+        """The fronts in the form that implementations take."""
         groups = {turn: group for group, (_, turns) in enumerate(self._fronts) for turn in turns}
         return SharedPages(
             array("i", [groups.get(turn, -1) for turn, _, _ in self.slices]),
@@ -123,7 +123,7 @@ class Case:
         )
 
     def write(self, turn: int, begin: int, rows: torch.Tensor) -> None:
-        """Store rows (2, tokens, kv_heads, head_size) at the turn's positions from `begin` on."""
+        """Store rows (2, tokens, kv_heads, head_size) at the turn's positions, starting at `begin`."""
         positions = torch.arange(begin, begin + rows.shape[1])
         pages, slots = self.table[turn, positions // self._slots], positions % self._slots
         if self.scales is not None:
@@ -133,7 +133,7 @@ class Case:
         self.arena[pages, :, :, slots] = rows.transpose(0, 1)
 
     def read(self, turn: int, end: int) -> torch.Tensor:
-        """Return the turn's first rows as the format gives them back: float32, like `write` takes them."""
+        """Return the turn's first rows as float32, as the format stores them; shape as in `write`."""
         positions = torch.arange(end)
         pages, slots = self.table[turn, positions // self._slots], positions % self._slots
         stored = self.arena[pages, :, :, slots].transpose(0, 1)
@@ -142,7 +142,7 @@ class Case:
         return stored.float() * (1.0 if self.scales is None else self.scales[:, None, :, None])
 
     def poison(self, turn: int, position: int, side: int, value: float = NAN) -> None:
-        """Store another key (side 0) or value (1), with this in its first head."""
+        """Replace a number in the first head of the key (side 0) or value (side 1) at a position."""
         rows = self.read(turn, position + 1)[:, position:].clone()
         rows[side, 0, 0, 5] = value
         self.write(turn, position, rows.to(self.query.dtype))
@@ -161,6 +161,6 @@ class Case:
         return torch.cat(found)
 
     def check(self) -> None:
-        """`out` is the answer, as near as its type can say."""
+        """Check that `out` equals the answer within the rounding of its type."""
         assert not self.out.isnan().any()
         assert float((self.out.double() - self.answer()).abs().max()) <= self._tolerance

@@ -1,4 +1,4 @@
-"""The compiled kernels, each instruction set that this machine has, over native and int8 pages."""
+"""The compiled kernels, with each instruction set of this machine, over native and int8 pages."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_head_sizes_that_only_narrower_vectors_take(dtype: torch.dtype, head_siz
 @every_format
 @every_type
 def test_a_long_context_is_cut_and_merged(kv_format: str, dtype: torch.dtype) -> None:
-    """After each 64 pages; what one thread found is merged with what another did."""
+    """Contexts are cut every 64 pages. The partial results of several threads are merged."""
     check([(0, 5000, 3), (1, 40, 1)], 2, 1, 64, dtype, kv_format)
     check([(0, 9000, 1), (1, 40, 1)], 4, 1, 64, dtype, kv_format, seed=1)
 
@@ -143,7 +143,7 @@ def test_rows_that_it_cannot_round_are_left_to_torch(head_size: int, dtype: torc
 def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
     arena = poisoned(4, 3, 64, dtype)
     right = arena.clone()
-    key = torch.randn(3, 5, 64).to(dtype).transpose(0, 1)  # strided, as models give it
+    key = torch.randn(3, 5, 64).to(dtype).transpose(0, 1)  # strided, like the keys of models
     value = torch.randn(5, 3, 64).to(dtype)
     slots = torch.tensor([0, 31, 32, 97, 70])
     assert cpu.write_kv(key, value, slots, arena[:, 0], arena[:, 1])
@@ -158,7 +158,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) 
 def test_rows_are_rounded_to_the_bytes_that_torch_gives(
     dtype: torch.dtype, head_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also rows of zeros, of denormal numbers, with NaN or infinity, and of values half way between codes."""
+    """Also rows of zeros, denormal numbers, NaN or infinity, and values half way between two codes."""
     draw = torch.Generator().manual_seed(head_size)
     exponents = torch.randn((2, 200, 2, 1), generator=draw) * (1 if dtype == torch.float16 else 6)
     key, value = (torch.randn((2, 200, 2, head_size), generator=draw) * exponents.exp()).unbind()
@@ -175,7 +175,7 @@ def test_rows_are_rounded_to_the_bytes_that_torch_gives(
         monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
         arena = poisoned(10, 2, head_size, dtype, "int8")
         right = arena.clone()
-        strided = key.transpose(0, 1).contiguous().transpose(0, 1)  # as models give it
+        strided = key.transpose(0, 1).contiguous().transpose(0, 1)  # like the keys of models
         assert cpu.write_kv(strided, value, slots, arena[:, 0], arena[:, 1])
         reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
         assert torch.equal(arena, right)
@@ -239,7 +239,7 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
     head_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Contexts that are cut, and such that are cut for some rows of a slice only."""
+    """Some contexts are cut for all rows of a slice, and some for only a part of its rows."""
     draw = torch.Generator().manual_seed(5)
     rows = torch.randn((150, 2, kv_heads, 32, head_size), generator=draw).to(dtype)
     arena = quantised(rows) if kv_format == "int8" else rows
@@ -263,7 +263,7 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
         assert cpu.multi_token_attention(inputs, out)
         return out
 
-    for start in (2048 - 40, 4096 - 1, 4600):  # a part ends after 64 pages
+    for start in (2048 - 40, 4096 - 1, 4600):  # contexts are cut every 64 pages
         whole = attend(0, [start], [90])
         for row in (0, 39, 40, 41, 89):
             assert torch.equal(attend(row, [start + row], [1]), whole[row : row + 1]), row
@@ -280,7 +280,7 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
 def test_a_short_context_is_right_and_a_row_of_it_the_same_alone(
     kv_format: str, dtype: torch.dtype
 ) -> None:
-    """So little work that an emulated processor does it, too."""
+    """The work is small enough for an emulated processor."""
     whole = Case([(0, 31, 3)], 2, 1, 32, dtype, kv_format)
     attend(whole)
     whole.check()

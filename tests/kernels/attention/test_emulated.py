@@ -28,7 +28,7 @@ def launched(
     backwards: bool = False,
     early: bool = False,
 ) -> DevicePlan:
-    """Plan the case and carry it out, with NaN where partial results will lie."""
+    """Plan and run the case. Partial results are NaN before the run."""
     head_size = case.query.shape[-1]
     sizes = (case.heads, case.kv_heads, head_size)
     plan = cuda.plan(case.lengths, case.starts, *sizes, blocks, shared=shared)
@@ -36,7 +36,7 @@ def launched(
     work.part_values.fill_(NAN)
     work.part_sums.fill_(NAN)
     rows = torch.full((len(case.query) + 2, case.heads * head_size + 8), NAN).to(case.out.dtype)
-    query = rows[1:-1, 8:].view(case.query.shape)  # a token's heads are contiguous, NaN all around
+    query = rows[1:-1, 8:].view(case.query.shape)  # a token's heads are contiguous, between NaN
     query.copy_(case.query)
     inputs = case.inputs._replace(query=query)
     for launch in cuda.attention_launches(inputs, case.out, work, map_of):
@@ -59,7 +59,7 @@ def attend(
     fronts: list[Front] | None = None,
     **more: Any,
 ) -> Plan:
-    """Check a case, and return how its work was planned."""
+    """Run and check a case, and return its plan."""
     shape = (heads, kv_heads, head_size, dtype, kv_format)
     case = Case(slices, *shape, fronts=fronts or (), **more)
     blocks = BlocksAtOnce(blocks_at_once, blocks_at_once if hopper else None)
@@ -73,7 +73,7 @@ def attend(
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
 def test_any_mix_of_slices_over_scattered_pages(head_size: int, heads: int, kv_heads: int) -> None:
-    """Decodes, pieces of prefill, two slices of one turn; rows for every way to share an item."""
+    """Decodes, pieces of prefill, two slices of one turn. Items get their rows in every possible way."""
     attend(MIXED, heads, kv_heads, head_size)
 
 
@@ -88,7 +88,7 @@ def test_long_contexts_are_cut_and_merged(length: int) -> None:
 
 
 def test_wide_tiles_are_cut_and_merged() -> None:
-    """Rows in the first part see all of its keys, those of the last not one of a later row's."""
+    """Rows of the first part see all its keys. Rows of the last part see no later row's key."""
     assert attend([(0, 300, 80)], 2, 1, 64, blocks_at_once=6).merges
 
 
@@ -109,7 +109,7 @@ def test_hopper_in_half_precision_backwards_and_cut() -> None:
 
 @pytest.mark.parametrize("hopper", [False, True])
 def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
-    """Every kernel at once; of the launches that were made for a layer only addresses change."""
+    """If a layer's launches are reused for another layer, only the addresses change."""
     lengths, starts = [1, 40], [900, 700]
     blocks = BlocksAtOnce(8, 8 if hopper else None)
     work = DevicePlan.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
@@ -136,7 +136,7 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("backwards", "early"), [(False, False), (True, True)])
 def test_few_rows(head_size: int, backwards: bool, early: bool) -> None:
-    """Decodes and short pieces of one to sixteen rows, one of them cut, beside a prompt's wide tile."""
+    """Decodes and short pieces of one to sixteen rows (one is cut), beside a prompt's wide tile."""
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
     order: dict[str, Any] = {"backwards": backwards, "early": early}
     assert attend(slices, 4, 1, head_size, blocks_at_once=6, **order).merges
@@ -145,7 +145,7 @@ def test_few_rows(head_size: int, backwards: bool, early: bool) -> None:
 
 @pytest.mark.parametrize(("last", "num_items"), [(144, 12), (160, 14), (272, 16), (288, 18)])
 def test_each_of_hoppers_items_is_done(last: int, num_items: int) -> None:
-    """Four blocks: three whole turns, there, back and there; a part or all of a fourth; a part of a fifth."""
+    """Each block takes items in alternating order: three full rounds, then parts of a fourth and a fifth."""
     lengths, starts = [144, 144, last], [10, 40, 0]
     planned = cuda.plan(lengths, starts, 4, 2, 64, BlocksAtOnce(1, 1))
     assert len(planned.wide_items) * 2 == num_items, "for each of two KV heads"
@@ -154,7 +154,7 @@ def test_each_of_hoppers_items_is_done(last: int, num_items: int) -> None:
 
 @pytest.mark.parametrize("heads", [2, 8, 14])
 def test_merges_of_few_and_of_many_rows_share_a_list(heads: int) -> None:
-    """A decode of one to seven rows beside a wide tile: rows that a merge lacks are nobody's."""
+    """A decode of one to seven rows beside a wide tile. Surplus rows of a merge belong to no turn."""
     assert len(attend([(0, 1500, 1), (1, 900, 64)], heads, 2, 64, blocks_at_once=24).merges) >= 2
 
 
@@ -184,7 +184,7 @@ def test_the_order_of_threads_and_blocks_does_not_matter() -> None:
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_nothing_is_overwritten_before_it_was_read(hopper: bool, backwards: bool) -> None:
-    """Copies that arrive as early as they may."""
+    """Copies arrive as early as possible."""
     slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128)]
     attend(slices, 2, 1, 64, early=True, hopper=hopper, backwards=backwards)
     attend(slices, 2, 2, 128, early=True, hopper=hopper, backwards=backwards)
@@ -211,7 +211,7 @@ def test_with_kv_in_bytes_a_block_takes_no_more(head_size: int) -> None:
 
 
 def test_slices_and_items_of_nothing() -> None:
-    """A slice without tokens, and an item without rows that fills a list up."""
+    """A slice without tokens, and an item without rows that only fills a list."""
     attend([(0, 10, 2), (0, 12, 0), (1, 0, 1)], 2, 1, 64)
 
 
@@ -223,7 +223,7 @@ def test_slices_and_items_of_nothing() -> None:
 def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
     kv_format: str, poison: float, length: int, side: int
 ) -> None:
-    """In rows of every way to share an item; a byte of NaN that was copied unread would be 480."""
+    """In rows of all kinds of items. If a NaN byte were copied as a plain number, it would read as 480."""
     case = Case([(0, 20, length), (1, 20, length)], 2, 1, 64, torch.bfloat16, kv_format)
     case.poison(1, 5, side, poison)
     case.query[:, :, 5] = 1.0  # so that no weight becomes zero
@@ -236,7 +236,7 @@ def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
 def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
     arena = poisoned(4, 3, 96, dtype)
     right = arena.clone()
-    key = torch.randn(3, 5, 96).to(dtype).transpose(0, 1)  # strided, as models give it
+    key = torch.randn(3, 5, 96).to(dtype).transpose(0, 1)  # strided, like the keys of models
     value = torch.randn(5, 3, 96).to(dtype)
     slots = torch.tensor([0, 31, 32, 97, 70])
     run(cuda.write_kv_launch(key, value, slots, arena[:, 0], arena[:, 1]))

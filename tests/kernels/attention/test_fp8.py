@@ -1,4 +1,4 @@
-"""Keys and values of one byte on a GPU: the kernels on emulated threads, against torch's own float8."""
+"""KV in fp8 on a GPU: the kernels on emulated threads, compared with torch's float8."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY_BYTE = torch.arange(256).to(torch.uint8).view(FP8.element)
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_any_mix_of_slices_over_pages_of_bytes(head_size: int) -> None:
-    """Decodes, pieces of prefill, two slices of one turn; rows for every way to share an item."""
+    """Decodes, pieces of prefill, two slices of one turn. Items get their rows in every possible way."""
     attend(MIXED, 6, 2, head_size, kv_format="fp8")
 
 
@@ -37,20 +37,20 @@ def test_few_rows_over_bytes() -> None:
 
 
 def same_bytes(found: torch.Tensor, right: torch.Tensor) -> bool:
-    """All NaN are alike."""
+    """Return whether the bytes are equal; all NaN count as equal."""
     return torch.equal(found.float().nan_to_num(999.0), right.float().nan_to_num(999.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
-    """Numbers that are bytes, those half way between two, those beside these; too large, too small, NaN."""
+    """fp8 numbers, numbers half way between two of them, their neighbours; too large, too small, NaN."""
     bytes_ = EVERY_BYTE.float()
     between = (bytes_[:-1] + bytes_[1:]) / 2
     rows = torch.cat([bytes_, between, between * 1.01, between * 0.99, torch.randn(2048) * 3])
     rows = torch.cat([rows, torch.tensor([460.0, 470.0, 1e4, -500.0, float("inf"), -float("inf")])])
     tokens = -(-len(rows) // (2 * 64))
     rows = torch.nn.functional.pad(rows, (0, tokens * 2 * 64 - len(rows)))
-    key = rows.view(2, tokens, 64).to(dtype).transpose(0, 1)  # strided, as models give it
+    key = rows.view(2, tokens, 64).to(dtype).transpose(0, 1)  # strided, like the keys of models
     value = key.flip(0).contiguous()
     scales = torch.tensor([[0.25, 1.0], [4.0, 2.0**-7]])
     arena = torch.zeros(-(-tokens // 32) + 1, 2, 2, 32, 64).to(FP8.element)
@@ -68,7 +68,7 @@ def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None
 def test_what_exceeds_a_float_once_it_is_scaled_is_cut_off_and_only_what_is_not_finite_is_nan(
     kernel: str,
 ) -> None:
-    """A scale far below one makes 2^128 of a number that bfloat16 holds."""
+    """A scale far below one turns a number that bfloat16 can hold into 2^128."""
     inf, nan = float("inf"), float("nan")
     extremes = torch.tensor([3e38, -3e38, 2.0**70, -(2.0**-70), inf, -inf, nan, 0.0])
     key = extremes.repeat(3, 2, 8).to(torch.bfloat16)
@@ -78,7 +78,7 @@ def test_what_exceeds_a_float_once_it_is_scaled_is_cut_off_and_only_what_is_not_
     pages = (arena[:, 0], arena[:, 1])
     if kernel == "write_kv":
         run(cuda.write_kv_launch(key, value, slots, *pages, scales))
-    else:  # the keys by an angle of zero, and most of them not at all
+    else:  # rotated keys: by an angle of zero, and most values not at all
         cosine, sine = (torch.full((3, 4), each, dtype=torch.bfloat16) for each in (1.0, 0.0))
         key[:, :, :4] = extremes[:4]
         out = torch.empty_like(key)

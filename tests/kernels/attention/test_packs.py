@@ -1,4 +1,4 @@
-"""Pages that several slices begin with are planned once for all, and attended to on emulated threads."""
+"""Pages that several slices share are planned once for all slices, and read once on emulated threads."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def shared_of(groups: list[int], pages: list[int]) -> SharedPages:
 
 
 def check(plan: Plan, lengths: list[int], starts: list[int], group: int) -> None:
-    """Row by row: each sees each of its positions once, and what it left is merged, all of it and once."""
+    """Check that each row sees each of its positions once, and that all its parts are merged once."""
     rows = [(s, r) for s, length in enumerate(lengths) for r in range(length * group)]
     of_row = {row: index for index, row in enumerate(rows)}
-    seen: dict[int, list[tuple[int, int, int]]] = {}  # of a row: positions, and where the part lies
+    seen: dict[int, list[tuple[int, int, int]]] = {}  # row -> (first key, end, part)
     taken = Counter[int]()
     for item in plan.items + plan.wide_items:
         assert item.num_rows > 0
@@ -144,7 +144,7 @@ def test_a_slice_alone_in_its_group_is_as_it_was() -> None:
 
 
 def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
-    """Questions of 10 to 12 tokens: 40, 48 and 40 rows make a pack, and 44 are left alone."""
+    """Questions of 10 to 12 tokens. Slices of 40, 48 and 40 rows are packed; one of 44 rows is not."""
     lengths, starts = [10, 12, 10, 11], [3200] * 4
     shared = shared_of([0] * 4, [100])
     plan = plan_work(lengths, starts, 4, 8, TILING, BlocksAtOnce(216), shared=shared)
@@ -163,7 +163,7 @@ def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (6, 2)])
 def test_shared_pages_beside_others(head_size: int, heads: int, kv_heads: int) -> None:
-    """Two groups, packs of few rows and of many, a slice that shares nothing, one of several tiles."""
+    """Two groups, packs of few and of many rows, a slice without shared pages, a slice of several tiles."""
     slices = [(0, 200, 1), (1, 197, 2), (2, 20, 3), (3, 192, 1), (4, 400, 9), (5, 385, 30)]
     slices += [(6, 192, 12), (7, 300, 150)]
     fronts = [(6, [0, 1, 3, 6]), (12, [4, 5])]
@@ -181,7 +181,7 @@ def test_packs_are_cut_like_tiles(
     slices = [(turn, 640 + 40 * turn, 1 + turn % 2) for turn in range(9)]
     fronts = [(20, list(range(9)))]
     order: dict[str, Any] = {"backwards": backwards, "early": early, "kv_format": kv_format}
-    for heads in (1, 4):  # 13 rows, and 52
+    for heads in (1, 4):  # 13 rows, or 52
         plan = attend(slices, heads, 1, 64, blocks_at_once=blocks_at_once, fronts=fronts, **order)
         packs = [item for item in plan.items if item.pack_row >= 0]
         assert len({item.pack_row for item in packs}) == 1
@@ -201,7 +201,7 @@ def test_decodes_make_one_pack(kv_format: str) -> None:
 @needs_x86
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_packs_beside_hoppers_wide_tiles(head_size: int) -> None:
-    """A long slice of the group has tiles for Hopper's kernel, and a short one that is in the pack."""
+    """A long slice of the group has wide tiles for Hopper's kernel. A short slice is in the pack."""
     slices = [(0, 320, 1), (1, 350, 2), (2, 330, 66), (3, 5, 40), (4, 321, 1)]
     plan = attend(slices, 2, 1, head_size, hopper=True, fronts=[(10, [0, 1, 2, 4])])
     assert len(plan.pack_rows) == 2 * (1 + 2 + 2 + 1)
@@ -247,7 +247,7 @@ def test_a_value_that_is_no_number_in_a_slices_own_pages_reaches_no_other_of_its
 ) -> None:
     slices, fronts = [(turn, 236, 1) for turn in range(4)], [(7, [0, 1, 2, 3])]
     case = Case(slices, 2, 1, 64, torch.bfloat16, kv_format, fronts=fronts)
-    case.poison(1, 227, 1)  # behind the shared pages
+    case.poison(1, 227, 1)  # after the shared pages
     case.query[3, 0, 5] = NAN
     work = launched(case, BlocksAtOnce(1), shared=case.shared)
     assert len(work.pack_rows) == 8

@@ -1,4 +1,4 @@
-"""The kernels in torch, and what every implementation refuses."""
+"""The attention kernels in torch, and the arguments that every implementation refuses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_random_slices_over_random_shapes(seed: int) -> None:
 
 
 def test_bfloat16_is_accumulated_in_float32() -> None:
-    """300 equal weights of 1/300 lose nothing: the result is as near as bfloat16 can say."""
+    """300 equal weights of 1/300 lose nothing: the result is exact up to bfloat16 rounding."""
     shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "slots": 32, "dtype": torch.bfloat16}
     check([(0, 0, 300), (1, 299, 1)], **shape)
     case = Case([(0, 290, 10)], **SMALL | shape)
@@ -99,7 +99,7 @@ def test_write_kv_changes_no_other_slot(kv_format: str) -> None:
 
 
 def test_query_may_be_strided() -> None:
-    """Models hand over transposed views."""
+    """Models pass transposed views."""
     case = Case([(0, 0, 5)], **SMALL)
     strided = attend(case).clone()
     assert not case.query.is_contiguous()
@@ -207,7 +207,7 @@ def test_padding_at_most_doubles_a_context() -> None:
 
 
 def test_what_one_call_gathers_is_bounded() -> None:
-    """Many turns over one shared prefix gather it once each."""
+    """Each of many turns gathers the prefix that they share."""
     slices = [reference._Slice(i, 1, 100, i) for i in range(10)]
     sizes = [len(group) for group in reference._groups(slices, 350)]
     assert sizes == [3, 3, 3, 1]

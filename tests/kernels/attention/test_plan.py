@@ -1,4 +1,4 @@
-"""The plan of attention's work: each row sees each of its positions once, and the load is balanced."""
+"""The plan of attention work: each row sees each of its positions once, and the load is balanced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cost_of(key_begin: int, key_end: int, num_rows: int) -> int:
 
 
 def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling: Tiling) -> None:
-    """Recomputed from scratch."""
+    """Recompute everything that the plan must satisfy."""
     merged = {merge[:3]: merge for merge in plan.merges}
     assert len(merged) == len(plan.merges)
     parts: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
@@ -78,7 +78,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
 
 
 def makespan(plan: Plan, kv_heads: int, blocks_at_once: int) -> int:
-    """The time that the device takes, which starts the next block as soon as another one ends."""
+    """Return the time of a device that starts the next block whenever a block ends."""
     free = [0] * blocks_at_once
     for item in plan.items:
         cost = cost_of(item.key_begin, item.key_end, item.num_rows)
@@ -117,7 +117,7 @@ def test_random_batches_are_exact_and_balanced(seed: int) -> None:
     check(plan, lengths, starts, group, TILING)
     total = sum(cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items)
     mean = total * kv_heads / blocks_at_once
-    # Longest first is at most the mean and one item; no part is shorter than the shortest allowed.
+    # Longest-first is at most the mean plus one item. No part is shorter than the allowed minimum.
     assert (
         makespan(plan, kv_heads, blocks_at_once)
         <= 1.6 * mean + 2 * (PART_PAGES_MIN + WAVE_COST) * 2
@@ -131,7 +131,7 @@ def test_one_long_context_fills_the_machine() -> None:
 
 
 def test_a_last_wave_that_would_be_almost_empty_is_avoided() -> None:
-    """300 equal blocks on 264 blocks at once would take the time of two waves for 1.14 waves of work."""
+    """300 equal blocks, 264 at once, would take the time of two waves for 1.14 waves of work."""
     whole = 300 * (3200 // PAGE_SLOTS) / 264
     plan = plan_work([1] * 300, [3199] * 300, 1, 1, TILING, BlocksAtOnce(264))
     assert makespan(plan, 1, 264) < 1.3 * whole
@@ -154,19 +154,19 @@ def test_the_limit_of_parts_is_never_below_the_least() -> None:
         assert part_limit(kinds, 2, blocks_at_once).limit >= PART_PAGES_MIN
 
 
-# -- Hopper: the kernel of wide tiles has blocks of its own, which stay --
+# -- Hopper: the kernel of wide tiles has persistent blocks of its own --
 
 PAGES_OF_A_STAGE = 4
 
 
 def wide_cost(item: Item) -> int:
-    """In pages: the kernel takes whole stages."""
+    """Return the cost in pages. The kernel always processes whole stages."""
     pages = -(-(item.key_end - item.key_begin) // PAGE_SLOTS)
     return -(-pages // PAGES_OF_A_STAGE) * PAGES_OF_A_STAGE + WAVE_COST
 
 
 def snake_time(plan: Plan, kv_heads: int, snake: bool = True) -> int:
-    """The time of the block that is last, which takes items in turns there and back."""
+    """Return the time of the slowest block. Blocks take items in alternating (snake) order."""
     costs = [wide_cost(item) for item in plan.wide_items for _ in range(kv_heads)]
     taken = [0] * 132
     for index, cost in enumerate(costs):
@@ -176,7 +176,7 @@ def snake_time(plan: Plan, kv_heads: int, snake: bool = True) -> int:
 
 
 def over_ideal(plan: Plan, kv_heads: int, snake: bool = True) -> float:
-    """That, over the mean of what the pages alone would take."""
+    """Return `snake_time` divided by the mean time of a block that only reads the pages."""
     whole = sum(-(-(i.key_end - i.key_begin) // PAGE_SLOTS) for i in plan.wide_items)
     return snake_time(plan, kv_heads, snake) / (whole * kv_heads / 132)
 
@@ -188,7 +188,7 @@ def over_ideal(plan: Plan, kv_heads: int, snake: bool = True) -> float:
 def test_wide_work_is_planned_for_the_blocks_that_hoppers_kernel_runs(
     length: int, start: int, limit: float
 ) -> None:
-    """Llama 3 8B's heads on 132 multiprocessors."""
+    """The heads of Llama 3 8B on 132 multiprocessors."""
     plan = plan_work([length], [start], 4, 8, TILING, HOPPER)
     check(plan, [length], [start], 4, TILING)
     assert over_ideal(plan, 8) <= limit
@@ -196,7 +196,7 @@ def test_wide_work_is_planned_for_the_blocks_that_hoppers_kernel_runs(
 
 
 def test_for_twice_as_many_blocks_a_prompt_would_be_cut_and_merged() -> None:
-    """With 17 MB of partial results in every layer."""
+    """That plan has 17 MB of partial results in every layer."""
     before = plan_work([512], [15_872], 4, 8, TILING, BlocksAtOnce(264, 264))
     now = plan_work([512], [15_872], 4, 8, TILING, HOPPER)
     assert len(now.wide_items) * 8 == 128
@@ -206,7 +206,7 @@ def test_for_twice_as_many_blocks_a_prompt_would_be_cut_and_merged() -> None:
 
 
 def test_a_prompt_beside_decodes_is_neither_cut_nor_merged() -> None:
-    """512 tokens over 4,000 beside 64 decodes over 1,000: each kind of work fills its own kernel."""
+    """512 tokens over a context of 4,000, beside 64 decodes over 1,000. Each kind fills its own kernel."""
     lengths, starts = [512] + [1] * 64, [4000] + [1000] * 64
     plan = plan_work(lengths, starts, 4, 8, TILING, HOPPER)
     check(plan, lengths, starts, 4, TILING)
@@ -216,7 +216,7 @@ def test_a_prompt_beside_decodes_is_neither_cut_nor_merged() -> None:
 
 
 def test_what_a_merge_would_cost_more_than_it_gains_is_left_whole() -> None:
-    """A part of 128 rows moves as many bytes as eight pages: short wide tiles stay in one piece."""
+    """Merging a part of 128 rows moves as many bytes as eight pages, so short wide tiles are not cut."""
     plan = plan_work([512], [0], 4, 8, TILING, HOPPER)
     assert not plan.merges
     one = plan_work([32], [60_000], 4, 8, TILING, HOPPER)

@@ -1,4 +1,4 @@
-"""Pages that several slices share are read once; no bit of any result differs from what it is without."""
+"""Pages that several slices share are read once, and every result has the same bits as without sharing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kernels.attention.cases import NAN, TYPES, Case
 
 Group = tuple[
     int, list[tuple[int, int]]
-]  # pages, and of each slice: own tokens before it, its length
+]  # number of shared pages; of each slice: number of own tokens before it, length
 
 
 def check(
@@ -31,7 +31,7 @@ def check(
     dtype: torch.dtype,
     seed: int = 0,
 ) -> None:
-    """Slices of all groups in any order, each of its own turn; a group of no pages shares nothing."""
+    """Run slices of all groups in random order, each of its own turn. A group with 0 pages shares nothing."""
     members = [
         (turn, group, pages * 32 + own, n)
         for turn, (group, pages, own, n) in enumerate(
@@ -88,7 +88,7 @@ def test_random_groups(seed: int) -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_shared_pages_are_read_once() -> None:
-    """A pack's pages are those of its first member: where another's differ, that one's result shows it."""
+    """A pack reads the pages of its first member. A member with other pages therefore gets another result."""
     draw = torch.Generator().manual_seed(1)
     arena = torch.randn((32, 2, 1, 32, 64), generator=draw)
     table = torch.stack([torch.arange(16), torch.arange(16, 32)]).int()

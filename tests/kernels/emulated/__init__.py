@@ -1,4 +1,4 @@
-"""Runs the kernels of csrc/cuda on a CPU; cuda.h says how."""
+"""Run the kernels of csrc/cuda on a CPU. cuda.h explains how."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES: dict[str, Any] = {
 
 
 class Map(ctypes.Structure):
-    """What stands in for a tensor map; see hopper.h."""
+    """Replaces a tensor map; see hopper.h."""
 
     _fields_ = (
         ("base", ctypes.c_uint64),
@@ -53,9 +53,9 @@ def map_of(pages: torch.Tensor) -> int:
     return ctypes.addressof(made)
 
 
-MAPS: list[Map] = []  # kept for as long as launches may name them
+MAPS: list[Map] = []  # keeps the maps alive, because launches contain their addresses
 
-# A GPU fuses products and sums, so where this CPU can it does, too.
+# A GPU fuses multiplications and additions, so do the same where the CPU can.
 FUSED = ("-mfma", "-ffp-contract=fast") if " fma " in Path("/proc/cpuinfo").read_text() else ()
 
 needs_x86 = pytest.mark.skipif(
@@ -65,7 +65,7 @@ needs_x86 = pytest.mark.skipif(
 
 @functools.cache
 def library(source: str, defines: tuple[str, ...], kernel: str) -> ctypes.CDLL:
-    """The kernel compiled for this CPU."""
+    """Return the kernel, compiled for this CPU."""
     command = [
         *("g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", *FUSED),
         *(f'-DSOURCE="cuda/{source}"', f"-DKERNEL={kernel}"),
@@ -76,7 +76,7 @@ def library(source: str, defines: tuple[str, ...], kernel: str) -> ctypes.CDLL:
 
 
 def shared_bytes(launch: Launch) -> int:
-    """Dynamic shared memory of a block, as the source says."""
+    """Return the dynamic shared memory of a block, which the source defines."""
     if not launch.shared:
         return 0
     found = library(launch.kernel.source, launch.kernel.defines, launch.kernel.name)
@@ -84,7 +84,7 @@ def shared_bytes(launch: Launch) -> int:
 
 
 def run(launch: Launch, *, backwards: bool = False, early: bool = False) -> None:
-    """Carry a launch out on tensors in this machine's memory."""
+    """Run a launch on tensors in this machine's memory."""
     found = library(launch.kernel.source, launch.kernel.defines, launch.kernel.name)
     values = [TYPES[kind](value) for kind, value in launch.arguments]
     pointers = (ctypes.c_void_p * len(values))(

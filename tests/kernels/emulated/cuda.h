@@ -1,15 +1,16 @@
 // A grid of CUDA threads on a CPU, to run the kernels of csrc/cuda without a GPU.
 //
-// The kernel's own source is compiled as C++; only ptx.h (beside this file) is another.  Every thread of a
-// block is a fiber with a stack of its own.  A fiber runs until it has to wait for others (a barrier, an
-// instruction of the whole warp), then the next one runs.  Blocks run one after another.
+// The kernel's own source is compiled as C++. Only ptx.h is replaced, by the file in this folder. Every thread of a
+// block is a fiber with its own stack. A fiber runs until it waits for others (at a barrier, or in an instruction of
+// the whole warp). Then the next fiber runs. Blocks run one after another.
 //
-// What this finds: wrong indices, wrong fragments, missing waits for asynchronous copies (made only when they are
-// waited for), memory that is overwritten too early (with `early` they are made at once), barriers that not all
-// reach, uses of shared memory before it is written (it is filled with NaN before each block) or beyond what the
-// launch asks for, reads outside of a tensor where the tests put guards.  The order of the fibers can be turned
-// round, which shows results that depend on it.  What it cannot find: fences that are missing, what a compiler
-// for a GPU does, races inside one run of a fiber, and anything about speed.
+// This finds wrong indices and fragments, barriers that not all threads reach, and reads outside a tensor where
+// tests put guards. It finds missing waits for asynchronous copies, because a copy happens only when it is waited for.
+// With `early`, copies happen at once, which finds memory that is overwritten too early. Shared memory is filled with
+// NaN before each block, which finds uses before a write, or beyond the size that the launch asks for. The order of
+// the fibers can be reversed, which finds results that depend on the order.
+//
+// It cannot find missing fences, errors of a GPU compiler, races within one run of a fiber, or slow code.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -93,13 +94,13 @@ struct Fiber {
   std::vector<AsyncCopy> open_copies;
 };
 
-// Some threads meet here; generation n + 1 begins when all have come.
+// A meeting point of several threads. Generation n + 1 begins when all threads have arrived.
 struct Barrier {
   unsigned expected = 0, arrived = 0;
   unsigned long generation = 0;
 };
 
-// What the lanes of a warp (or the threads of a warpgroup) lay down for each other; two, used in turn.
+// Words that the lanes of a warp (or threads of a warpgroup) exchange. Two buffers are used in turn.
 struct Exchange {
   uint32_t words[2][128][8];
   Barrier barrier;
@@ -109,9 +110,9 @@ inline std::vector<Fiber> fibers;
 inline std::vector<Exchange> warps, warpgroups;
 inline Barrier block_barrier;
 inline void* scheduler_stack = nullptr;
-inline unsigned long progress = 0;  // events after which a waiting thread may go on
-inline bool early = false;          // asynchronous copies happen at once
-inline std::size_t shared_bytes = SHARED_MAX;  // that the launch asks for
+inline unsigned long progress = 0;  // number of events after which a waiting thread may continue
+inline bool early = false;          // whether asynchronous copies happen at once
+inline std::size_t shared_bytes = SHARED_MAX;  // the size that the launch asks for
 inline std::function<void()> body;
 
 inline void pause() {
@@ -132,7 +133,7 @@ inline void meet(Barrier& barrier) {
   while (barrier.generation == generation) pause();
 }
 
-// Lays down this thread's words and waits for those of the others.
+// Stores this thread's words and waits for those of the other threads.
 template <std::size_t N>
 inline const uint32_t (&exchange(Exchange& place, unsigned index, const uint32_t (&words)[N]))[128][8] {
   const unsigned side = place.barrier.generation % 2;
@@ -163,8 +164,8 @@ inline void run_block(unsigned threads, bool backwards) {
     fiber.open_copies.clear();
     auto* top = reinterpret_cast<void**>(
         reinterpret_cast<std::uintptr_t>(fiber.stack.get() + STACK_BYTES - 64) & ~std::uintptr_t(63));
-    *--top = nullptr;                             // so that `start` finds its stack aligned
-    *--top = reinterpret_cast<void*>(&start);     // where the first switch returns to
+    *--top = nullptr;                             // so that the stack is aligned when `start` runs
+    *--top = reinterpret_cast<void*>(&start);     // the return address of the first switch
     top -= 6;
     std::memset(top, 0, 6 * sizeof(void*));
     fiber.stack_pointer = top;

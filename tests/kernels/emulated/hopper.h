@@ -1,7 +1,7 @@
 // The functions of csrc/include/hopper.h on emulated threads; see cuda.h.
 //
-// Everything asynchronous happens as late as it may: a box is copied when a thread waits for its barrier, a
-// product is made when it is waited for, and reads its operands then.  Or, with `early`, boxes are copied at once.
+// Asynchronous work happens as late as possible. A box is copied when a thread waits for its barrier. A product is
+// computed when it is waited for, and reads its operands then. With `early`, boxes are copied at once.
 #pragma once
 #include <map>
 
@@ -9,7 +9,7 @@
 
 namespace hopper {
 
-// What the tests put in the place of a tensor map: three dimensions, the first one contiguous.
+// The tests' replacement for a tensor map: three dimensions, of which the first is contiguous.
 struct Map {
   const unsigned char* base;
   int64 size[3];         // elements
@@ -118,7 +118,7 @@ inline void meet(int index, int threads) {
   emulated::meet(barrier);
 }
 
-// -- products: made when they are waited for --
+// -- products: computed when they are waited for --
 
 inline uint64 descriptor(uint32 address, uint32 leading_bytes, uint32 stride_bytes) {
   if (address % 16 || leading_bytes % 16 || stride_bytes % 16) emulated::fail("a descriptor that is not aligned");
@@ -131,7 +131,7 @@ struct Pending {
   Products open;
   std::vector<Products> closed;
 };
-inline std::map<unsigned, Pending> pending;  // of each thread
+inline std::map<unsigned, Pending> pending;  // by thread
 
 inline void begin_products() {}
 
@@ -148,7 +148,7 @@ inline void wait_for_products_but() {
     pending[threadIdx.x].closed.erase(pending[threadIdx.x].closed.begin());
     for (const auto& product : products) product();
   }
-  ptx::sync_warp();  // a warp waits as one
+  ptx::sync_warp();  // all threads of a warp wait together
 }
 
 template <class Registers>
@@ -167,7 +167,7 @@ inline void multiply_now(float (&sums)[COLUMNS][4], const uint32 (&left)[4], uin
       const int row = lane / 4, n = column * 8 + lane % 4 * 2 + i % 2;
       float sum = add ? sums[column][i] : 0.0f;
       for (int k = 0; k < 16; ++k) {
-        // Rows of 128 bytes in groups of eight, `stride` apart; of 64 elements in a row, `leading` apart.
+        // Rows have 128 bytes. Groups of eight rows are `stride` apart, and blocks of 64 elements `leading` apart.
         const int line = KEYS_DOWN ? k : n, element = KEYS_DOWN ? n : k;
         const uint32 address =
             swizzled(start + line / 8 * stride + line % 8 * 128 + element / 64 * leading + element % 64 * 2);
@@ -182,7 +182,7 @@ inline void multiply_now(float (&sums)[COLUMNS][4], const uint32 (&left)[4], uin
 template <class Element, bool KEYS_DOWN, int COLUMNS>
 inline void multiply(float (&sums)[COLUMNS][4], const uint32 (&left)[4], uint64 right, bool add) {
   for (auto& column : sums)
-    for (float& value : column) value = add ? value : NAN;  // not to be read before the wait
+    for (float& value : column) value = add ? value : NAN;  // must not be read before the wait
   pending[threadIdx.x].open.push_back(
       [&sums, &left, right, add] { multiply_now<Element, KEYS_DOWN>(sums, left, right, add); });
 }

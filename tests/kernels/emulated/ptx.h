@@ -72,7 +72,7 @@ inline uint32 add(uint32* place, uint32 value) {
   return before;
 }
 
-// Of a block of one warpgroup.
+// For a block of one warpgroup.
 inline bool any_of_block(bool value) {
   if (emulated::fibers.size() > 128) emulated::fail("a larger block");
   const uint32 words[1] = {value};
@@ -136,7 +136,7 @@ inline uint32 multiply_pairs(uint32 first, uint32 second) {
   return pack<Element>(product(0), product(16));
 }
 
-// An asynchronous copy is made when its group is waited for, and not a moment before; or, with `early`, at once.
+// An asynchronous copy happens only when its group is waited for or, with `early`, at once.
 inline void copy_16_async(uint32 target, const void* source, bool there) {
   if (there && reinterpret_cast<std::uintptr_t>(source) % 16) emulated::fail("a source that is not aligned");
   const emulated::AsyncCopy copy{at(target, 16), source, there};

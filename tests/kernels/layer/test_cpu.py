@@ -1,4 +1,4 @@
-"""The compiled dense parts, each instruction set that this machine has, against float64."""
+"""The compiled dense layers, with each instruction set of this machine, compared with float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_products(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> N
     whole = torch.cat([first, second]).double()
     right = given.double() @ whole.T + F.pad(bias, (0, 9)).double()
     for kind in (dtype, torch.float32):
-        # A hole between rows, and what lies behind them, must stay as it is.
+        # The gap between rows, and the numbers after them, must not change.
         around = torch.full((rows + 1, outputs + 9 + 3), 7.0, dtype=kind)
         out = around[:rows, : outputs + 9]
         packed.multiply(given, out)
@@ -122,7 +122,7 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_far_from_zero(activation: Activation) -> None:
-    """Beyond where exponentials overflow, and at what is not a number."""
+    """Inputs for which exponentials overflow, and NaN."""
     values = torch.tensor([0.0, -0.0, 1e-30, 3.0, -3.0, 88.0, -88.0, 200.0, -200.0, 1e18, -1e18])
     count = len(values)
     gate, up = torch.diag(values), torch.zeros(count, count)
@@ -155,7 +155,7 @@ def test_layer_norms(dtype: torch.dtype, width: int) -> None:
     weight, bias = (drawn(width, dtype=torch.float32, seed=seed) + 1 for seed in (1, 3))
     for each in (bias, None):
         norm = cpu.CpuNorm(NormWeights(weight, 1e-5, each, centred=True))
-        # Values that are large beside their differences: their squares' mean would lose these.
+        # The values are large compared with their differences. The mean of squares would lose these.
         given = (drawn(30, width, dtype=torch.float32, seed=2) * 50 + 300).to(dtype)
         given[3] = 7.0
         wide = given.double()
@@ -178,7 +178,7 @@ def test_the_largest_of_each_row() -> None:
     rows[5, 101] = float("inf")
     rows[6, 3] = float("-inf")
     rows[7] = -3e38
-    rows[8] = 3e38  # a sum would overflow
+    rows[8] = 3e38  # a plain sum would overflow
     found = cpu.argmax(rows).tolist()
     assert found[1:] == [7, 102, 0, -1, -1, -1, 0, 0]
     assert found[0] == int(rows[0].argmax())
@@ -202,7 +202,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     [(64, 96, 1), (63, 33, 5), (5, 1, 3), (512, 256, 25), (96, 70, 300)],
 )
 def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
-    """Exact but for the rounding of weights and rows, each to 127 steps of its largest."""
+    """Exact except for the rounding of weights and rows, each to 127 steps of its largest value."""
     weight = drawn(outputs, inputs, dtype=dtype, seed=1)
     bias = drawn(outputs, dtype=dtype, seed=2)
     given = drawn(rows, inputs, dtype=dtype, seed=3) * inputs**0.5
@@ -215,7 +215,7 @@ def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: 
     whole = (weight.float() / worth[:, None]).round().double()
     around = given.double() / steps.clamp_min(1e-30)
     right = around @ whole.T * steps * worth + bias.double()
-    # A row's numbers are off by half a step at most, and its products by what that amounts to.
+    # Each rounded number is off by half a step at most. This is the resulting limit for the products.
     most = 0.51 * steps * worth * whole.abs().sum(1)
     assert bool(((out.double() - right).abs() <= most + 1e-6).all())
     assert torch.equal(out[0], bias.float())
@@ -240,18 +240,18 @@ def test_every_half_is_read_exactly_and_every_float_rounded_as_torch_does() -> N
     finite = halves[halves.isfinite()]
     many = finite.view(-1, 64)  # 992 rows
     out = torch.empty(len(many), 64)
-    cpu.CpuPackedWeights([torch.eye(64).half()]).multiply(many, out)  # as a row's values
+    cpu.CpuPackedWeights([torch.eye(64).half()]).multiply(many, out)  # the values as inputs
     assert torch.equal(out, many.float())
     turned = torch.empty(64, len(many))
-    cpu.CpuPackedWeights([many]).multiply(torch.eye(64).half(), turned)  # as weights
+    cpu.CpuPackedWeights([many]).multiply(torch.eye(64).half(), turned)  # the values as weights
     assert torch.equal(turned.T, many.float())
-    between = (finite.float() + finite.float().roll(1)) / 2  # ties, beside which
+    between = (finite.float() + finite.float().roll(1)) / 2  # ties; `beside` has their neighbours
     beside = [torch.nextafter(between, torch.tensor(end)) for end in (-1e9, 1e9)]
     large = [65504.0, 65519.99, 65520.0, 65536.0, 1e30, 1e-30, 3e-8, float("inf"), float("nan")]
     floats = torch.cat([between, *beside, torch.tensor(large), -torch.tensor(large)])
     rounded = torch.empty(1, len(floats), dtype=torch.float16)
     zero = torch.zeros(len(floats), 1, dtype=torch.float16)
-    cpu.CpuPackedWeights([zero], [floats]).multiply(zero[:1], rounded)  # a bias is a float
+    cpu.CpuPackedWeights([zero], [floats]).multiply(zero[:1], rounded)  # the floats as biases
     assert torch.equal(
         rounded[0].nan_to_num(7.0, 8.0, 9.0), floats.half().nan_to_num(7.0, 8.0, 9.0)
     )

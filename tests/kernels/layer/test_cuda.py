@@ -1,4 +1,4 @@
-"""The parts of a GPU's layer that are torch operations: products and norms; here on a CPU."""
+"""The parts of a GPU layer that are torch operations (products and norms), here on a CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_layer_norm() -> None:
 
 
 def test_the_norm_of_a_sum_is_a_layer_norm_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that adds and norms in one launch knows no mean and no bias: it is not asked."""
+    """The kernel that adds and normalizes in one launch has no mean and no bias, so it must not be used."""
     monkeypatch.setattr(cuda, "takes_fused", lambda rows, width: True)
     residual, added, bias = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12)
     norm = cuda.CudaNorm(NormWeights(torch.ones(12), 1e-6, bias, centred=True))

@@ -1,4 +1,4 @@
-"""What lies between two products, in one launch: on emulated threads, against torch's two."""
+"""The fused operation between two products: on emulated threads, compared with torch's two operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pensieve.kernels.layer import cuda
 from tests.kernels.emulated import needs_x86, run
 
 pytestmark = needs_x86
-# One unit in the last place of values of about one.
+# One unit in the last place, for values of about one.
 TOLERANCE = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 

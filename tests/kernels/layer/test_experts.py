@@ -1,4 +1,4 @@
-"""The compiled experts of a layer, each instruction set that this machine has, against float64."""
+"""The compiled experts of a layer, with each instruction set of this machine, compared with float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _threads() -> Iterator[None]:
 
 
 class Model:
-    """A layer whose attention adds nothing and whose router's logits are the first values of a row."""
+    """A layer whose attention adds nothing. The first values of a row are the router's logits."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Model:
         return self.layer.after_attention(rows, torch.zeros_like(rows))
 
     def right(self, rows: torch.Tensor) -> torch.Tensor:
-        """In float64; of equal logits those that torch chooses."""
+        """Return the result in float64. Among equal logits, use torch's choice."""
         wide = rows.double()
         logits = wide[:, :EXPERTS]
         chosen = torch.topk(torch.softmax(logits.float(), dim=1), CHOSEN).indices
@@ -96,7 +96,7 @@ def test_experts_add_what_their_shares_say(
     model = Model(dtype, normalized=normalized, rounded=rounded)
     for count in (1, 2, 16, 70):
         rows = rows_of(count, dtype)
-        rows[0, 4] = rows[0, 11] = rows[0, 2] = rows[0, 17] = 3.5  # one of them is not chosen
+        rows[0, 4] = rows[0, 11] = rows[0, 2] = rows[0, 17] = 3.5  # one of these four is not chosen
         assert close(model(rows), model.right(rows), dtype)
 
 
@@ -106,7 +106,7 @@ def test_experts_add_what_their_shares_say(
 def test_a_row_has_the_same_experts_and_bits_in_any_company(dtype: torch.dtype, int8: bool) -> None:
     model = Model(dtype, int8=int8)
     rows = rows_of(EXPERT_ROWS_MAX + 40, dtype)
-    rows[40:80, :EXPERTS] = rows[40, :EXPERTS]  # one expert with many rows
+    rows[40:80, :EXPERTS] = rows[40, :EXPERTS]  # so that one expert has many rows
     torch.set_num_threads(2)
     together = model(rows)
     for first, end in ((0, 1), (3, 5), (30, 60), (0, EXPERT_ROWS_MAX - 1), (500, len(rows))):

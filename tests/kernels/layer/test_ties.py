@@ -1,7 +1,7 @@
-"""Where a router's logits are equal, the compiled experts are those that `torch.topk` names.
+"""If router logits are equal, the compiled kernels choose the same experts as `torch.topk`.
 
-Routers of transformers choose by it, and logits in bfloat16 are often equal: 128 of them share a few hundred
-values, so in a row in every few the last expert that is chosen has a rival.
+Routers of transformers use `torch.topk`. Logits in bfloat16 are often equal: 128 of them share a few hundred
+values. So in many rows another expert has the same logit as the last chosen expert.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SHAPES = [
 
 
 def chosen_by_layer(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
-    """bool (rows, experts): which experts added something.
+    """Return bool (rows, experts): which experts added something.
 
-    A row is its logits, a 4 that every expert's gate and up take, and a column for what each expert adds.
+    A row has its logits, then a 4 as the input of every expert, then one column for each expert's output.
     """
     num_rows, num_experts = logits.shape
     four, hidden, dtype = num_experts, 2 * num_experts + 2, logits.dtype
@@ -78,7 +78,7 @@ def compare(dtype: torch.dtype, num_experts: int, num_chosen: int) -> None:
     draw = torch.Generator().manual_seed(num_experts + num_chosen)
     logits = torch.randn(200, num_experts, generator=draw)
     logits = (logits * torch.tensor([1.0, 4.0, 16.0, 64.0]).repeat(50)[:, None]).round()
-    logits = (logits / 16).to(dtype)  # rows of a few values, and rows of many
+    logits = (logits / 16).to(dtype)  # some rows with few distinct values, some with many
     logits[0] = 0.0
     shares = torch.softmax(logits.float(), dim=-1)
     named = torch.topk(shares, num_chosen).indices

@@ -1,4 +1,4 @@
-"""The products for AMX on a machine without it: the same source, its eight tiles in plain C++."""
+"""AMX products on a machine without AMX: the same source, with its eight tiles in plain C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that could not be made larger stay what they were."""
+"""Buffers that could not be enlarged stay usable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pensieve.kernels.layer.cpu_rows import Widths, Workspace
 def test_after_a_failure_rows_are_reserved_again(
     num_allocated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch for which memory does not suffice is computed in halves, and these need buffers, too."""
+    """A batch that does not fit into memory is computed in halves, which need buffers, too."""
     workspace, widths = Workspace(), Widths(8, 24, 16, 8, 4, 2, 16)
     workspace.reserve(4, widths, torch.float32)
     empty, left = torch.empty, [num_allocated]

@@ -1,7 +1,7 @@
-"""Compiles csrc/cpu/amx.cpp for a machine without AMX, as it is or with a mistake planted.
+"""Compile csrc/cpu/amx.cpp for a machine without AMX, unchanged or with planted mistakes.
 
-Its tiles are either plain C++ (`EMULATED`), or the real instructions, which a handler of signals carries
-out where the processor refuses them (`COMPILED`, see trapped.h).
+With `EMULATED`, the tiles are plain C++. With `COMPILED`, they are the real instructions. A signal handler
+executes the instructions that the processor refuses (see trapped.h).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPILED = (
 
 
 class Mistake(NamedTuple):
-    file: str  # of csrc/cpu
+    file: str  # a file of csrc/cpu
     old: str
     new: str
 
@@ -38,7 +38,7 @@ class Mistake(NamedTuple):
 def program(
     folder: Path, source: str, *mistakes: Mistake, flags: tuple[str, ...] = EMULATED
 ) -> Path:
-    """The program of `source`, a file beside this one, from a copy of csrc/cpu with these mistakes."""
+    """Compile `source`, a file in this folder, against a copy of csrc/cpu with these mistakes."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not compiler or not runs_here("avx512_bf16"):
         pytest.skip("it takes a compiler and AVX-512 with BF16")

@@ -1,7 +1,7 @@
-// Checks of csrc/cpu/amx.cpp: exits with 0 if everything holds, and says what does not.
+// Checks of csrc/cpu/amx.cpp. Exits with 0 if all pass, and prints those that fail.
 //
-// With any argument it says only whether the library would use these tiles: exits with 0 if it would, with 3 if not.
-// With EMULATED_TILES on tiles in plain C++, else on the processor's, or on those of trapped.h where it has none.
+// With any argument, it only tells whether the library would use these tiles: the exit code is 0 if so, else 3.
+// With EMULATED_TILES the tiles are plain C++. Otherwise they are the processor's, or those of trapped.h.
 #include "amx.cpp"
 
 #include <cstdio>
@@ -34,7 +34,7 @@ bool released() {
 constexpr int kPages = 11, kHead = 64, kTokens = 16, kGroup = 4, kSliceRows = kTokens * kGroup;
 constexpr int kTile = kSlots * kHead;
 
-// A slice of tokens over pages in any order, all of them written.
+// A slice of tokens over pages in random order, all of them written.
 struct Slice {
   std::vector<uint16_t> arena, query;
   std::vector<int32_t> pages;
@@ -70,7 +70,7 @@ alignas(64) float weighted[2][kSliceRows * kHead];
 float largest_of[2][kSliceRows], sum[2][kSliceRows];
 Partial all{largest_of[0], sum[0], weighted[0]}, some{largest_of[1], sum[1], weighted[1]};
 
-// Rows of a slice, together and each alone: the same to the last bit, also where blocks of pages lie between them.
+// Rows of a slice have the same bits together and alone, also if blocks of pages lie between them.
 void a_row_of_attention_is_the_same_in_any_company() {
   const Slice slice;
   for (int position : {0, 20, 5 * kSlots - 7, 9 * kSlots - 5, 10 * kSlots}) {
@@ -94,8 +94,8 @@ void a_row_of_attention_is_the_same_in_any_company() {
   }
 }
 
-// Rows that are drawn from a batch and pass over shared pages together, and then each slice over its own: the same to
-// the last bit as in one go.
+// Rows taken from a batch first read shared pages together, and then their own pages. The results have the same bits
+// as those of a single pass.
 void a_row_goes_on_where_shared_pages_end() {
   const Slice slice;
   const Part whole = slice.part(10 * kSlots);
@@ -125,7 +125,7 @@ void a_row_goes_on_where_shared_pages_end() {
   }
 }
 
-// A part of the context that begins behind some of the rows: they get nothing of it.
+// A part of the context that begins after some of the rows adds nothing to these rows.
 void a_row_gets_nothing_of_pages_behind_it() {
   const Slice slice;
   Part part = slice.part(5 * kSlots - 7);

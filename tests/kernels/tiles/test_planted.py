@@ -1,4 +1,4 @@
-"""Checks of the kernels for AMX, on a machine without it, find every mistake that is planted."""
+"""Plant mistakes in the AMX kernels. Checks on a machine without AMX must find each of them."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ IN_INSTRUCTIONS = {
         "tiles.h", '"tdpbf16ps %%tmm" #b ", %%tmm" #a', '"tdpbf16ps %%tmm" #a ", %%tmm" #b'
     ),
     "bytes whose signs are swapped": Mistake("tiles.h", '"tdpbusd %%tmm"', '"tdpbsud %%tmm"'),
-    # What GCC 12's intrinsic says: so the compiler leaves out what is written to the rest of the shapes.
+    # GCC 12's intrinsic declares only these bytes. So the compiler drops writes to the rest of `shapes`.
     "shapes of which eight bytes are read": Mistake(
         "tiles.h", '::"m"(shapes) : "memory")', '::"m"(*(const void* const*)&shapes))'
     ),
 }
 
 
-OFTEN = 8  # one of so many is planted each time; all of them by scripts/test --full
+OFTEN = 8  # one mistake in eight is planted each time, and all of them by scripts/test --full
 
 
 def some_of(mistakes: dict[str, Mistake]) -> list[object]:
@@ -127,7 +127,7 @@ def test_the_checks_hold(flags: tuple[str, ...], tmp_path: Path) -> None:
     ],
 )
 def test_tiles_that_compute_something_else_are_not_used(name: str, tmp_path: Path) -> None:
-    """The library itself compares them with AVX-512, when it is loaded."""
+    """When the library is loaded, it compares the tiles with AVX-512."""
     assert run(program(tmp_path, "checks.cpp", MISTAKES[name]), "works").returncode == 3
 
 

@@ -1,7 +1,7 @@
-"""What large products in tiles bring into the second-level cache, by a model of it.
+"""How many bytes large products in tiles load into the second-level cache, by a model of the cache.
 
-No machine with AMX could be timed, so this is what is known: each number is of the library's own loads and
-stores, in the order in which it makes them.
+No machine with AMX was available for timing. These counts come from the library's own loads and stores, in
+their real order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 from tests.kernels.tiles import EMULATED, Mistake, program
 
-ROWS, COLUMNS = 256, 256  # of a block
+ROWS, COLUMNS = 256, 256  # size of a block
 FLAGS = (*EMULATED, "-O1", "-ffunction-sections", "-Wl,--gc-sections")
 SHAPES = [(512, 4096, 1024), (256, 4096, 1024), (512, 11008, 512)]
 
@@ -25,7 +25,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(program: Path, shape: tuple[int, int, int], kilobytes: int) -> tuple[int, int, int]:
-    """Bytes loaded and stored; of these from behind the cache; and panel by panel."""
+    """Return the bytes loaded and stored, the bytes that miss the cache, and the misses panel by panel."""
     arguments = [str(each) for each in (*shape, kilobytes)]
     ran = subprocess.run([program, *arguments], capture_output=True, check=True, text=True)
     touched, missed, by_panel = map(int, ran.stdout.split())
@@ -33,7 +33,7 @@ def counted(program: Path, shape: tuple[int, int, int], kilobytes: int) -> tuple
 
 
 def floor(rows: int, inputs: int, outputs: int) -> int:
-    """Each block's rows and weights once."""
+    """Return the bytes for reading each block's rows and weights once."""
     return 2 * inputs * (rows * ceil(outputs / COLUMNS) + outputs * ceil(rows / ROWS))
 
 
@@ -44,10 +44,10 @@ def test_a_block_reads_its_rows_and_weights_once(
     touched, missed, by_panel = counted(counting, shape, 2048)
     assert missed <= 1.05 * floor(*shape)
     assert by_panel >= 3.5 * missed
-    # Sums that are stored and loaded again are little beside what a step loads.
+    # Sums that are stored and loaded again add little to the loads of a step.
     rows, inputs, outputs = shape
     assert touched <= 1.15 * (rows // 32 * inputs // 32 * outputs // 32 * 4096)
-    # A cache that two threads share.
+    # As if two threads shared the cache.
     _, missed, by_panel = counted(counting, shape, 1024)
     assert missed <= 1.3 * floor(*shape)
     assert by_panel >= 3 * missed

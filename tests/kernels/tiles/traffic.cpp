@@ -1,12 +1,13 @@
-// Counts what products in tiles bring into a second-level cache, by a model of one, without their arithmetic.
+// Counts the bytes that products in tiles load into a modelled second-level cache, without doing the arithmetic.
 //
-// Arguments: rows, inputs, outputs, KiB of the cache. Prints three numbers, in bytes: what one thread's tiles load and
-// store, and what of it comes from behind the cache, as the library cuts the product; and the latter panel by panel.
+// Arguments: rows, inputs, outputs, KiB of the cache. Prints three numbers of bytes for one thread: what its tiles load
+// and store; what of this misses the cache if products are cut as in the library; and the same if they are computed
+// panel by panel.
 //
-// The cache has lines of 64 bytes, 16 of them in a set, and gives up the one that was not used for longest. The rows'
-// results are not counted, nor is what a prefetch brings too early.
+// The cache has lines of 64 bytes, 16 lines in a set, and evicts the least recently used line. Results of rows and too
+// early prefetches are not counted.
 //
-// Of layer.cpp only products are used: the linker leaves the rest out (--gc-sections), and what it calls.
+// Only the products of layer.cpp are used. The linker drops everything else (--gc-sections).
 #include <cstdint>
 #include <vector>
 
@@ -19,7 +20,7 @@ class Cache {
   void touch(const void* at) {
     ++touched;
     const uint64_t line = reinterpret_cast<uintptr_t>(at) / 64 + 1;
-    uint64_t* set = &lines_[line % (lines_.size() / kWays) * kWays];  // the latest use comes first
+    uint64_t* set = &lines_[line % (lines_.size() / kWays) * kWays];  // most recently used first
     int way = 0;
     while (way < kWays - 1 && set[way] != line) ++way;
     missed += set[way] != line;

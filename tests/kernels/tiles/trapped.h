@@ -1,8 +1,8 @@
-// Carries out the instructions of AMX where the processor refuses them, so that the compiled code itself is checked.
+// Executes AMX instructions that the processor refuses, so that the compiled code itself is checked.
 //
-// A processor without AMX raises an invalid opcode for them; the handler of that signal decodes the instruction, does
-// on arrays what the processor's manual says, and goes on behind it. So operands, encodings and what the compiler
-// moved are those of the real library. Where there is AMX nothing is trapped.
+// A processor without AMX raises an invalid opcode. The signal handler decodes the instruction, does on arrays what
+// the processor's manual says, and continues after the instruction. So operands, encodings and the compiler's order
+// are those of the real library. On a processor with AMX nothing is trapped.
 #pragma once
 
 #include <signal.h>
@@ -42,7 +42,7 @@ inline void configure(const Shapes& wanted) {
   memset(tiles, 0, sizeof tiles);
 }
 
-inline float number(uint8_t tile, int row, int at) {  // of bfloat16
+inline float number(uint8_t tile, int row, int at) {  // a bfloat16
   uint16_t half;
   memcpy(&half, &tiles[tile][row][2 * at], 2);
   const uint32_t bits = uint32_t(half) << 16;
@@ -72,7 +72,7 @@ inline void multiply(int sums, int a, int b, bool bytes) {
     }
 }
 
-// The registers in the order of their numbers in an instruction.
+// The registers in the order of their numbers in instructions.
 constexpr int kRegisters[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                               REG_R8, REG_R9, REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
 

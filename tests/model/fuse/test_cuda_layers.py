@@ -1,4 +1,4 @@
-"""The layers of a GPU, in torch operations; here on a CPU, with their kernels on emulated threads."""
+"""GPU layers made of torch operations, here on a CPU, with their kernels on emulated threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_family_says_what_it_says(
     family: str, dtype: torch.dtype, folder_of: FolderOf
 ) -> None:
-    """The probe compares with the plain model; then several turns are decoded in one batch."""
+    """First the probe compares with the plain model. Then several turns are decoded in one batch."""
     told: list[str] = []
     model = load(folder_of(family), dtype=dtype, report=told.append)
     assert not [line for line in told if "stay as they are" in line]
@@ -75,9 +75,7 @@ def models(head_size: int = 64) -> dict[str, Any]:
         "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes)),  # with norms of queries and keys
     }
-    for (
-        each
-    ) in made.values():  # the second layer's values are larger, and what comes of them is not
+    for each in made.values():  # make the second layer's values larger, but not its results
         attention = each.model.layers[1].self_attn
         attention.v_proj.weight.data *= 64.0
         attention.o_proj.weight.data /= 64.0
@@ -91,7 +89,7 @@ def models(head_size: int = 64) -> dict[str, Any]:
 def test_rows_are_rotated_on_their_way_to_the_pages(
     family: str, in_pieces: bool, kv_dtype: str, gap_max: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole path of a GPU's layer, its CUDA kernels on emulated threads."""
+    """A whole GPU layer, with its CUDA kernels on emulated threads."""
     torch.manual_seed(0)
     module = models()[family].to(torch.bfloat16).eval().requires_grad_(False)
     flat = FlatModel(module)

@@ -1,4 +1,4 @@
-"""Layers replaced by compiled ones: which are, that logits do not change, and what happens if they would."""
+"""Layers that are replaced by compiled layers: which ones, and undone if logits would differ."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def counts(module: torch.nn.Module) -> tuple[int, int]:
 @pytest.mark.parametrize("family", SERVED)
 def test_what_has_the_form_is_replaced(family: str, dtype: torch.dtype) -> None:
     flat = flat_model(family, dtype)
-    assert counts(flat.module) == (flat.module.config.num_hidden_layers, 1)  # and the output matrix
+    assert counts(flat.module) == (flat.module.config.num_hidden_layers, 1)  # 1: the output matrix
     assert flat.whole is not None
     assert re.fullmatch(r"layers in C\+\+ \(\w+\)", flat.form)
     linears = [each for each in flat.module.modules() if type(each) is torch.nn.Linear]
@@ -139,7 +139,7 @@ def test_what_has_another_form_stays_and_the_reason_is_said(reason: str) -> None
     assert flat.form == f"layers in torch: layer 0: {reason}"
     assert counts(flat.module)[0] == 0
     shared = [each.shared for each in flat.module.modules() if isinstance(each, PackedProduct)]
-    assert len(set(map(id, shared))) < len(shared)  # queries, keys and values as one
+    assert len(set(map(id, shared))) < len(shared)  # queries, keys and values are one product
 
 
 def test_layers_with_a_kind_of_attention_that_the_kernels_do_not_know_stay_in_torch(
@@ -160,7 +160,7 @@ def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> N
     assert told == dict.fromkeys(families, "C++")
 
 
-PARTS = {  # norms beside those of the residual, and products with biases
+PARTS = {  # norms other than those before attention and MLP, and products with biases
     "llama-mha": ("", ""),
     "qwen2": ("", "attention_in"),
     "qwen3": ("query_norm key_norm", ""),
@@ -176,7 +176,7 @@ PARTS = {  # norms beside those of the residual, and products with biases
 def test_norms_and_biases_of_a_family_are_in_its_compiled_layers(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That they are computed rightly is what the comparisons with plain transformers say."""
+    """Comparisons with plain transformers check elsewhere that the results are right."""
     seen: list[LayerWeights] = []
     layer = cpu.CpuLayerKernels.layer
 
@@ -199,7 +199,7 @@ def test_norms_and_biases_of_a_family_are_in_its_compiled_layers(
 
 
 class Together:
-    """Several prompts as one flat batch, each attending to itself."""
+    """Several prompts as one flat batch. Each attends only to itself."""
 
     paged_rows: PagedRows | None = None
     pages_ready = False
@@ -208,7 +208,7 @@ class Together:
         self._lengths = lengths
 
     def arrive(self, layer: int) -> None:
-        """Nothing moves."""
+        """Do nothing: no page moves."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         apart, tensors = CausalPass(), (call.query, call.key, call.value)
@@ -317,7 +317,7 @@ def test_a_layer_that_does_not_rotate_takes_no_rotation_from_the_one_before() ->
 
 
 class TwoInputs(torch.nn.Module):
-    """A norm that also multiplies with something else."""
+    """A norm that also multiplies with a second input."""
 
     def __init__(self, norm: LlamaRMSNorm) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ class TwoInputs(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rotation_that_small_queries_hardly_show_is_not_added(dtype: torch.dtype) -> None:
-    """In 16 bits such a layer rotated differs by less than rounding may."""
+    """In 16 bits, rotating such a layer changes the result by less than rounding may."""
     form = copy.deepcopy(IN_COMPILED_LAYERS["queries and keys that some layers do not rotate"])
     flat = FlatModel(tiny_model(form, std=0.1).to(dtype))
     probe(flat)
@@ -357,11 +357,11 @@ def test_a_norm_of_two_inputs_is_none_of_the_form_and_its_layer_stays() -> None:
     assert flat.form.endswith("in torch: layer 0: the kernels do not know its TwoInputs")
     layers, products = counts(flat.module)
     assert layers == 1
-    assert products > 4  # of the other layer, packed all the same
+    assert products > 4  # products of the other layer, which is still packed
 
 
 class NullExpert(torch.nn.Module):
-    """Experts the first of which answers nothing."""
+    """Experts of which the first returns zeros."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_b
     turns[0].page_table, turns[1].page_table = array("i", [3, 1, 5]), array("i", [0, 2, 4])
 
     def logits(*iterations: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Of the first turn's 70 positions, computed in slices of (turn, start, stop)."""
+        """Return the logits of the first turn's 70 positions, computed in slices (turn, start, stop)."""
         memory = KVMemory(shape, 6, 0, 32)
         rows = torch.empty(70, shape.vocab_size)
         for iteration in iterations:
@@ -441,14 +441,14 @@ def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_b
 
 
 class LateGate(LlamaMLP):  # type: ignore[misc]  # transformers has no types here
-    """Looks like a gated MLP, but the gate works on the product."""
+    """Looks like a gated MLP, but applies the activation to the product."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).tanh())
 
 
 class Halved(torch.nn.Module):
-    """A decoder layer whose contribution is halved by a number that nothing names."""
+    """A decoder layer that halves its contribution by a constant in its code."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ def test_what_only_resembles_the_pattern_stays(tmp_path: Path) -> None:
 
 
 class Forgetful(LlamaRMSNorm):  # type: ignore[misc]
-    """Has no eps in its attributes that would explain what it does."""
+    """A norm without an eps attribute."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden_states) * 1.5
@@ -520,7 +520,7 @@ def test_a_product_called_twice_with_different_inputs() -> None:
 
 
 def undecided_routers() -> Any:
-    """Weights so wide that rounding sends many rows to other experts."""
+    """Make router weights so wide that rounding sends many rows to other experts."""
     many = config(
         "Qwen3MoeConfig",
         **{**EXPERTS, "num_experts": 32, "num_experts_per_tok": 4},
@@ -533,7 +533,7 @@ def undecided_routers() -> Any:
 
 
 def test_rounding_may_choose_other_experts() -> None:
-    """Such a layer is as far from the exact one as the module in its own precision is."""
+    """Such a compiled layer is as far from the exact layer as the module is at its own precision."""
     plain = undecided_routers()
     rounded = copy.deepcopy(plain).to(torch.bfloat16)
     flat = FlatModel(copy.deepcopy(rounded))
@@ -541,7 +541,7 @@ def test_rounding_may_choose_other_experts() -> None:
     assert flat.form.startswith("layers in C++")
     positions = torch.arange(len(PROMPT))
     torch.manual_seed(0)
-    own, ours = [], []  # of each row; a single prompt's are a matter of luck
+    own, ours = [], []  # an error for each row; a single prompt would leave this to luck
     for _ in range(20):
         ids = torch.randint(0, plain.config.vocab_size, (len(PROMPT),))
         with torch.inference_mode():
@@ -569,7 +569,7 @@ def test_experts_that_are_wrong_are_found_though_rounding_may_choose_others(
 def test_a_fusion_that_does_not_agree_is_undone(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is accepted by mistake, the comparison with the plain model has the last word."""
+    """A fusion may be accepted by mistake. The comparison with the plain model then undoes it."""
     monkeypatch.setattr(match, "activation_of", lambda module: "gelu_tanh")
     monkeypatch.setattr(layers, "TOLERANCE", {torch.float32: 1e9})
     lines: list[str] = []
@@ -628,7 +628,7 @@ def test_int8_without_the_library_is_refused(
 
 
 class Capped(torch.nn.Module):
-    """An output product with a cap that small logits do not show."""
+    """An output product whose cap has no effect on small logits."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()

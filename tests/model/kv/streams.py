@@ -1,8 +1,8 @@
-"""Streams and events that behave like a GPU's, on a CPU: what is launched happens late, in any order.
+"""Streams and events that behave like a GPU's, on a CPU: launched work happens late, in any order.
 
-A stream is a queue.  Nothing in it happens until an event is waited for or queried; then the
-heads of the queues are carried out, one at a time, a random stream first.  A head that waits for an event
-stays until the event has been reached.  So a missing wait shows, sooner or later, as an order that is wrong.
+A stream is a queue. Nothing in it runs until an event is waited for or queried. Then the heads of the queues
+run one at a time, always from a random stream. A head that waits for an event stays until that event has been
+reached. So if the code misses a wait, some seed runs the work in a wrong order.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FakeStreams:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.lock = threading.RLock()
-        self.going = threading.Event()  # cleared, nothing happens
+        self.going = threading.Event()  # while it is cleared, nothing runs
         self.going.set()
         self.compute = FakeStream(self)
         self.swap_in = FakeStream(self)
@@ -71,7 +71,7 @@ class FakeStreams:
 
     @property
     def current(self) -> FakeStream:
-        """Of the calling thread."""
+        """Return the current stream of the calling thread."""
         found: FakeStream = getattr(self._current, "stream", self.compute)
         return found
 
@@ -79,7 +79,7 @@ class FakeStreams:
         return stream.record_event()
 
     def adopt_thread(self) -> None:
-        """There is one device."""
+        """Do nothing: there is only one device."""
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
@@ -91,7 +91,7 @@ class FakeStreams:
             self._current.stream = before
 
     def advance(self, steps: int) -> bool:
-        """Whether anything happened."""
+        """Run up to `steps` heads. Return whether anything ran."""
         happened = False
         for _ in range(steps):
             with self.lock:

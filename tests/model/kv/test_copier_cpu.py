@@ -1,4 +1,4 @@
-"""The copier of a CPU: what it moves, in which order, what it reports, and how it fails."""
+"""The copier of a CPU: what it copies, in which order, what it reports, and how it fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_SECONDS = 60
 
 
 class GatedMemory(KVMemory):
-    """Each layer of a swap is begun, then held until the test lets it pass."""
+    """Each layer of a swap starts, and then waits until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__(SHAPE, 8, 8, 4)
@@ -158,13 +158,13 @@ def test_every_copy_is_reported_once(memory: GatedMemory, copier: CpuCopier) -> 
         finished += copier.wait_any()
     assert finished == [1, 2]
     assert copier.poll() == ()
-    assert copier.wait_any() == ()  # nothing is outstanding, so it does not wait
+    assert copier.wait_any() == ()  # with nothing outstanding, the call returns at once
 
 
 def test_an_error_in_the_worker_reaches_whoever_waits(memory: GatedMemory) -> None:
     copier = CpuCopier(memory)
     memory.let_pass(10)
-    copier.submit([SwapIn(1, 99, 0, 4)], [])  # there is no host page 99
+    copier.submit([SwapIn(1, 99, 0, 4)], [])  # host page 99 does not exist
     for wait in (lambda: copier.wait_layer(2), copier.wait_any, copier.poll):
         with pytest.raises(DeviceError, match="copying pages between the tiers failed: "):
             wait()

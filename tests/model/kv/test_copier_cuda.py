@@ -1,4 +1,4 @@
-"""The copier of a GPU on streams that do everything as late, and in as wrong an order, as they may."""
+"""The copier of a GPU, on streams that run everything as late and as unordered as allowed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.model.kv.streams import FakeStreams
 
 SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.float32, 0, 0)
 PAGES = 12
-SIZE = 4  # tokens of a page
+SIZE = 4  # tokens per page
 WAIT_SECONDS = 60
 
 
 class StreamedMemory(KVMemory):
-    """Copies happen when their stream comes to them; both directions are watched."""
+    """Copies run when their stream reaches them. Both directions are recorded."""
 
     def __init__(self, streams: FakeStreams) -> None:
         super().__init__(SHAPE, PAGES, PAGES, SIZE)
         self.device_arena.zero_()
         self.host_arena.zero_()
         self.streams = streams
-        self.told: list[tuple[str, int]] = []  # in the order in which it happened
+        self.told: list[tuple[str, int]] = []  # (direction, layer) in the order of the copies
         self.failing = False
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:
@@ -50,7 +50,7 @@ class StreamedMemory(KVMemory):
         self.streams.current.launch(happen)
 
     def write(self, layer: int, page: int, value: float) -> None:
-        """What a forward does, when the computing stream comes to it."""
+        """Write a value, as a forward pass does, when the compute stream reaches it."""
         self.streams.compute.launch(lambda: self.device_arena[layer, page].fill_(value))
 
     def expect(self, layer: int, page: int, value: float, wrong: list[str]) -> None:
@@ -63,7 +63,7 @@ class StreamedMemory(KVMemory):
 
 
 def collect(copier: CudaCopier, count: int) -> list[int]:
-    """What finishes, once the iteration is launched as a whole."""
+    """Launch the rest of the iteration, and return the first `count` copies that finish."""
     copier.launch_rest()
     found: list[int] = []
     while len(found) < count:
@@ -76,8 +76,8 @@ def collect(copier: CudaCopier, count: int) -> list[int]:
 def test_pages_go_out_and_come_back_whatever_the_order(
     seed: int, unit_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each iteration writes pages, sends those of the one before out, and brings others in to be read."""
-    layer_bytes = 2 * SIZE * 4 * 4  # of one page
+    """Each iteration writes pages, swaps out those of the previous iteration, and swaps in others to read."""
+    layer_bytes = 2 * SIZE * 4 * 4  # one layer of a page
     monkeypatch.setattr("pensieve.model.kv.copier.UNIT_BYTES", unit_layers * layer_bytes * 2)
     monkeypatch.setattr("pensieve.model.kv.copier.LAYERS_AHEAD", 1 + seed % 3)
     draw = random.Random(seed)
@@ -85,10 +85,10 @@ def test_pages_go_out_and_come_back_whatever_the_order(
     memory = StreamedMemory(streams)
     copier = CudaCopier(memory, streams)
     wrong: list[str] = []
-    on_host: dict[int, float] = {}  # host page -> value, reported
+    on_host: dict[int, float] = {}  # host page -> value, after the copy was reported
     outstanding: dict[int, tuple[str, int, int, float]] = {}
     free_device, free_host = list(range(PAGES)), list(range(PAGES))
-    written: dict[int, float] = {}  # device pages of the iteration before
+    written: dict[int, float] = {}  # device page of the previous iteration -> value
     next_id = 0
     for step in range(30):
         ins, outs, arriving = [], [], {}
@@ -135,7 +135,7 @@ def test_pages_go_out_and_come_back_whatever_the_order(
                 free_device.append(page)
             else:
                 free_host.append(host_page)
-                streams.compute.record_event().synchronize()  # its readers are done
+                streams.compute.record_event().synchronize()  # all its reads are done
                 free_device.append(page)
     while outstanding:
         for copy_id in copier.wait_any():
@@ -155,12 +155,12 @@ def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch)
     streams.going.clear()
     copier.submit([], [SwapOut(1, 0, 0, SIZE)])
     deadline = time.monotonic() + WAIT_SECONDS
-    while len(gate.queue) < 3:  # what it waits for, a layer, an event
+    while len(gate.queue) < 3:  # an event to wait for, a layer, an event
         assert time.monotonic() < deadline, "the worker gave nothing to its stream"
         time.sleep(0.001)
     copier.submit([SwapIn(2, 5, 5, SIZE)], [])
     streams.going.set()
-    while copier._swap_outs:  # the worker goes on by itself
+    while copier._swap_outs:  # the worker thread continues by itself
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert sorted(collect(copier, 2)) == [1, 2]

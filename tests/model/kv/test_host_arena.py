@@ -1,4 +1,4 @@
-"""The page-locked host tier, where there is nothing to lock it for."""
+"""The page-locked host tier, on a machine without a device to lock pages for."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_node_of_a_device(tmp_path: Path) -> None:
 
 
 def test_pages_may_be_asked_of_a_node() -> None:
-    """Whatever this machine thinks of it, memory comes, and the wish is taken back."""
+    """On any machine, memory is allocated, and the preference for a node is reset afterwards."""
     with host_arena._preferring(0):
         assert bytearray(1 << 20)[-1] == 0
     with host_arena._preferring(None):

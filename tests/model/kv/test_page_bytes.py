@@ -1,4 +1,4 @@
-"""Pages of both tiers as bytes: what is read of one memory and written to another is the same KV."""
+"""Pages of both tiers as bytes: bytes read from one memory and written to another give the same KV."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The streamer: what passes load, attend to and store, on streams that do everything as late as they may.
+"""The streamer: the pages that passes load, attend to and store, on streams that run everything late.
 
-What is attended to is checked on the computing stream: each page in its arena has to hold what the iterations
-before have left on the host, and the new slots of a page are written there.  Swaps go on beside the passes.
+Attention is checked on the compute stream. Each page in its arena must contain what earlier iterations left
+on the host. The new slots of the page are written there, too. Swaps run beside the passes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
 
 SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.float32, 0, 0)
-SIZE = 4  # tokens of a page
+SIZE = 4  # tokens per page
 HOST_PAGES = 14
 STAGING_PAGES = 4
 NUM_LAYERS = SHAPE.num_layers
@@ -31,7 +31,7 @@ Plant = type[StagedStreamer]
 
 
 class LateMemory(KVMemory):
-    """Copies happen when their stream comes to them."""
+    """Copies run when their stream reaches them."""
 
     def __init__(self, streams: FakeStreams) -> None:
         super().__init__(SHAPE, 6, HOST_PAGES, SIZE, staging_pages=STAGING_PAGES)
@@ -56,7 +56,7 @@ class LateMemory(KVMemory):
 
 
 class Planned(NamedTuple):
-    """A page of a group: what its slots hold before, and what is written behind those."""
+    """A page of a group: the values in its slots, and the values to be written after them."""
 
     page: int
     before: list[float]
@@ -64,7 +64,7 @@ class Planned(NamedTuple):
 
 
 class Rehearsal:
-    """Passes with random groups, launched one after another; `truth` is what host pages should hold."""
+    """Runs passes with random groups. `truth` has the expected content of host pages."""
 
     def __init__(self, seed: int, kind: Plant = StagedStreamer) -> None:
         self.draw = random.Random(seed)
@@ -72,11 +72,11 @@ class Rehearsal:
         self.memory = LateMemory(self.streams)
         self.streamer = kind(self.memory, self.streams)
         self.copier = CudaCopier(self.memory, self.streams)
-        self.truth: dict[int, list[float]] = {}  # by host page, of layer 0; layer l has l more
+        self.truth: dict[int, list[float]] = {}  # host page -> slots in layer 0; layer l has l more
         self.free = list(range(HOST_PAGES))
         self.wrong: list[str] = []
         self._value = 0.0
-        self._swapping: set[int] = set()  # host pages of copies that were not reported
+        self._swapping: set[int] = set()  # host pages of unreported copies
 
     def iteration(self, *, fails: bool = False) -> None:
         planned = self._plan()
@@ -99,14 +99,14 @@ class Rehearsal:
                 self._attend(layer, self.memory.staging_arena[arena_of(step)], group)
                 if step == last:
                     self.streamer.abandon()
-                    return  # the same is not tried again: what is on the host is one or the other
+                    return  # the pages are not used again: their content may be old or new
                 self.streamer.attended(step)
         self.streamer.end()
         for each in (each for group in planned for each in group):
             self.truth[each.page] = [*each.before, *each.after]
 
     def _plan(self) -> list[list[Planned]]:
-        """Pages that grow are in one group, whole ones may be in several."""
+        """Draw groups. A growing page is in one group only; a full page may be in several."""
         draw = self.draw
         usable = [page for page in self.truth if page not in self._swapping]
         whole = [page for page in usable if len(self.truth[page]) == SIZE]
@@ -135,7 +135,7 @@ class Rehearsal:
         return groups
 
     def _swap(self, in_groups: set[int]) -> dict[int, list[float]]:
-        """Bring a page to the device that may just have been stored; write over one that was given up."""
+        """Swap in a page that may just have been stored, or swap out to a page that was given up."""
         draw, ins, outs = self.draw, [], []
         self._swapping -= {copy_id // 2 for copy_id in self.copier.poll()}
         usable = [page for page in self.truth if page not in in_groups and self.truth[page]]
@@ -147,7 +147,7 @@ class Rehearsal:
             self._swapping.add(page)
             arriving[0] = slots
         elif usable and not self._swapping and draw.random() < 0.5:
-            # A conversation gave up its page, and what is on the device goes there.
+            # A conversation gave up this host page, and a device page is swapped out to it.
             page, value = draw.choice(usable), self._next()
             for layer in range(NUM_LAYERS):
                 target = self.memory.device_arena[layer, 1]
@@ -180,7 +180,7 @@ class Rehearsal:
         self.streams.compute.launch(look)
 
     def finish(self) -> None:
-        """All is done; the host's pages hold what they should."""
+        """Wait until all copies are done, and check all host pages."""
         self.streams.compute.record_event().synchronize()
         while self.copier.wait_any():
             pass
@@ -234,11 +234,11 @@ def rehearse_after_a_failure(seed: int, kind: Plant = StagedStreamer) -> None:
         rehearsal.close()
 
 
-# -- planted faults: each is found --
+# -- planted faults: each must be found --
 
 
 class LoadsTooEarly(StagedStreamer):
-    """The arena is loaded again while its attention may still run."""
+    """Loads into the arena again while attention may still read it."""
 
     def attended(self, step: int) -> None:
         if len(self._loaded) < self._num_steps:
@@ -262,7 +262,7 @@ class StoresTooEarly(StagedStreamer):
 
 
 class SwapsTwoGroups(StagedStreamer):
-    """The second group's pages are loaded in the first one's place."""
+    """Swaps the pages of the first two groups."""
 
     def begin(self, groups: list[PageGroup]) -> None:  # type: ignore[override]
         super().begin([*groups[1::-1], *groups[2:]])
@@ -270,7 +270,7 @@ class SwapsTwoGroups(StagedStreamer):
 
 class DoesNotWait(StagedStreamer):
     def wait_loaded(self, step: int) -> None:
-        """Attend to whatever is there."""
+        """Do not wait for the load."""
 
 
 class EndsTooEarly(StagedStreamer):
@@ -309,7 +309,7 @@ def test_a_planted_fault_is_found(kind: Plant, act: Callable[[int, Plant], None]
     pytest.fail(f"{kind.__name__} went unnoticed")
 
 
-# -- on a CPU, and what is refused --
+# -- on a CPU, and arguments that are refused --
 
 
 def test_on_a_cpu_arenas_are_loaded_and_stored_in_order() -> None:

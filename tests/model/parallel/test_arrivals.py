@@ -1,4 +1,4 @@
-"""Ranks of other machines: who is let in, who is not and why, and who is missing."""
+"""Ranks of other machines that connect: which are accepted, which are refused and why, which are missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def there(**changes: object) -> RankIdentity:
 
 
 class Both:
-    """What the two sides of a handshake come to."""
+    """The results of both sides of a handshake."""
 
     def __init__(self, ranks_secret: bytes, arrival: RankIdentity) -> None:
         ours, theirs = socket.socketpair()
@@ -91,7 +91,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_is_not_let_in() -> None
 
 
 def test_rank_0_has_to_know_the_secret_too() -> None:
-    """One that takes every proof has none of its own, and sends back what it was sent."""
+    """A false rank 0 that accepts any proof has no proof itself, and echoes what it received."""
     ours, theirs = socket.socketpair()
     pipe = RankPipe(ours)
 
@@ -120,7 +120,7 @@ def frame(head: bytes, body: bytes = b"") -> bytes:
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         frame(b'["iteration",0,false,[],[],[],[],[]]'),
-        frame(b" " * 5000),  # too long, before it is known
+        frame(b" " * 5000),  # too long for a rank that is not trusted yet
         frame(b"[" * 4000),
         frame(b"{}"),
         frame(json.dumps(["proof", ["no", "values"]]).encode()),
@@ -143,7 +143,7 @@ def test_whatever_else_comes_is_refused(sent: bytes) -> None:
 def test_a_frame_has_so_many_bytes_and_no_more(
     is_trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a rank and of a stranger: the longer one is not read, though it says something."""
+    """The limits for a trusted rank and for a stranger. A longer frame is not read, even if it is valid."""
     monkeypatch.setattr("pensieve.engine.pipe.FRAME_BYTES_MAX", 8192)
     bytes_max = 8192 if is_trusted else FRAME_BYTES_MAX
     for num_bytes, is_taken in ((bytes_max, True), (bytes_max + 1, False)):
@@ -163,7 +163,7 @@ def elsewhere(num_ranks: int, seconds: float = 60.0) -> RemoteRanks:
 
 
 class Visitors:
-    """Ranks that come to an address, in threads."""
+    """Ranks that connect to an address, for use in a thread."""
 
     def __init__(self, address: str) -> None:
         self._address = split_address(address)
@@ -181,7 +181,7 @@ class Visitors:
 
 
 def visited(num_ranks: int, visits: Callable[[Visitors], None]) -> tuple[list[str], list[str]]:
-    """The hosts of the ranks in their order, with the devices there; and what was reported."""
+    """Return the ranks in their order (host and device index of each), and the reported lines."""
     lines: list[str] = []
     arrivals = Arrivals(elsewhere(num_ranks), lines.append)
     visitors = Visitors(arrivals.address)

@@ -1,4 +1,4 @@
-"""Two ranks over gloo say what one rank says, token for token, and none of them outlives the other."""
+"""Two ranks over gloo give the same tokens as one rank, and no rank outlives the other."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ CPU = torch.device("cpu")
 PAGES: dict[str, Any] = {"device_pages": 320, "host_pages": 160, "staging_pages": 20}
 WAIT_SECONDS = 60.0
 
-# Every layer is a meeting of two processes: on a crowded machine each waits for its turn twice.
+# At every layer the two processes wait for each other. On a busy machine, each wait takes long.
 pytestmark = pytest.mark.timeout(1200)
 
 
 class ParallelWorld(Streaming):
-    """A world whose iterations are carried out by two ranks."""
+    """A world whose iterations run on two ranks."""
 
     def __init__(self, folder: Path, seed: int = 0, kv_dtype: str = "auto") -> None:
         worker_settings = {
@@ -77,7 +77,7 @@ class ParallelWorld(Streaming):
         self.executor = cast("TorchExecutor", ParallelExecutor(self.own, self.leader))
 
     def start_again(self, seed: int) -> None:
-        """As a new world of this seed, with the same ranks."""
+        """Start again like a new world with this seed, with the same ranks."""
         self.rng = random.Random(seed)
         self.memory.device_arena.fill_(float("nan"))
         self.free_pages = list(range(self.memory.device_pages))
@@ -95,8 +95,11 @@ def parallel_world(folder: Path, seed: int = 0, kv_dtype: str = "auto") -> Itera
 
 
 def traffic(world: World, seed: int) -> Counter[str]:
-    """Random cuts; chunks that go by the host to other pages, or are dropped and computed again; forks
-    inside of a chunk.  Copies are awaited or not."""
+    """Run random slices, swaps, drops, forks and copies, and return how often each happened.
+
+    Chunks are swapped to other pages through the host, or dropped and recomputed. Forks cut chunks. Some
+    copies are waited for, some are not.
+    """
     rng = random.Random(seed)
     turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
     computed = dict.fromkeys(turns, 0)
@@ -113,7 +116,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
                 start = chunk * CHUNK_TOKENS
                 slots = min(CHUNK_TOKENS, done - start)
                 if sum(turn.page_table[chunk] in each.page_table for each in turns) > 1:
-                    continue  # a fork has it too
+                    continue  # a fork has this page, too
                 if roll < 0.1:
                     deeds["dropped"] += 1
                     world.replace_page(turn, chunk)
@@ -122,7 +125,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
                     deeds["swapped"] += 1
                     out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
                     finished = set(world.step(swap_outs=[out]).finished_copies)
-                    while copy_id not in finished:  # one that was begun before may end first
+                    while copy_id not in finished:  # an earlier copy may finish first
                         assert len(finished) <= copy_id, "it does not finish"
                         finished |= set(world.step().finished_copies)
                     expected -= finished
@@ -142,7 +145,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
                 turns.append(fork)
                 computed[fork] = cut
             elif done >= CHUNK_TOKENS and roll < 0.42:
-                deeds["copied ahead"] += 1  # and nobody waits for it
+                deeds["copied ahead"] += 1  # no slice waits for this copy
                 host_page = 8 + deeds["copied ahead"]
                 outs.append(SwapOut(copy_id, turn.page_table[0], host_page, CHUNK_TOKENS))
                 copy_id += 1
@@ -151,12 +154,12 @@ def traffic(world: World, seed: int) -> Counter[str]:
             slices.append((turn, computed[turn], stop, stop == len(turn.tokens)))
             computed[turn] = stop
         if ins:
-            outs = []  # never both
+            outs = []  # an iteration has swap-ins or swap-outs, but not both
         expected |= {each.copy_id for each in ins} | {each.copy_id for each in outs}
         outcome = world.step(*slices, copies=copies, swap_ins=ins, swap_outs=outs)
         assert expected >= set(outcome.finished_copies)
         expected -= set(outcome.finished_copies)
-        while ins and expected:  # pages of the host tier are used again
+        while ins and expected:  # host pages are reused only after their copies have finished
             expected -= set(world.step().finished_copies)
     while expected:
         last = world.step().finished_copies
@@ -168,7 +171,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
 def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, loaded: Loaded) -> None:
-    """Grouped heads, experts; every movement."""
+    """Models with grouped heads and with experts, and every movement of pages."""
     folder, model = folder_of(family), loaded(family)
     plain = plain_model(folder)
     with parallel_world(folder) as two:
@@ -190,7 +193,7 @@ def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, load
 def test_two_ranks_stream_the_turns_that_one_rank_streams(
     folder_of: FolderOf, loaded: Loaded
 ) -> None:
-    """Each has arenas of its own, for its heads; more groups than arenas."""
+    """Each rank has its own arenas, for its own heads. There are more groups than arenas."""
     said = []
     with parallel_world(folder_of("mistral")) as two:
         one = StreamedWorld(loaded("mistral"), **PAGES, chunk_tokens=CHUNK_TOKENS)
@@ -220,12 +223,12 @@ def _next(turn: Turn) -> tuple[Turn, int, int, bool]:
 def test_each_rank_keeps_fp8_by_scales_of_its_own_heads(
     folder_of: FolderOf, tmp_path: Path
 ) -> None:
-    """Which are those that one rank alone chooses for them; pages move between both tiers of both."""
+    """A single rank would choose the same scales for these heads. Pages move between both tiers."""
     plain = plain_model(folder_of("mistral"))
     group = plain.config.num_attention_heads // plain.config.num_key_value_heads
     for (
         layer
-    ) in plain.model.layers:  # the values of each head are larger than those of the one before
+    ) in plain.model.layers:  # make the values of each head larger than those of the previous head
         attention = layer.self_attn
         for head, rows in enumerate(attention.v_proj.weight.data.split(attention.head_dim)):
             rows *= 64.0**head
@@ -251,7 +254,7 @@ def test_each_rank_keeps_fp8_by_scales_of_its_own_heads(
 
 
 class CountedClock:
-    """A millisecond at each look, so that equal runs have equal times."""
+    """Advances by a millisecond at each call, so that equal runs have equal times."""
 
     def __init__(self) -> None:
         self._num_looks = 0
@@ -262,13 +265,13 @@ class CountedClock:
 
 
 def without_seeds(iteration: Iteration) -> Iteration:
-    """A turn that names no seed draws one; nothing that is greedy depends on it."""
+    """Remove the random seeds of turns that name none. Greedy tokens do not depend on them."""
     started = (each._replace(sampling=replace(each.sampling, seed=0)) for each in iteration.started)
     return replace(iteration, started=tuple(started))
 
 
 class Recorder:
-    """Keeps what an executor was given, and which copies each outcome reported."""
+    """Records the iterations of an executor, and the copies that each outcome reported."""
 
     def __init__(self, own: Executor) -> None:
         self.own = own
@@ -290,7 +293,7 @@ class Recorder:
 
 
 class Replayer(Recorder):
-    """Reports copies when another run did, and not before: it waits for one that takes longer here."""
+    """Reports each copy in the same iteration as the recorded run. Waits for copies that take longer here."""
 
     def __init__(self, own: Executor, recorded: Recorder) -> None:
         super().__init__(own)
@@ -318,12 +321,11 @@ class Replayer(Recorder):
 
 
 def test_a_whole_engine_on_two_ranks_is_exact(tmp_path: Path) -> None:
-    """Swapped, dropped, recomputed, suspended, forked, cut: every reply of a crowd is what plain
-    transformers would have said, and what one rank says.
+    """Every reply of a crowd equals the reply of plain transformers, and that of one rank.
 
-    When a copy finishes is the machine's affair, and what is planned, cancelled and said depends on
-    it.  So two ranks run first, as the machine lets them, and one rank hears of each of its copies when
-    they did: then every iteration has to be the same, with the same tokens in it.
+    Chunks are swapped, dropped and recomputed; turns are suspended, forked and cut. Plans depend on when
+    copies finish, which differs from run to run. So two ranks run first, and their copies are recorded. Then
+    one rank reports each copy at the recorded time. All its iterations and tokens must be the same.
     """
     folder = write_model(tmp_path / "model", QWEN_2_5, "qwen3")
     said = []
@@ -370,7 +372,7 @@ def alive(pid: int) -> bool:
 
 
 def comes_true(holds: Callable[[], bool]) -> bool:
-    """Sooner or later; the limit is for a test that fails."""
+    """Wait until `holds` is true. Return False only if that takes too long."""
     limit = time.monotonic() + WAIT_SECONDS
     while not holds() and time.monotonic() < limit:
         time.sleep(0.02)
@@ -424,7 +426,7 @@ def test_a_worker_that_dies_is_a_device_error(
 
 
 def test_a_worker_that_fails_says_why(folder_of: FolderOf) -> None:
-    """A page that it does not have: its copier fails, and what rank 0 raises names the reason."""
+    """A page does not exist, so the worker's copier fails. Rank 0 raises an error with the reason."""
     with parallel_world(folder_of("mistral")) as world:
         (pid,) = world.leader.pids
         world.leader.send_iteration(Iteration(0, (), swap_ins=(SwapIn(0, 999, 0, 4),)))
@@ -436,7 +438,7 @@ def test_a_worker_that_fails_says_why(folder_of: FolderOf) -> None:
 
 
 def test_workers_end_with_rank_0(folder_of: FolderOf) -> None:
-    """Also when it is killed."""
+    """This also holds if rank 0 is killed."""
     program = (
         "import sys, time, pathlib; from tests.model.parallel.test_parallel import ParallelWorld;"
         "world = ParallelWorld(pathlib.Path(sys.argv[1]));"
@@ -513,7 +515,7 @@ def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
 
 
 def test_a_worker_whose_host_page_has_changed_fails(loaded: Loaded) -> None:
-    """It cannot have the page computed again by itself; all ranks start again."""
+    """The worker cannot have the page recomputed by itself, so all ranks restart."""
     model = loaded("llama-gqa")
     memory = KVMemory(model.shape, 8, 8, CHUNK_TOKENS)
     ours, theirs = socket.socketpair()
@@ -533,7 +535,7 @@ def test_a_worker_whose_host_page_has_changed_fails(loaded: Loaded) -> None:
 
 def test_a_copy_is_finished_when_it_is_on_every_rank() -> None:
     tally = Tally(3)
-    assert tally.take(wait=True) == ()  # there is nothing to wait for
+    assert tally.take(wait=True) == ()  # with nothing outstanding, the call returns at once
     tally.add([4, 5])
     tally.add([5])
     assert tally.take(wait=False) == ()

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: each has its own layers and their KV; together they say what the whole model says."""
+"""Stages of a pipeline, each with its own layers and KV, together compute the same as the whole model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NUM_PAGES = 8
 pytestmark = pytest.mark.timeout(1200)
 
 
-# -- which layers --
+# -- how layers are divided --
 
 
 def ranges(num_layers: int, num_stages: int, head_layers: float) -> list[tuple[int, int]]:
@@ -55,14 +55,14 @@ def ranges(num_layers: int, num_stages: int, head_layers: float) -> list[tuple[i
 def test_layers_are_divided_by_what_each_stage_has_to_read() -> None:
     assert ranges(4, 1, 9) == [(0, 4)]
     assert ranges(4, 2, 0) == [(0, 2), (2, 4)]
-    assert ranges(7, 3, 0) == [(0, 2), (2, 4), (4, 7)]  # 2, 2 and 3: any order is as good
+    assert ranges(7, 3, 0) == [(0, 2), (2, 4), (4, 7)]  # 2, 2 and 3 layers, in any order
     assert ranges(30, 2, 8) == [(0, 19), (19, 30)]
     assert ranges(12, 3, 2.5) == [(0, 5), (5, 10), (10, 12)]
-    assert ranges(3, 3, 9) == [(0, 1), (1, 2), (2, 3)]  # every stage has one
+    assert ranges(3, 3, 9) == [(0, 1), (1, 2), (2, 3)]  # every stage has at least one layer
 
 
 class Alone(Rank):
-    """A rank of a model whose other ranks are in this process."""
+    """A rank whose other ranks are in this process."""
 
     def wait_until_all_loaded(self) -> None:
         raise AssertionError("stages load without waiting for each other")
@@ -72,7 +72,7 @@ class Alone(Rank):
 
 
 class MemoryLinks:
-    """Between stages of one process: what one sends the next one receives."""
+    """Links between stages of one process: the next stage receives what a stage sends."""
 
     def __init__(self) -> None:
         self._sent: deque[torch.Tensor] = deque()
@@ -88,7 +88,7 @@ class MemoryLinks:
 
 
 class InOneProcess:
-    """All stages of a model, over pages of their own layers."""
+    """All stages of a model, each with pages for its own layers."""
 
     def __init__(self, folder: Path, num_stages: int) -> None:
         links: Any = MemoryLinks()
@@ -121,7 +121,7 @@ def pieces(tokens: list[int], cuts: list[int]) -> list[Slice]:
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "opt", "gemma", "qwen3-moe", "gpt-neox"])
 def test_two_stages_compute_what_the_whole_model_computes(family: str, folder_of: FolderOf) -> None:
-    """Tied and untied, with tables of positions, factors of embeddings, experts, two norms beside."""
+    """Tied and untied embeddings, position tables, embedding factors, experts, and layers with more norms."""
     folder = folder_of(family)
     parts = InOneProcess(folder, 2)
     reference = Reference(folder)
@@ -137,10 +137,10 @@ def test_a_stage_loads_its_own_layers_and_nothing_else(tmp_path: Path) -> None:
     for kind, copies in (("deep", 0), ("deep-tied", 1)):
         folder = save_tiny(DEEP[kind](), tmp_path / kind)
         whole = load(folder)
-        table = 128 * 32  # of embeddings, which the last stage has once more where they are tied
+        table = 128 * 32  # the embeddings; if they are tied, the last stage has a copy
         shapes = [each.shape for each in InOneProcess(folder, 3).models]
         assert [each.num_layers for each in shapes] == ([2, 2, 1] if kind == "deep" else [2, 1, 1])
-        norms = 2 * 32  # each stage has the last norm, which is small
+        norms = 2 * 32  # each stage also has the final norm, which is small
         got = sum(each.num_parameters for each in shapes)
         assert got == whole.shape.num_parameters + norms + copies * table
         assert {each.kv_bytes_per_token // each.num_layers for each in shapes} == {
@@ -203,8 +203,11 @@ def test_a_packed_iteration_has_its_tokens_where_the_first_stage_needs_them() ->
 def test_a_whole_engine_in_stages_is_exact(
     tmp_path: Path, num_stages: int, num_shards: int
 ) -> None:
-    """Swapped, dropped, recomputed, suspended, forked, cut: every reply of a crowd is what plain
-    transformers would have said, and as many iterations were in flight as there are stages."""
+    """Every reply of a crowd equals the reply of plain transformers.
+
+    Chunks are swapped, dropped and recomputed; turns are suspended, forked and cut. As many iterations are in
+    flight as there are stages.
+    """
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep")
     settings = {"pipeline_stages": str(num_stages), "check_kv": "on"}
     settings["tensor_parallel"] = str(num_shards)
@@ -235,7 +238,7 @@ def test_a_whole_engine_in_stages_is_exact(
 
 
 def watched(executor: StagedExecutor) -> list[int]:
-    """The most iterations that were in flight, from now on."""
+    """Return a list with one number: the most iterations in flight from now on."""
     deepest = [0]
     launch = executor.launch
 
@@ -248,7 +251,7 @@ def watched(executor: StagedExecutor) -> list[int]:
 
 
 def test_constraints_seeds_and_logprobs_are_those_of_one_rank(tmp_path: Path) -> None:
-    """Rank 0 has all that a token is drawn by, as without stages."""
+    """Rank 0 has everything that is needed to draw a token, as without stages."""
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep-tied")
     said = []
     for num_stages in ("2", "1"):
@@ -299,7 +302,7 @@ def replies(runtime: Runtime) -> list[tuple[str, list[int], list[float]]]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stage_that_dies_ends_the_engine(tmp_path: Path, victim: int) -> None:
-    """The first one, or the one in the middle, whose end the first does not notice."""
+    """The first stage dies, or the middle one, whose end the first stage does not notice directly."""
     folder = write_model(tmp_path / "model", QWEN_2_5, "deep")
     with started(folder, tmp_path / "data", pipeline_stages="3") as runtime:
         runtime.conversations.create("a")

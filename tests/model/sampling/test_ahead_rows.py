@@ -1,4 +1,4 @@
-"""A row whose newest token is on the device alone is sampled like any other."""
+"""A row whose newest token exists only on the device is sampled like any other row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.model.sampling.world import make_logits, make_turn, make_turns
 
 
 def test_a_row_ahead_is_sampled_as_if_its_log_were_complete() -> None:
-    """Whether its memory was made before or is made now; the newest id is on the device alone."""
+    """The penalty memory exists already, or is made now. The newest id is only on the device."""
     logits = make_logits(len(make_turns()), 300, seed=2)
     sampler = Sampler(300, frozenset({2, 9}))
     complete = make_turns()
@@ -28,7 +28,7 @@ def test_a_row_ahead_is_sampled_as_if_its_log_were_complete() -> None:
         rows = [Row(turn, len(turn.tokens) + 1) for turn in short]
         assert all(row.is_ahead for row in rows)
         assert sampler.draw(logits, rows, newest).read() == expected
-        # Nothing of it was remembered: the log may still say otherwise.
+        # The sampler must not remember the newest ids, because the log may still get other tokens.
         for turn, whole in zip(short, make_turns(), strict=True):
             turn.tokens.append(whole.tokens[-1])
         assert sampler.sample(logits, short) == expected

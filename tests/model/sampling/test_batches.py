@@ -27,7 +27,7 @@ from tests.model.sampling.world import (
 
 @pytest.mark.parametrize("vocab_size", [37, 1003])
 def test_no_row_depends_on_who_shares_the_batch(vocab_size: int) -> None:
-    """Alone, shuffled, among NaN rows, and in small passes: equal to the last bit of a logprob."""
+    """A row alone, shuffled, among NaN rows, or in small passes: every bit of its logprob is equal."""
     rng = random.Random(vocab_size)
     options = list(OPTIONS.values())
     logits = make_logits(2 * len(options), vocab_size, seed=vocab_size)

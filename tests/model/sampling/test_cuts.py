@@ -58,7 +58,7 @@ def test_min_p_is_relative_to_the_likeliest_token() -> None:
 
 
 def test_top_n_sigma_keeps_what_is_near_the_largest_logit_whatever_the_temperature() -> None:
-    row = [4.0, 3.0, 1.9, 0.0]  # with a standard deviation of 1.479
+    row = [4.0, 3.0, 1.9, 0.0]  # the standard deviation is 1.479
     deviation = statistics.pstdev(row)
     for temperature in (0.5, 8.0):
         for count, kept in (

@@ -1,4 +1,4 @@
-"""Every option draws what the probabilities of transformers' own processors say."""
+"""With every option, tokens are drawn by the probabilities of transformers' own processors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pensieve.model.sampling.sampler import Sampler
 from pensieve.sampling import Sampling
 from tests.model.sampling.world import OPTIONS, make_logits, make_row, make_turn, token_of
 
-MANY = 64  # positions at which a random draw is compared
+MANY = 64  # number of positions with a compared random draw
 
 
 def expected_token(row: torch.Tensor, turn: TurnLog) -> int:
-    """transformers' processors in transformers' order, then the inverse of the cumulated sum."""
+    """Apply transformers' processors in their order, then invert the cumulative sum."""
     sampling = turn.sampling
     processors = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
@@ -40,7 +40,7 @@ def expected_token(row: torch.Tensor, turn: TurnLog) -> int:
         scores[0, token_id] += bias
     if sampling.temperature == 0:
         return int(scores.argmax())
-    if sampling.top_n_sigma:  # transformers has none: as llama.cpp computes it
+    if sampling.top_n_sigma:  # not in transformers; llama.cpp computes it like this
         lowest = scores.max() - sampling.top_n_sigma * scores.double().std(unbiased=False)
         scores[scores < lowest] = -torch.inf
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
@@ -64,7 +64,7 @@ def expected_token(row: torch.Tensor, turn: TurnLog) -> int:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_draws_what_transformers_probabilities_say(name: str) -> None:
-    """60 turns share a batch; each token equals the one drawn from the processors' distribution."""
+    """60 turns share a batch. Each token equals the token drawn from the processors' distribution."""
     logits = make_logits(MANY, 120, seed=len(name))
     rng = random.Random(name)
     turns = [
@@ -108,7 +108,7 @@ def test_a_token_beyond_the_256_likeliest_is_drawn_like_any_other(sampling: Samp
 def test_how_many_tokens_are_looked_at_first_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Logits rounded to bfloat16 tie everywhere, also at the edge of every head."""
+    """Logits that are rounded to bfloat16 are often equal, also at the boundary of each first part."""
     logits = make_logits(len(OPTIONS), 600, seed=8).bfloat16()
     turns = [
         make_turn(replace(sampling, seed=n, logprobs=5), context=[5] * 20)
@@ -153,14 +153,14 @@ def test_the_first_look_decides_wherever_the_tokens_kept_end_within_it() -> None
 def test_the_ends_and_the_middle_of_the_random_number_choose_exactly(
     monkeypatch: pytest.MonkeyPatch, limbs: tuple[int, int], expected: list[int]
 ) -> None:
-    """Of 2 equal tokens and of 63 almost equal ones, whose weights come close to overflow."""
+    """2 equal tokens, and 63 almost equal tokens whose weights almost overflow."""
     monkeypatch.setattr(draw_module, "uniform_limbs", lambda seed, position: limbs)
     assert token_of([0.0] * 2, Sampling(temperature=1.0)) == expected[0]
     assert token_of([0.0] * 62 + [-0.01], Sampling(temperature=1.0)) == expected[1]
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Chi-square over 4000 draws of 8 tokens at 7 degrees of freedom: 24.3 has probability 0.001."""
+    """Chi-square over 4000 draws of 8 tokens (7 degrees of freedom): 24.3 has probability 0.001."""
     row = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5])
     num_draws = 4000
     turns = [

@@ -1,4 +1,4 @@
-"""Log probabilities: of which scores, and how many alternatives."""
+"""Log probabilities: from which scores they come, and how many alternatives are returned."""
 
 from __future__ import annotations
 

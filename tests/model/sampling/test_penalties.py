@@ -31,7 +31,7 @@ def test_presence_does_not_grow_with_the_count_and_frequency_does() -> None:
 
 
 def test_memory_that_follows_the_log_equals_memory_rebuilt_from_it() -> None:
-    """30 tokens of a reply, one turn remembering, one forgetting before each: as after a restart."""
+    """In a reply of 30 tokens, one turn keeps its memory. The other loses it before each token."""
     sampling = Sampling(
         temperature=1.0,
         repetition_penalty=1.5,
@@ -63,7 +63,7 @@ def test_memory_that_follows_the_log_equals_memory_rebuilt_from_it() -> None:
 
 
 def one_token_ago(turn: TurnLog) -> TurnLog:
-    """The same turn before its last token, as if the engine had restarted."""
+    """Return the turn before its last token, as if the engine had restarted."""
     return make_turn(
         turn.sampling,
         context=list(turn.tokens[: turn.prompt_end]),

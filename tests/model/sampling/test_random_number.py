@@ -1,4 +1,4 @@
-"""The random number of a position, and scaling by it, to the last bit."""
+"""The random number of a position, and its use as a factor, exact to the last bit."""
 
 from __future__ import annotations
 

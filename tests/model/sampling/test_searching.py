@@ -1,4 +1,4 @@
-"""The kernel that searches a row draws what sorting it draws; here on emulated threads."""
+"""The kernel that searches a row draws the same tokens as sorting the row; here on emulated threads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CUTS = [
 @pytest.mark.parametrize("vocab_size", [1, 2, 37, 513, 3000])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_it_draws_what_sorting_draws(vocab_size: int, rounded: bool) -> None:
-    """Every combination of cuts; rounded to bfloat16, logits tie everywhere."""
+    """Every combination of cuts. With `rounded`, many logits are equal, as in bfloat16."""
     values = make_logits(3 * len(CUTS), vocab_size, seed=vocab_size)
     if rounded:
         values = (values / 2).bfloat16().float()
@@ -83,7 +83,7 @@ def test_neither_the_order_of_threads_nor_the_rest_of_the_batch_matters() -> Non
 
 
 def test_rows_of_equals_of_masks_and_of_extremes() -> None:
-    """Ties across all ids (-0 is 0), almost all masked, weights near overflow, huge and tiny values."""
+    """All logits equal (-0 equals 0), almost all ids masked, weights near overflow, extreme values."""
     values = torch.stack(
         [
             torch.zeros(600),
@@ -113,7 +113,7 @@ def test_the_ends_of_the_random_number_draw_the_first_and_the_last(
 
 
 def test_the_largest_top_p_below_one_keeps_a_token_of_any_mass() -> None:
-    """Masses around every power of two, where rounding to a double adds most."""
+    """Weights around every power of two, where rounding to a double adds most."""
     top_p = math.nextafter(1.0, 0.0)
     values = torch.stack([torch.linspace(0.0, -n / 1000, 40 + n)[:40] for n in range(30)])
     rows = rows_of([Sampling(temperature=1.0, top_p=top_p)] * len(values))

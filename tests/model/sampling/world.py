@@ -1,4 +1,4 @@
-"""Turns, rows and logits made by hand, and every option that the sampler tests draw with."""
+"""Turns, rows and logits made by hand, with every option that the sampler tests draw with."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ OPTIONS = {
 
 
 def make_turns() -> list[TurnLog]:
-    """Every option at several places; min_tokens and logprobs for some."""
+    """Return turns with every option several times; some have min_tokens and logprobs."""
     rng = random.Random(11)
     return [
         make_turn(
