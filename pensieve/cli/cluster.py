@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=WAIT_SECONDS,
         metavar="SECONDS",
-        help="wait no longer (default: 1800)",
+        help="give up after this time (default: 1800)",
     )
     up.set_defaults(run=_up)
     status = actions.add_parser("status", help="show the replicas, their states and their nodes")
@@ -77,14 +77,14 @@ def add_parser(commands: Any) -> None:
         "roll",
         help="restart the replicas one after the other, without losing a turn",
         description="Restart the replicas one after the other, with the software that is installed now. Each "
-        "replica first drains and hands its conversations over. A client retries its turn at most.",
+        "replica first drains and hands its conversations over. At worst, a client has to retry a turn.",
     )
     roll.add_argument(
         "--timeout",
         type=float,
         default=WAIT_SECONDS,
         metavar="SECONDS",
-        help="wait no longer (default: 1800)",
+        help="give up after this time (default: 1800)",
     )
     roll.set_defaults(run=_roll)
     down = actions.add_parser(

@@ -192,7 +192,7 @@ def test_a_stream_over_http_whose_owner_is_killed_ends_with_an_error_and_the_nex
     cluster.run(replica.kill())
     try:
         rest = answer.read().decode()
-        assert "broke off" in rest.strip().splitlines()[-1], rest[-1000:]
+        assert "closed the connection" in rest.strip().splitlines()[-1], rest[-1000:]
         connection.close()
         respond(cluster, "broken", is_stream=True)
     finally:

@@ -50,7 +50,7 @@ def _continues(fields: Fields) -> bool:
     """Read vLLM's fields for prefill. Return whether the reply continues the last message."""
     continues = fields.flag("continue_final_message")
     if fields.flag("add_generation_prompt", not continues) is continues:
-        problem = "must be false beside continue_final_message: true, and true without"
+        problem = "must be false if continue_final_message is true, and true otherwise"
         raise Refusal(fields.where("add_generation_prompt"), problem, "unsupported_parameter")
     return continues
 
