@@ -60,7 +60,8 @@ class HttpForwarder:
         except grpc.aio.AioRpcError as error:
             name = error.code().name
             raise Unavailable(
-                f"{owner.replica} at {owner.address} closed the connection before the end of its answer: {name} {error.details()}"
+                f"{owner.replica} at {owner.address} closed the connection before the end of its"
+                f" answer: {name} {error.details()}"
             ) from error
 
 
