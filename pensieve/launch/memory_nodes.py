@@ -3,8 +3,8 @@
 Linux puts a page on the node of the thread that first writes to the page. One thread packs all weights. So
 most of the memory that a step reads would be on one node, and all cores would wait for that node. Any core
 may process any part of the weights (csrc/cpu/threads.h), so no node is better for a page than another. If
-pages are interleaved over all nodes, the cores read from all nodes in parallel (docs/performance.md, "More
-cores").
+pages are interleaved over all nodes, the cores read from all nodes in parallel
+(docs/performance.md, "More cores").
 
 The policy is set before anything is loaded, for this thread and all threads that it starts. A policy that the
 operator has set with `numactl` is kept.
