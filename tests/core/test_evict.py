@@ -79,7 +79,7 @@ def test_a_conversation_that_returns_while_it_moves_keeps_its_pages() -> None:
 
 
 def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
-    """a's own chunks are on two branches, and the front one is already lost."""
+    """The chunks that only `a` holds are on two branches. The first branch is already lost."""
     stage = Stage(16, 0, policy="value")
     stage.say("system", 8)
     stage.fork_at("system", 8, "a")
