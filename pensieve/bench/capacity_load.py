@@ -86,7 +86,7 @@ async def play(
 ) -> Played:
     """Play all conversations to their ends, or cut them off after `seconds_max` and delete them.
 
-    A client that is cut off counts the time that it has waited so far.
+    For a client that is cut off, the time that it has waited so far counts.
     """
     turns: list[ObservedTurn] = []
     began = time.perf_counter()

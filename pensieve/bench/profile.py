@@ -5,11 +5,11 @@ iterations (profile_points.py, profile_driver.py). The results are
 
     the cost of iterations    fitted to the designed iterations (sim/fit_points.py); its error is measured on
                               random mixes that were held out of the fit
-    the cost of chunks to recompute one chunk, after contexts of 2^n tokens (core/cost.py) the link pages per
-    second between the tiers, in each direction and in both together
+    the cost of chunks        time to recompute one chunk after contexts of 2^n tokens (core/cost.py)
+    the link                  pages per second between the tiers, in each direction and in both together
 
-They are written to one file when everything is measured (sim/cost_file.py). The file goes to the folder of
-profiles that daemons use when they start (launch/profiles.py), or to --output.
+When everything is measured, the results are written to one file (sim/cost_file.py). The file goes to the
+folder of profiles that daemons use when they start (launch/profiles.py), or to --output.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
 
 
 def _cores_share(began: float, cpu_began: float) -> float:
-    """Return the share of the CPU time of its compute threads that this process got."""
+    """Return the part of the time since `began` that this process's compute threads had a CPU."""
     import torch
 
     seconds = torch.get_num_threads() * (time.perf_counter() - began)

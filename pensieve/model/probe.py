@@ -19,9 +19,10 @@ Nothing here depends on the name of a model.  A model is served if
    length from the cache).
 
 `_observe` checks 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks tell how far a
-query sees.  A fused layer replaces a layer only if both also agree at far positions (`model.fuse`).  If KV is
-stored in less precision than the model's dtype, check 4 is repeated with that format: the difference must be
-rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys and values.
+query sees.  A fused layer is used only if it also agrees with the original layer at far positions
+(`model.fuse`).  If KV is stored in less precision than the model's dtype, check 4 is repeated with that
+format: the difference must be rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys
+and values.
 
 The probe fails with UnsupportedModel, whose message is the reason.
 """

@@ -6,7 +6,7 @@ the arena with the group's pages of this layer (kv/streamer.py).
 
     rows      │ resident       │ group 0     │ group 1  │ …
     write_kv  device pages      arena 0       arena 1    …      a row's slot counts in its own part's pages
-    attend    over those        over those    over those
+    attend    the same pages    arena 0       arena 1    …
 
 A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are
 counted from its own first row.  `paged_rows` is None, so fused layers run only their dense parts and call

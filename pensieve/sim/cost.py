@@ -1,14 +1,14 @@
 """Compute the seconds of iterations and copies from published shapes and data sheets.
 
-The rates of an iteration (core/cost.py) are
+An iteration has a fixed overhead and these costs (core/cost.py):
 
     dense       weight bytes / bandwidth, and 2 · parameters / rate for each token
     attention   KV bytes of a token / bandwidth, and 4 · layers · heads · head size / rate for each pair
 
-plus a fixed overhead. `pensieve profile` measures points instead, and also the cost of recomputing a chunk
-(`chunk_costs`). `EFFICIENCY` is the share of a data sheet's rates that real kernels reach. A copy between the
-tiers takes its bytes divided by the link's rate, and the two directions are independent. Several devices
-(tensor parallel) count as one larger and faster device: their communication takes no time here.
+`pensieve profile` measures points instead, and also the cost of recomputing a chunk (`chunk_costs`).
+`EFFICIENCY` is the part of a data sheet's rates that real kernels reach. The time of a copy between the tiers
+is its bytes divided by the link's rate, and the two directions are independent. Several devices (tensor
+parallel) count as one larger and faster device: their communication takes no time here.
 
 Costs from data sheets are assumptions, and every report says so.
 """

@@ -2,8 +2,8 @@
 
 An iteration begins when it is launched. Each direction between the tiers is one link, which is busy until its
 last copy is complete. The layers of a swap-in arrive one after another. A layer computes when its KV has
-arrived and the previous layer is done. So with a computing time C, a copying time S that begins at s, and L
-layers, the iteration ends at
+arrived and the previous layer is done. An iteration has L layers and a computing time C. Its copies begin at
+s and take S. So the iteration ends at
 
     max(begin + C,  s + S/L + C,  s + S + C/L)
 

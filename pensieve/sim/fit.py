@@ -6,18 +6,17 @@ error is measured on the remaining iterations.
 
     seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
 
-The floor of the dense part is `dense · n`: a batch of up to n tokens takes as long as reading the weights.
-The floor of attention, per key, is `attention · r`. For given n and r the formula is linear. So the fit tries
-values of n and r over the observed range. For each pair, it finds the other three numbers by nonnegative
-least squares (least_squares.py).
+A batch of up to n tokens takes as long as reading the weights, `dense · n`. Attention to a key takes at least
+`attention · r`. For given n and r the formula is linear. So the fit tries values of n and r over the observed
+range. For each pair, it finds the other three numbers by nonnegative least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
 weight. Otherwise the prompts would look like outliers in a journal of many decodes and few prompts.
 
 **The fit does not invent what was not observed.** A number counts as found if the formula without it explains
-the iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data
-sheet). It is scaled like the found numbers and bounded by the iterations. `Fit.assumed` lists such numbers.
+the iterations clearly worse. Any other number is taken from `assumed` (computed from the model's shape and a
+data sheet), scaled like the found numbers, and bounded by the iterations. `Fit.assumed` lists such numbers.
 
 The link's rate is found where copies took longer than the computation, or where an iteration waited only for
 a copy.

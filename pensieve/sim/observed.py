@@ -1,8 +1,8 @@
 """Collect what a replayed journal shows of each iteration: a sample of bounded size.
 
 There are three kinds of iterations. The sample keeps evenly spaced iterations of each kind. At first, it
-keeps all iterations. Whenever it has too many of a kind, it drops every second one, and from then on takes
-only half as many of this kind.
+keeps all iterations. Whenever it has too many of a kind, it drops every second iteration of this kind, and
+from then on takes only half as many.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ from pensieve.sim.trace import Arrival
 class Habits:
     """The distributions of a kind of conversation.
 
-    A length is exponential around its mean, or, with a spread, log-normal around its median. The number of
-    turns is geometric, or log-normal with a spread; both have the given mean. Alternatively, `returns` has
-    the probabilities of another turn after the first, the second, and so on.
+    Without a spread, a length is exponential around its mean, and the number of turns is geometric. With a
+    spread, a length is log-normal around its median, and the number of turns is log-normal with the given
+    mean. Alternatively, `returns` has the probabilities of another turn after the first, the second, and so
+    on.
     """
 
     turns_mean: float

@@ -37,7 +37,7 @@ from pensieve.sampling import Sampling
 from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
 DEGREE = 7.0  # mean number of requests that share a request's prefix
-DISTANCE = 400 / 3000  # between requests of one prefix, as a share of the file
+DISTANCE = 400 / 3000  # between requests of one prefix, divided by the number of requests
 _NUMBERS = count(1)  # an engine must see each number only once
 
 

@@ -179,8 +179,8 @@ SPARE_BLOCKS_SHARE = 0.01  # blocks that must stay free when a prompt is admitte
 class VllmSchedule:
     """vLLM's schedule of 2023: paged KV, first come first served, prompts first, preempt the latest.
 
-    KV lies in blocks of 16 tokens. A request takes a block when its last one is full. An iteration has one
-    kind:
+    KV lies in blocks of 16 tokens. A request takes a new block when its last block is full. An iteration has
+    one of two kinds:
 
         prompts    whole prompts of waiting requests, in their order, as long as blocks for them are free
                    (plus 1 % of all blocks) and they have at most `batch_tokens_max` tokens together

@@ -48,7 +48,7 @@ class Scenario:
 
     @property
     def free_until(self) -> float:
-        """Return until when conversations in progress bring their logs, which takes no time."""
+        """Return the time at which all conversations in progress are loaded; nothing takes time before."""
         if not self.steady or self.habits.turns_mean <= 1:
             return 0.0
         return REACTION_TIMES_FREE * self._reaction

@@ -85,7 +85,7 @@ def mended(*links: Link) -> Iterator[None]:
 
 
 def cut(*names: str, ways: tuple[Way, ...] = ()) -> Callable[[Part, float], Awaitable[None]]:
-    """Return a function that makes a network partition: no data passes, and no side gets an error."""
+    """Return a function that makes a network partition: no data passes, and neither side gets an error."""
 
     async def act(part: Part, seconds: float) -> None:
         links = [getattr(part, f"{name}_link") for name in names]

@@ -86,7 +86,7 @@ def deeds(target: int) -> dict[str, Deed]:
 def schedule(
     seed: int, seconds: float, every: float, num_nodes: int, lease: float
 ) -> list[RayFault]:
-    """Return a fault for each interval. Without an allowed target, the fault comes a second later."""
+    """Return a fault for each interval. A fault without an allowed target is delayed by a second."""
     choose = random.Random(seed)
     targets = (*range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
     free_at = dict.fromkeys(targets, 0.0)
@@ -94,7 +94,7 @@ def schedule(
     faults: list[RayFault] = []
 
     def may_be_hurt(target: int, at: float) -> bool:
-        """Return whether the target, and another one of its kind, have no fault."""
+        """Return whether the target and another target of its kind have no fault."""
         fellows = [each for each in targets if _role(each) == _role(target) and each != target]
         return free_at[target] <= at and any(free_at[each] <= at for each in fellows)
 

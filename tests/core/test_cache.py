@@ -106,7 +106,7 @@ def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() ->
     outcome = stage.executor.collect()
     assert outcome.finished_copies == (iteration.swap_ins[0].copy_id,)
     stage.scheduler.commit(iteration, outcome, stage.now)
-    assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # the chunks of `b` and the last of `a`
+    assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # the last one is of `a`
 
 
 def test_on_a_full_host_the_oldest_makes_room() -> None:

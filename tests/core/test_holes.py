@@ -9,7 +9,7 @@ from tests.core.world import Stage
 
 
 def repaired(budget: int = 16) -> tuple[Stage, Turn]:
-    """Return a stage and a turn of `a`. Conversation `a` has 12 tokens of KV, without the first chunk."""
+    """Return a stage and a turn of `a`. The first of the three chunks of `a` is lost."""
     stage = Stage(16, 0, batch_tokens_max=budget)
     stage.say("a", 12)
     stage.wait(1.0)

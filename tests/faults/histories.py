@@ -79,7 +79,7 @@ class Histories:
         self._states[name] = {state.without(number) for state in self._states[name]}
 
     def acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
-        """Note that a client was told that the deed has happened. `revision`: the revision that the deed made."""
+        """Note that a client was told that the deed has happened and made `revision`."""
         self._states[name] = {
             state
             for state in self._closure(name)

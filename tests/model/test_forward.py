@@ -51,7 +51,7 @@ class ShortOfMemory:
 def test_a_batch_that_does_not_fit_is_computed_in_parts(
     folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices share a chunk, a page is copied before them, and every part has rows of them."""
+    """Three slices share a chunk, and a page is copied before they run."""
     model = load(folder_of("llama-gqa"))
     world = World(model)
     first = world.turn(11)

@@ -1,4 +1,4 @@
-"""The memory for KV is the memory that nothing else was measured to need."""
+"""KV gets the memory that is left after everything else was measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights take 20 GiB. A decode batch needs 1 more, the largest batch 3, and their own KV 2."""
+    """Weights take 20 GiB. Without KV, a decode batch needs 1 GiB more, and the largest batch 3 GiB."""
     device = torch.device("cuda", 0)
     held = peak = 20 * GIB
     ran: list[int] = []

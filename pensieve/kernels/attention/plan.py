@@ -18,17 +18,16 @@ which take ⌈n / B⌉ waves, so the time is at most
 
 plus a cost for each wave (`WAVE_COST`).  Cutting also costs a merge, which is one more launch (`MERGE_COST`),
 and one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile, this
-write and read cost as much as eight pages.  The planner finds the smallest limit for the fewest possible
-waves, and the smallest limits for a few more waves.  It uses the limit with the least time, or cuts nothing
-if that takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do
-not leave most blocks idle in a second wave.  With many blocks, only contexts that exceed the mean share are
-cut.  No part is shorter than `PART_PAGES_MIN`.
+write and read cost as much as eight pages.  The planner tries the fewest possible number of waves and a few
+more, and finds the smallest limit for each number.  It uses the limit with the least time, or cuts nothing if
+that takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do not
+leave most blocks idle in a second wave.  No part is shorter than `PART_PAGES_MIN`.
 
-Sharing pages.  A pack's results are always parts.  The merge of a member combines the parts of its own
-context with its rows of the pack's parts.  So a pack costs one more part for each row, and one more block.  A
-pack is made if this costs less than reading the shared pages again (`_worth`).  The plan with packs is used
-if it takes less time than the plan without packs, by the formula above.  On an otherwise idle GPU, reading
-pages twice may cost less than the merge.
+Sharing pages.  A pack's results are always parts.  For each member of the pack, a merge combines the parts of
+the member's own context with the member's rows in the pack's parts.  So a pack costs one more part for each
+row, and one more block.  A pack is made if this costs less than reading the shared pages again (`_worth`).
+The plan with packs is used if it takes less time than the plan without packs, by the formula above.  On an
+otherwise idle GPU, reading pages twice may cost less than the merge.
 
 Items are sorted longest first: blocks start in this order, and short items fill the gaps at the end.
 Hopper's blocks are persistent, and take items forwards and backwards in turn
@@ -63,8 +62,8 @@ PART_PAGES_MIN = 4
 WAVE_COST = 2  # in pages: to start and to finish a block
 WAVES_MORE = 3  # how many waves to try beyond the fewest possible
 MERGE_COST = 4  # in pages: one more launch
-# Rows of a part that move as many bytes as a page: floats, written and read, against keys and values of
-# two bytes each.
+# A page moves as many bytes as this number of rows of a part: a page has keys and values of two bytes each,
+# and a row has floats that are written and read.
 ROWS_OF_A_PAGE = PAGE_SLOTS * 2 * 2 // (2 * 4)
 ITEM, MERGE = 7, 8  # numbers per record
 
@@ -84,9 +83,9 @@ class Merge(NamedTuple):
     row_begin: int
     num_rows: int
     first_part_row: int
-    num_parts: int  # of its own context, `num_rows` apart
+    num_parts: int  # parts of its own context; each begins `num_rows` rows after the previous part
     first_pack_row: int = 0  # its first row in the first part of its pack
-    pack_stride: int = 0  # rows from a part of the pack to the next
+    pack_stride: int = 0  # rows from one part of the pack to the next part
     num_pack_parts: int = 0
 
 

@@ -1,9 +1,9 @@
 """Divide an iteration's rows into tiles, and combine tiles that read the same pages into packs.
 
-A *row* is one query token with one query head of a KV head's group, so a slice of n tokens has n · group
-rows.  A *tile* is a run of rows of one slice, and reads the context up to its last token.  A slice of at most
-`narrow_max` rows is one narrow tile.  A longer slice is cut into wide tiles of `wide` rows.  The remaining
-rows are a narrow tile if they are at most `narrow_max`.
+Each KV head serves `group` query heads.  A *row* is one query token with one of these heads, so a slice of n
+tokens has n · group rows.  A *tile* is a run of rows of one slice, and reads the context up to its last
+token.  A slice of at most `narrow_max` rows is one narrow tile.  A longer slice is cut into wide tiles of
+`wide` rows.  The remaining rows are a narrow tile if they are at most `narrow_max`.
 
 If slices begin with the same pages (`SharedPages`), each of their tiles would read those pages again:
 

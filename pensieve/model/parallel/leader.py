@@ -13,7 +13,7 @@ numbers.
     all_loaded                       ──>
       ──── all probe: the same forwards, collectives in them ─────
                                      <──        probed, and the shape of its part
-  (a GPU's: measure                  ──>        the largest batch, together
+  (on a GPU: measure                 ──>        the largest batch, together
                                      <──        measured)
     pages                            ──>        allocates both tiers
                                      <──        ready

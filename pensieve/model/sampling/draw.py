@@ -4,8 +4,8 @@
 library chooses the order by the batch's shape, the number of threads and the device.  So this module never
 sums floats.  A token's probability becomes the integer `weight = floor(2^s exp((x - max) / T))`, which is an
 elementwise function.  All sums, cumulative sums and comparisons use integers and are exact in any order.
-s keeps a row's sum below 2^62.  Tokens less likely than 2^-s of the likeliest token (2^-44 for 150,000
-tokens) are never drawn.
+s keeps a row's sum below 2^62.  A token is never drawn if its probability is less than 2^-s times that of the
+likeliest token (2^-44 for 150,000 tokens).
 
 **The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
 int64, so that no two tokens tie and a partial sort is a prefix of the full sort.  Every cut keeps a prefix of

@@ -122,7 +122,7 @@ def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_more_than_64_holders_the_value_is_a_lower_bound(seed: int) -> None:
-    """The queue weighs 64 of n holders one by one. A value is never too high, and too low by at most n / 64."""
+    """The queue weighs 64 of n holders. Values are never too high, and at most n / 64 times too low."""
     rng, forest = random.Random(seed), value_forest()
     forest.now = 10_000.0
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""How many bytes large products in tiles load into the second-level cache, by a model of the cache.
+"""Count the bytes that large tiled products load into the second-level cache, with a model of the cache.
 
 No machine with AMX was available for timing. These counts come from the library's own loads and stores, in
 their real order.
