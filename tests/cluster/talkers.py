@@ -19,7 +19,7 @@ from pensieve.client import AsyncClient, Delta, Retry
 from pensieve.client.retry import Deadline, Tries
 from pensieve.errors import Loading, PensieveError
 
-HOME_SHARE = 0.7  # part of the turns that begin at the conversation's address; others follow the last turn
+HOME_SHARE = 0.7  # part of the turns that begin at the conversation's address
 CANCEL_SHARE = 0.05  # part of the turns that are cancelled
 LENGTHS = (3, 12, 40, 120)  # tokens of a reply
 

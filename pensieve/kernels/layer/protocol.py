@@ -142,7 +142,7 @@ class PagedRows(Protocol):
 class DenseLayer(Protocol):
     """One decoder layer."""
 
-    factor: float  # multiplies the outputs of attention and MLP before they are added to the residual
+    factor: float  # multiplies the outputs of attention and MLP, before the residual is added
 
     @property
     def weight_bytes(self) -> int: ...
