@@ -54,9 +54,9 @@ from pensieve.errors import InvalidArgument
 DEFAULT_MODEL = "0.37B"  # random weights of this shape
 STRICT, RELAXED = 5.0, 25.0  # multiples of the time of the iteration below
 BATCH, CONTEXT, REPEATS = 32, 4096, 7  # turns, tokens of context, and repeats of that iteration
-WARM_SHARE = 0.1  # of the duration: turns that begin earlier are not counted
+WARM_SHARE = 0.1  # part of the duration; turns that begin in this part are not counted
 RESOLUTION = 1.15  # ratio of rates at which a search ends
-CONVERSATIONS_MIN = 4  # in a trial; a search gives up at rates with fewer
+CONVERSATIONS_MIN = 4  # a search gives up at rates with fewer conversations in a trial
 WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
 OURS_TOKENS = 2048  # token budget where the objective cuts prompts
 AIM = 0.87  # share of the objective in a search; see above

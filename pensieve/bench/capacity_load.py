@@ -32,7 +32,7 @@ class OfferedLoad:
     turns: int = 3
     input_tokens: int = 32
     output_tokens: int = 32
-    document_share: float = 0.5  # of the conversations
+    document_share: float = 0.5  # part of the conversations
     document_tokens: int = 1000
     think_seconds: float = 1.0
 

@@ -48,8 +48,8 @@ TURNS_MAX = 64  # generating at once
 BASE_TURNS, BASE_CONTEXT = 32, 4096
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
-SPREAD_MAX = 0.5  # of the times of one iteration; a larger spread means other work on the machine
-CORES_SHARE_MIN = 0.6  # of the CPU time; less means that other processes took the rest
+SPREAD_MAX = 0.5  # a larger spread of an iteration's times means other work on the machine
+CORES_SHARE_MIN = 0.6  # a smaller part of the CPU time means that other processes took the rest
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ProfileOptions:
 
 class Profile(NamedTuple):
     cost: CostModel
-    errors: tuple[FitError, ...]  # of held-out iterations
+    errors: tuple[FitError, ...]  # errors of held-out iterations
     points: list[Measured]
     copies: CopyTimes | None  # medians
     left_out: int  # points that would have taken too long

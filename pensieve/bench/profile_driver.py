@@ -29,7 +29,7 @@ CHEAP_SECONDS = 0.06  # faster iterations run several times in a row
 IN_A_ROW = 3
 ROUNDS = (2, 9)  # minimum and maximum
 QUICK_ROUNDS = (1, 3)
-FIRST_SHARE = 0.5  # of the time, for the first pass
+FIRST_SHARE = 0.5  # part of the time for the first pass
 
 
 class CopyTimes(NamedTuple):

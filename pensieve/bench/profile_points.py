@@ -51,7 +51,7 @@ class IterationLimits:
     turns: int
     tokens: int
     context: int
-    pages: int  # of the device tier
+    pages: int  # pages of the device tier
     chunk_tokens: int
 
     def allow(self, point: ProfilePoint) -> bool:

@@ -380,7 +380,7 @@ class PartRow:
     batch: int
     name: str
     seconds: float  # median over the steps
-    share: float  # of the step
+    share: float  # part of the step's time
     weight_bytes: int
 
     @property

@@ -41,7 +41,7 @@ from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.transfer import upload
 
-ROWS_MAX = 256  # of a graph: one row per turn
+ROWS_MAX = 256  # rows of the largest graph: one row per turn
 Replay = Callable[[], Any]
 
 

@@ -50,7 +50,7 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.layer_range import BlankTable
 from pensieve.model.shape import ModelShape
 
-INT8_DIFFERENCE = 0.15  # of the logits' range; weights or keys in a wrong order differ far more
+INT8_DIFFERENCE = 0.15  # part of the logits' range; weights or keys in a wrong order cause far more
 # Shares of the logits' range.  If replaced layers have experts, the larger limit applies.  Each layer alone
 # agrees with its module, but rounding in a layer can send rows to other experts in all later layers.
 LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2

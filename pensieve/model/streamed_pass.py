@@ -40,11 +40,11 @@ class AttentionPart(NamedTuple):
 
     first_row: int
     stop_row: int
-    slot_mapping: torch.Tensor  # of the part's rows
+    slot_mapping: torch.Tensor  # slots of the part's rows
     page_index: PageIndex  # rows count from the part's first row; page table of the batch
-    lengths: Sequence[int]  # of the slices, on the host
+    lengths: Sequence[int]  # lengths of the slices, on the host
     starts: Sequence[int]
-    plan: DevicePlan | None = None  # of the part's attention
+    plan: DevicePlan | None = None  # plan of the part's attention
 
 
 class StreamedPass:

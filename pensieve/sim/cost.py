@@ -92,7 +92,7 @@ HARDWARE = {
     )
 }
 INSTANT = "instant"
-DEVICE_SHARE = 0.9  # of a device's memory, for weights and KV; the rest is for activations
+DEVICE_SHARE = 0.9  # part of a device's memory for weights and KV; the rest is for activations
 
 
 def device_tokens_of(model: ModelPreset, hardware: HardwarePreset) -> int:

@@ -212,7 +212,7 @@ class LayerArrivals(NamedTuple):
     """When the swap-ins of each layer arrive."""
 
     first: float = 0.0
-    each: float = 0.0  # from one layer to the next
+    each: float = 0.0  # time from one layer's arrival to the next
 
 
 class Links(NamedTuple):
@@ -225,7 +225,7 @@ class Links(NamedTuple):
 def staged(
     begun: float,
     num_layers: int,
-    layer_seconds: float,  # of a layer without its groups
+    layer_seconds: float,  # time of a layer without its groups
     groups: Sequence[GroupSeconds],
     links: Links,
     arrivals: LayerArrivals,

@@ -38,7 +38,7 @@ from pensieve.sim.observed import KINDS, Observation, Observations, expected_sec
 FITTED_MAX = 1000  # iterations of each kind
 ITERATIONS_MIN = 40
 STEPS = 24  # tried values of n and of r
-ROUNDS = 8  # of reweighting; later rounds search closer to the best n and r
+ROUNDS = 8  # rounds of reweighting; later rounds search closer to the best n and r
 # A number counts as found if leaving it out raises the sum of squares by this many times the mean square.
 CLEARLY = 12.0
 SPREAD_MIN = 0.001  # relative; no clock or machine is more exact
@@ -60,7 +60,7 @@ class Fit:
     """Fitted costs, how well they predict, and which of them were observed."""
 
     cost: CostModel
-    errors: tuple[FitError, ...]  # by kind, then of all together
+    errors: tuple[FitError, ...]  # the error of each kind, then of all together
     found: tuple[str, ...]  # names of fields of `CostModel`
     assumed: tuple[str, ...]  # for each number that was not observed: why, and what replaces it
 
@@ -175,7 +175,7 @@ def fit_link(
 
 
 class _Solved(NamedTuple):
-    squares: float  # relative and weighted: the remaining error
+    squares: float  # sum of the weighted squares of the relative errors
     dense: float
     attention: float
     overhead: float

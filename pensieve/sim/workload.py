@@ -32,7 +32,7 @@ class Habits:
     turns_spread: float = 0.0
     input_spread: float = 0.0
     output_spread: float = 0.0
-    first_input_tokens: float = 0.0  # of the first message, if its length differs
+    first_input_tokens: float = 0.0  # length of the first message, if different
     reaction_spread: float = 0.0  # above 0: log-normal around the same mean, not exponential
     returns: tuple[float, ...] = ()  # the last value holds for all later turns
 

@@ -70,8 +70,8 @@ class BatchShape:
     requests: int
     prefix_tokens: int
     own_tokens: int
-    share_degree: float  # over requests
-    instructions_tokens: int = 0  # part of the prefix, with which all requests begin
+    share_degree: float  # mean over requests
+    instructions_tokens: int = 0  # first part of the prefix, common to all requests
     output_tokens: int = 100
     output_tokens_max: int = 256  # limit of a request
     varies: bool = True  # False: all groups and lengths are equal
@@ -154,7 +154,7 @@ class _Executor(ModelledExecutor):
 class BatchFigures:
     requests: int = 0
     prompt_tokens: int = 0
-    computed_tokens: int = 0  # of prompts
+    computed_tokens: int = 0  # computed tokens of prompts
     output_tokens: int = 0
     seconds: float = 0.0
     iterations: int = 0

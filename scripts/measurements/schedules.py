@@ -200,7 +200,7 @@ class VllmSchedule:
         self._batch_tokens_max = max(batch_tokens_max, context_max)
         self._requests_max = requests_max
         self._free = self.num_blocks
-        self._blocks: dict[Request, int] = {}  # of running requests
+        self._blocks: dict[Request, int] = {}  # blocks of the running requests
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order of arrival
         self.num_preemptions = 0
@@ -280,7 +280,7 @@ def _blocks(tokens: int) -> int:
 
 
 STARVING_SECONDS = 10.0
-SPARE_SHARE = 0.1  # of the places
+SPARE_SHARE = 0.1  # part of the places that stays free
 
 
 class KvPlace(Enum):
@@ -303,7 +303,7 @@ class Job:
     level: int
     entered: int  # sequence number of its entry into the level
     last_ran: float
-    used_seconds: float = 0.0  # in its level
+    used_seconds: float = 0.0  # time used in its level
     where: KvPlace = KvPlace.NEW
 
     @property

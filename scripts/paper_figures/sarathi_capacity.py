@@ -46,9 +46,9 @@ from scripts.paper_figures.study import GPU, Line, Panel, Spread, Study, ratio
 STRICT, RELAXED = "strict", "relaxed"
 TIMES = {STRICT: 5.0, RELAXED: 25.0}  # times an iteration of BATCH turns and CONTEXT tokens
 BATCH, CONTEXT = 32, 4096
-BY_OBJECTIVE_TOKENS = 8192  # at most, per iteration
-AIM = 0.9  # of the objective: iterations are filled up to their target, so the P99 is close to it
-GRID_STEPS = 8  # per doubling of the rate
+BY_OBJECTIVE_TOKENS = 8192  # limit of an iteration
+AIM = 0.9  # target of an iteration, divided by the objective: the P99 is close to the target
+GRID_STEPS = 8  # grid steps per doubling of the rate
 RATE_LEAST = 0.02
 OURS, BY_OBJECTIVE, VLLM, ORCA = "Sarathi", "by objective", "vLLM", "Orca"
 WORKLOADS = {"requests": "openchat_sharegpt4", "documents": "arxiv_summarization"}
@@ -62,7 +62,7 @@ class Machine:
     """A model on its GPUs, as in the paper."""
 
     model: ModelPreset
-    hardware: HardwarePreset  # of one stage
+    hardware: HardwarePreset  # the devices of one stage
     num_stages: int
     guess: float  # requests/s at which a search begins, a power of two
     # Capacities in the paper's text, by data set, objective, compared system.

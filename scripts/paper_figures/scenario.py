@@ -21,7 +21,7 @@ from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import Habits, drawn
 from scripts.measurements.replica import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
 
-SECONDS_PER_TOKEN = 0.04  # of replies before the start; decides which conversations are in progress
+SECONDS_PER_TOKEN = 0.04  # speed of replies before the start
 
 Row = dict[str, Any]
 Progress = Callable[[float, SimulationFigures], None]

@@ -38,8 +38,8 @@ MULTIPROCESSOR_KIB = {
     (10, 3): 228,
     (11, 0): 228,
 }
-BLOCKS_MAX = 2  # per multiprocessor: its registers hold no more
-ROWS_OF_A_MERGE = 4  # per block of merge_parts
+BLOCKS_MAX = 2  # blocks per multiprocessor: its registers hold no more
+ROWS_OF_A_MERGE = 4  # rows per block of merge_parts
 # For copy_pages. More blocks do not copy faster over the bus, and take multiprocessors from the computation.
 BUS_COPY_BLOCKS, DEVICE_COPY_BLOCKS, COPY_THREADS = 4, 32, 1024
 

@@ -59,9 +59,9 @@ from pensieve.kernels.attention.tiles import (
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 PART_PAGES_MIN = 4
-WAVE_COST = 2  # in pages: to start and to finish a block
+WAVE_COST = 2  # cost in pages of starting and finishing a block
 WAVES_MORE = 3  # how many waves to try beyond the fewest possible
-MERGE_COST = 4  # in pages: one more launch
+MERGE_COST = 4  # cost in pages of one more launch
 # A page moves as many bytes as this number of rows of a part: a page has keys and values of two bytes each,
 # and a row has floats that are written and read.
 ROWS_OF_A_PAGE = PAGE_SLOTS * 2 * 2 // (2 * 4)
@@ -91,7 +91,7 @@ class Merge(NamedTuple):
 
 class Cut(NamedTuple):
     limit: int  # the longest allowed part, in pages
-    time: float  # of the work, in the cost of a page
+    time: float  # time of the work, in units of a page's time
 
 
 WorkCounts = Counter[tuple[int, int, bool]]  # cost, rows, whether it is always a part
@@ -102,7 +102,7 @@ class TileCosts(NamedTuple):
 
     made: PackedTiles
     step: int  # pages that the kernel reads at once
-    pack_costs: list[tuple[int, int]]  # of a page, and of all pages in whole steps
+    pack_costs: list[tuple[int, int]]  # cost of a page, and of all pages in whole steps
     tile_costs: list[tuple[int, int]]
 
     @classmethod
@@ -132,9 +132,9 @@ class TileCosts(NamedTuple):
 class BlocksAtOnce(NamedTuple):
     """How many blocks of a kernel a device runs at once."""
 
-    narrow: int  # of the kernel for narrow tiles; it also does wide tiles if `wide` is None
-    wide: int | None = None  # of the kernel for wide tiles alone
-    wide_step: int = 4  # pages that it reads at once; a part that ends in between wastes the rest
+    narrow: int  # blocks of the kernel for narrow tiles, which does wide tiles if `wide` is None
+    wide: int | None = None  # blocks of the kernel for wide tiles
+    wide_step: int = 4  # pages that the wide kernel reads at once, even if it needs fewer
 
 
 class Plan(NamedTuple):
@@ -142,7 +142,7 @@ class Plan(NamedTuple):
     wide_items: list[Item]  # longest first: for the kernel of wide tiles, if there is one
     merges: list[Merge]
     num_part_rows: int
-    pack_rows: tuple[int, ...] = ()  # of all packs: token · group + member
+    pack_rows: tuple[int, ...] = ()  # rows of all packs: token · group + member
 
 
 class DevicePlan(NamedTuple):

@@ -40,7 +40,7 @@ class Tiling(NamedTuple):
 
 
 class Tile(NamedTuple):
-    slice_index: int  # of a pack: the slice of its first member
+    slice_index: int  # for a pack: the slice of its first member
     row_begin: int
     num_rows: int
     key_begin: int  # a multiple of the page size
@@ -63,7 +63,7 @@ class PackedTiles(NamedTuple):
 
     tiles: list[Tile]  # in their order; members begin after their pack's pages
     packs: list[Tile]
-    rows: list[int]  # of all packs in sequence: token · group + member of the group
+    rows: list[int]  # rows of all packs: token · group + member of the group
     places: dict[int, tuple[int, int]]  # by member: its pack, and its first row there
 
 

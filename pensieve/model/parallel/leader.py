@@ -67,7 +67,7 @@ class Tally:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._changed = threading.Condition()
-        self._counts: Counter[int] = Counter()  # of copies that only some ranks have finished
+        self._counts: Counter[int] = Counter()  # copies that only some ranks have finished
         self._finished: list[int] = []
         self._reason: str | None = None
 
