@@ -1,6 +1,6 @@
 """`pensieve profile`: measure the cost of a model's iterations and copies on this machine.
 
-The executor is built like that of `pensieve serve`, with tiers of the same size, and runs synthetic
+The executor is built as in `pensieve serve`, with tiers of the same size, and runs synthetic
 iterations (profile_points.py, profile_driver.py). The results are
 
     the cost of iterations    fitted to the designed iterations (sim/fit_points.py); its error is measured on

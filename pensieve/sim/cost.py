@@ -78,9 +78,9 @@ class HardwarePreset:
         return self.devices * self.device_bytes
 
 
-# Rates of dense fp16 or bf16 with fp32 accumulation: for an RTX 4090, 165 TFLOPS of its data sheet (330 with
+# Rates of dense fp16 or bf16 with fp32 accumulation. For an RTX 4090, the data sheet has 165 TFLOPS (330 with
 # fp16 accumulation). The RTX 4090 is in a desktop with 48 GB of memory for KV. The A100-40GB is one of eight
-# in a machine of 1,152 GB, of which 120 GB per device are for KV.
+# in a machine with 1,152 GB of memory. Each device has 120 GB of this memory for KV.
 HARDWARE = {
     preset.name: preset
     for preset in (

@@ -251,8 +251,8 @@ def staged(
     layer. With two or more groups, a layer takes about the largest of C, I and O. With one group, a load
     overlaps the attention of the previous layer, because the steps alternate between the arenas.
 
-    A layer also waits for its swap-ins: those of layer l (from 0) arrive at `first + l * each`. The swap-ins
-    began earlier, so the loads follow all of them on the link.
+    A layer also waits for its swap-ins. Swap-ins of layer l (from 0) arrive at `first + l * each`. The
+    swap-ins began earlier, so the loads follow all swap-ins on the link.
     """
     compute, inward = begun, max(begun, links.inward)
     arenas = list(links.arenas)

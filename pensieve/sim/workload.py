@@ -1,4 +1,4 @@
-"""Draw random conversations like those of published data sets.
+"""Draw random conversations like the conversations of published data sets.
 
 `sharegpt`, `assistant` and `agents` are conversations. `requests`, `documents` and `first-rounds` are single
 turns.

@@ -1,7 +1,7 @@
 """Measure the time of a batch of requests, by how the requests share prefixes.
 
-The requests are those of batch_simulation.py, but fewer. They run through a daemon's engine in this process,
-as background turns, once with each way of sharing:
+The requests are drawn as in batch_simulation.py, but fewer. They run through a daemon's engine in this
+process, as background turns, once with each way of sharing:
 
     groups    like a batch job of the daemon: run requests with a common prefix together, and compute it once
     lru       in the order of the file, each as a fork of the latest request with a common prefix; a

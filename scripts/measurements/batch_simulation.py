@@ -4,7 +4,7 @@ The simulation compares the ways to share (engine/batch_run.py): `groups`, like 
 the order of the file with an LRU cache; `off`, each request by itself. The engine, its cache and the limits
 on concurrent turns are the same.
 
-The shapes are those of BatchLLM's evaluation (section 6), as far as it describes them:
+The shapes come from BatchLLM's evaluation (section 6), as far as the paper describes them:
 
     snippets     3,000 requests; 1,100 tokens of prefix and 400 of their own; share degree 7
     ranking      1,000 requests; 770 tokens of prefix and 978 of their own; share degree 11.36

@@ -2,12 +2,12 @@
 
 These servers have requests, but no conversations and no cache between requests. A schedule decides which
 requests are in the next iteration, and holds their KV. A request in an iteration computes all of its missing
-KV and generates one token. The missing KV is that of the whole prompt and, after a preemption, that of the
-generated tokens.
+KV and generates one token. At first, the KV of the whole prompt is missing. After a preemption, the KV of the
+generated tokens is missing, too.
 
     arrive → [waits] → plan, plan, … (one token each) → last token → gone
 
-An iteration takes the cost model's time for its slices in one pass, like those of the daemon's own scheduler
+An iteration takes the cost model's time for its slices in one pass, as with the daemon's own scheduler
 (sim/executor.py). The figures are the same `SimulationFigures`.
 """
 

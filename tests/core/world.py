@@ -481,7 +481,7 @@ class World:
 class Places:
     """The running, suspended and waiting turns before an iteration is planned."""
 
-    levels: dict[int, int]  # of the running turns, by turn_id
+    levels: dict[int, int]  # levels of the running turns, by turn_id
     suspended: list[Turn]
     queued: list[Turn]
     num_preemptions: int

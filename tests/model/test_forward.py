@@ -282,7 +282,7 @@ def test_the_halves_of_a_batch_may_both_be_graphs(
 def test_a_graph_reads_the_plan_of_its_batch(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First six decodes, five of which share their first pages. Then two decodes without shared pages."""
+    """First five decodes share pages, beside a sixth decode. Then two decodes share no pages."""
     monkeypatch.setattr(graphs, "attends", lambda memory: True)
     monkeypatch.setattr(cuda, "blocks_at_once", lambda *rest: BlocksAtOnce(1, 1))
     model = loaded("llama-gqa")

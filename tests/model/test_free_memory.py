@@ -40,6 +40,6 @@ def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
     assert found == 60 * GIB - 3 * GIB - margin
     found = free_for_kv(model, 512, 8, 32, device, with_graphs=True)
     assert ran == 2 * [8, 512]
-    logits = 4 * 8 * 1000  # of the decode batches
-    graphs = (1 + 3) * GIB  # of the decode batches, and of the largest batch
+    logits = 4 * 8 * 1000  # logits of the decode batches
+    graphs = (1 + 3) * GIB  # graphs of the decode batches, and of the largest batch
     assert found == 60 * GIB - 3 * GIB - graphs - logits - margin

@@ -106,7 +106,7 @@ def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list
 def packed(
     tiles: Sequence[Tile], packs: Sequence[Pack], lengths: Sequence[int], group: int
 ) -> PackedTiles:
-    """Combine tiles into these packs; `lengths` are those of the slices."""
+    """Combine tiles into these packs; `lengths` are the lengths of the slices."""
     made = PackedTiles(list(tiles), [], [], {})
     first_tokens = [0, *accumulate(lengths)]
     for index, pack in enumerate(packs):

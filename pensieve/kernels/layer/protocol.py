@@ -86,7 +86,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Experts, of which each row uses `num_chosen`; the softmax over all experts gives their shares."""
+    """Experts. Each row uses `num_chosen` experts; the softmax over all experts gives the shares."""
 
     router: torch.Tensor  # (experts, inputs)
     experts: Sequence[MlpWeights]
