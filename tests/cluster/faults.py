@@ -1,8 +1,8 @@
 """Faults of a cluster, and a schedule of them drawn from a seed.
 
-A fault has a target (a replica, or the database) and lasts some seconds. A target has at most one fault at
-a time. In the whole cluster, only one fault at a time may outlast the lease: a cluster that has lost two of
-three replicas cannot serve.
+A fault has a target (a replica, or the database) and lasts some seconds. A target has at most one fault at a
+time. Only one fault in the cluster at a time may last longer than a lease, because a cluster that has lost
+two of three replicas cannot serve.
 """
 
 from __future__ import annotations

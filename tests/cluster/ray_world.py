@@ -2,9 +2,9 @@
 
     talker ──> Ray's proxy on any node ──> replica (an actor, and its child: the daemon) ──> PostgreSQL
 
-Every node has one replica and one proxy. Ray itself replaces killed parts; this module restarts nothing. A
-fault affects the replica or the proxy of a node. At any time, at least one node has a healthy replica, and
-at least one has a healthy proxy. Only one fault at a time outlasts the lease.
+Every node has one replica and one proxy. Ray itself replaces killed processes; this module restarts nothing.
+A fault affects the replica or the proxy of a node. At any time, at least one replica and at least one proxy
+are healthy. Only one fault at a time outlasts the lease.
 
 Two parts have no faults. Ray's own tables, on the head, would need a Redis to survive. The database is
 reached by all nodes through a Unix socket.

@@ -64,13 +64,13 @@ class ChosenExecutor(LedgerExecutor):
 class SmallWorld:
     """Runs the `deeds` in any order, each at most as often as it is listed.
 
-    Conversation a already has a turn. Conversation b begins with its first turn, or as a fork of a.
+    Conversation `a` already has a turn. Conversation `b` begins with its first turn, or as a fork of `a`.
     """
 
     shape: Shape
     deeds: tuple[str, ...]
     num_choices: int  # number of deeds and iterations
-    first_tokens: int = 3  # tokens of a's first prompt; the reply adds one
+    first_tokens: int = 3  # tokens of the first prompt in `a`; the reply adds one
     prompt_tokens: int = 3
 
 

@@ -19,7 +19,7 @@ def test_evict_takes_what_only_this_conversation_holds() -> None:
     assert stage.cache.evict("nobody", stage.now) == 0
     running = stage.ask("b", 4, 3)
     stage.next()
-    assert stage.cache.evict("b", stage.now) == 0  # b is in use
+    assert stage.cache.evict("b", stage.now) == 0  # `b` is in use
     stage.until_ended(running)
 
 

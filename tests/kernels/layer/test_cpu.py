@@ -155,7 +155,7 @@ def test_layer_norms(dtype: torch.dtype, width: int) -> None:
     weight, bias = (drawn(width, dtype=torch.float32, seed=seed) + 1 for seed in (1, 3))
     for each in (bias, None):
         norm = cpu.CpuNorm(NormWeights(weight, 1e-5, each, centred=True))
-        # The values are large compared with their differences. The mean of squares would lose these.
+        # The values are large compared with their differences, which the mean of squares would lose.
         given = (drawn(30, width, dtype=torch.float32, seed=2) * 50 + 300).to(dtype)
         given[3] = 7.0
         wide = given.double()

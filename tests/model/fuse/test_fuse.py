@@ -330,7 +330,7 @@ class TwoInputs(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rotation_that_small_queries_hardly_show_is_not_added(dtype: torch.dtype) -> None:
-    """In 16 bits, rotating such a layer changes the result by less than rounding may."""
+    """In 16 bits, a rotation changes the layer's result by less than rounding may."""
     form = copy.deepcopy(IN_COMPILED_LAYERS["queries and keys that some layers do not rotate"])
     flat = FlatModel(tiny_model(form, std=0.1).to(dtype))
     probe(flat)
