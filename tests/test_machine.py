@@ -104,7 +104,7 @@ def test_memory_is_what_the_group_has_left(groups: Path, own: str, files: dict[s
             {
                 "memory__a__memoryDOTlimit_in_bytes": "5000",
                 "memory__a__memoryDOTusage_in_bytes": "4900",
-                # Version 1 has the figures of the group and, with `total_`, those of its subgroups, too.
+                # Version 1 has the group's own figures. Figures with `total_` include the subgroups.
                 "memory__a__memoryDOTstat": "inactive_file 7\ntotal_inactive_file 3500\n",
             },
         ),

@@ -309,7 +309,7 @@ def read_bytes_per_second(num_bytes: int = 512 << 20) -> float:
 def geometric_means(
     rows: Sequence[AttentionRow], ratio: Callable[[AttentionRow], float] = lambda row: row.ratio
 ) -> dict[str, float]:
-    """Return the mean ratio by type and heads, for contexts of 512 and more and for shorter ones."""
+    """Return the mean ratio by type and heads, for contexts of at least 512 and for shorter contexts."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         size = "512 and more" if row.context >= 512 else "below 512"
@@ -328,7 +328,7 @@ def build() -> dict[str, str | int | None]:
 
 
 def plot(rows: Sequence[AttentionRow], path: Path, facts: Sequence[str]) -> None:
-    """Draw the ratio over the context: a line per type and heads, averaged over batches and head sizes."""
+    """Draw the ratio over the context: a line per type and heads, averaged over the other parameters."""
     means = "geometric means of batches and head sizes; bands: least to most of them"
     sheet = Sheet(
         "Attention over scattered pages, over torch's on contiguous keys", [*facts, means], 4.6

@@ -12,12 +12,12 @@ by doubling and halving. Each trial lasts a fixed number of seconds and then end
 then counts with the time that it has waited. With a given rate there is no search: the load is played to its
 end, in several rounds with different conversations.
 
-Our scheduler fills iterations up to the objective, so its P99 is close to the objective. In a search, its
+Our scheduler fills iterations up to the objective, so its P99 is close to the objective. In a search, our
 daemon therefore gets only AIM times the objective.
 
 By default there are the two objectives of the Sarathi-Serve paper: 5 and 25 times the time of an iteration
 with 32 generating turns and contexts of 4,096 tokens. That time is measured on the executor before a daemon
-starts (bench/step.py). The schedulers that ignore the objective run once for both.
+starts (bench/step.py). The schedulers that ignore the objective run once for both objectives.
 
 Before a daemon is timed, a conversation must get the same replies after its KV was evicted (bench/chat.py).
 """
@@ -54,9 +54,9 @@ from pensieve.errors import InvalidArgument
 DEFAULT_MODEL = "0.37B"  # random weights of this shape
 STRICT, RELAXED = 5.0, 25.0  # multiples of the time of the iteration below
 BATCH, CONTEXT, REPEATS = 32, 4096, 7  # turns, tokens of context, and repeats of that iteration
-WARM_SHARE = 0.1  # of the duration: turns that begin earlier are not counted
+WARM_SHARE = 0.1  # part of the duration; turns that begin in this part are not counted
 RESOLUTION = 1.15  # ratio of rates at which a search ends
-CONVERSATIONS_MIN = 4  # in a trial; a search gives up at rates with fewer
+CONVERSATIONS_MIN = 4  # a search gives up at rates with fewer conversations in a trial
 WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
 OURS_TOKENS = 2048  # token budget where the objective cuts prompts
 AIM = 0.87  # share of the objective in a search; see above
@@ -223,7 +223,7 @@ def noted(
     played: Played,
     report: Report,
 ) -> list[CapacityRow]:
-    """Return a row for each objective; only the attained share differs between them."""
+    """Return a row for each objective; the rows differ only in the attained share."""
     rows = []
     for objective in objectives:
         figures = Figures.of(played, WARM_SHARE * options.seconds, objective)

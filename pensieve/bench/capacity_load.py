@@ -32,7 +32,7 @@ class OfferedLoad:
     turns: int = 3
     input_tokens: int = 32
     output_tokens: int = 32
-    document_share: float = 0.5  # of the conversations
+    document_share: float = 0.5  # part of the conversations
     document_tokens: int = 1000
     think_seconds: float = 1.0
 
@@ -86,7 +86,7 @@ async def play(
 ) -> Played:
     """Play all conversations to their ends, or cut them off after `seconds_max` and delete them.
 
-    A client that is cut off counts the time that it has waited so far.
+    For a client that is cut off, the time that it has waited so far counts.
     """
     turns: list[ObservedTurn] = []
     began = time.perf_counter()

@@ -79,7 +79,7 @@ def show_found(found: Sequence[CapacityResult], report: Report) -> None:
 def show_rows(
     rows: Sequence[CapacityRow], compared: Iterable[tuple[str, str]], report: Report
 ) -> None:
-    """Print a row per scheduler, and the ratio of the first to the second of each pair, by seed."""
+    """Print a row per scheduler, and for each pair the ratio of the first to the second, by seed."""
     table = []
     for name, objective in dict.fromkeys((row.scheduling, row.objective) for row in rows):
         some = [row.figures for row in rows if (row.scheduling, row.objective) == (name, objective)]
@@ -132,7 +132,7 @@ def _ratio(value: float) -> str:
 
 
 def plot(rows: Sequence[CapacityRow], path: Path, facts: Sequence[str]) -> None:
-    """Draw the P99 gap over the load: a line per scheduler, and a level per objective."""
+    """Draw the P99 gap over the load: a line per scheduler, and a horizontal line per objective."""
     sheet = Sheet("Time between tokens over the load", facts, width=5.0)
     rates = sorted({row.rate for row in rows})
     panel = sheet.panel(

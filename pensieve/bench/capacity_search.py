@@ -52,7 +52,7 @@ def capacity(
     """Return the highest rate that is carried, to within `resolution`, and its figures.
 
     The search begins at `rate`. It doubles the rate, and then halves the interval between a rate that is
-    carried and one that is not.
+    carried and a rate that is not.
     """
     low, row, high = 0.0, Row(), math.inf
     while not low or high / low > resolution:

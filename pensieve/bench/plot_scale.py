@@ -40,9 +40,9 @@ def time_unit(seconds: Numbers) -> tuple[float, str]:
 
 
 def spread(wanted: Numbers, apart: float, most: float) -> list[float]:
-    """Move positions until they are `apart`, between 0 and `most`, as near as possible to those wanted.
+    """Move positions as little as possible, until they are `apart` and between 0 and `most`.
 
-    The order stays. Of two equal positions, the first ends up above.
+    The order stays. If two positions are equal, the first ends up above the second.
     """
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))
     groups: list[tuple[list[int], float]] = []  # indices that touch, and their common centre

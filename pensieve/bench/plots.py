@@ -1,14 +1,14 @@
 """Draw a study as one sheet of panels with matplotlib, if it is installed.
 
-A `Sheet` has a title, the facts that a reader needs (model, machine, load, seeds), and rows of panels. It is
-laid out in inches before it is drawn; the width of a text comes from its font. A `Panel` decides how its data
-looks, so that all figures look alike:
+A `Panel` is one pair of axes with its data. A `Sheet` has a title, the facts that a reader needs (model,
+machine, load, seeds), and rows of panels. The sheet is laid out in inches before it is drawn; the width of a
+text comes from its font. All panels show their data in the same style:
 
-lines     each has its own colour, marker, dashes and width. The first is the widest, so lines that coincide
-          are both visible. The colours (Okabe and Ito) can be told apart by colour-blind readers
-names up to `DIRECT_MAX` names are next to the ends of their lines, moved if they would overlap; more
-          become a legend. Both are right of the axes and never cover data
-repeats   a band or whiskers from the least to the most
+lines     each line has its own colour, marker, dashes and width. The first line is the widest, so lines that
+          coincide are both visible. Colour-blind readers can tell the colours (Okabe and Ito) apart
+names     up to `DIRECT_MAX` names are next to the ends of their lines, moved if they would overlap. More
+          names become a legend. Names and legend are right of the axes and never cover data
+repeats   a band or whiskers from the lowest to the highest value
 """
 
 from __future__ import annotations

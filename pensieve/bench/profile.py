@@ -1,15 +1,15 @@
 """`pensieve profile`: measure the cost of a model's iterations and copies on this machine.
 
-The executor is built like that of `pensieve serve`, with tiers of the same size, and runs synthetic
+The executor is built as in `pensieve serve`, with tiers of the same size, and runs synthetic
 iterations (profile_points.py, profile_driver.py). The results are
 
     the cost of iterations    fitted to the designed iterations (sim/fit_points.py); its error is measured on
                               random mixes that were held out of the fit
-    the cost of chunks to recompute one chunk, after contexts of 2^n tokens (core/cost.py) the link pages per
-    second between the tiers, in each direction and in both together
+    the cost of chunks        time to recompute one chunk after contexts of 2^n tokens (core/cost.py)
+    the link                  pages per second between the tiers, in each direction and in both together
 
-They are written to one file when everything is measured (sim/cost_file.py). The file goes to the folder of
-profiles that daemons use when they start (launch/profiles.py), or to --output.
+When everything is measured, the results are written to one file (sim/cost_file.py). The file goes to the
+folder of profiles that daemons use when they start (launch/profiles.py), or to --output.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ TURNS_MAX = 64  # generating at once
 BASE_TURNS, BASE_CONTEXT = 32, 4096
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
-SPREAD_MAX = 0.5  # of the times of one iteration; a larger spread means other work on the machine
-CORES_SHARE_MIN = 0.6  # of the CPU time; less means that other processes took the rest
+SPREAD_MAX = 0.5  # a larger spread of an iteration's times means other work on the machine
+CORES_SHARE_MIN = 0.6  # a smaller part of the CPU time means that other processes took the rest
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ProfileOptions:
 
 class Profile(NamedTuple):
     cost: CostModel
-    errors: tuple[FitError, ...]  # of held-out iterations
+    errors: tuple[FitError, ...]  # errors of held-out iterations
     points: list[Measured]
     copies: CopyTimes | None  # medians
     left_out: int  # points that would have taken too long
@@ -121,7 +121,7 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
 
 
 def _cores_share(began: float, cpu_began: float) -> float:
-    """Return the share of the CPU time of its compute threads that this process got."""
+    """Return the part of the time since `began` that this process's compute threads had a CPU."""
     import torch
 
     seconds = torch.get_num_threads() * (time.perf_counter() - began)

@@ -29,7 +29,7 @@ CHEAP_SECONDS = 0.06  # faster iterations run several times in a row
 IN_A_ROW = 3
 ROUNDS = (2, 9)  # minimum and maximum
 QUICK_ROUNDS = (1, 3)
-FIRST_SHARE = 0.5  # of the time, for the first pass
+FIRST_SHARE = 0.5  # part of the time for the first pass
 
 
 class CopyTimes(NamedTuple):
@@ -70,7 +70,7 @@ class Driver:
         return self._run(self._slices(point))
 
     def copies(self, point: ProfilePoint, host_pages: int, repeats: int) -> list[CopyTimes]:
-        """Time copies in each direction, in both at once, and swap-ins during the iteration of `point`."""
+        """Time copies in each direction and in both at once, and swap-ins during the iteration of `point`."""
         slices = self._slices(point)
         busy = {page for each in slices for page in each.page_table}
         free = [page for page in self._pages if page not in busy]
@@ -191,8 +191,9 @@ def measured(
        them. Run cheap points several times in a row, the first time untimed: in a server, similar iterations
        follow each other.
 
-    The result of a point is the lower quartile of its times, and the minimum of up to four times. Other work
-    on the machine only adds to the times, and can affect more than half of them. The spread shows such work.
+    The result of a point is the lower quartile of its times, or the minimum if there are up to four. Other
+    work on the machine only adds to the times, and can affect more than half of them. The spread shows such
+    work.
 
     Returns the measured points in their order, without those left out. `done` gets the progress, 0 to 1.
     """

@@ -1,11 +1,12 @@
 """Choose the iterations that a profile measures.
 
     decodes      1, 2, 4, … generating turns, each with several lengths of context
-    prompts pieces of 2, 4, 8, … tokens, at the beginning and after contexts mixes decodes and prompts in one
-    iteration chunks one chunk after contexts of 2^n tokens: the cost to recompute it (core/cost.py) held out
-    random mixes with a different context for each turn; not used for the fit
+    prompts      pieces of 2, 4, 8, … tokens, at the beginning and after contexts
+    mixes        decodes and prompts in one iteration
+    chunks       one chunk after contexts of 2^n tokens: the cost to recompute it (core/cost.py)
+    held out     random mixes with a different context for each turn; not used for the fit
 
-All of them fit into the engine's pages, context and token budget.
+All iterations fit into the engine's pages, context and token budget.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class IterationLimits:
     turns: int
     tokens: int
     context: int
-    pages: int  # of the device tier
+    pages: int  # pages of the device tier
     chunk_tokens: int
 
     def allow(self, point: ProfilePoint) -> bool:

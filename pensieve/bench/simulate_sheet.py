@@ -1,8 +1,8 @@
 """Draw the results of `pensieve simulate`: one sheet for a whole sweep.
 
-First come the compared figures over the parameter with the most values (a rate, or the size of a tier), with
-a line per policy. Each combination of the other parameters has its own row. Then panels for each simulation
-of the first seed show how full the tiers were and how many turns ran and waited over time.
+The first plots show the compared figures over the parameter with the most values (a rate, or the size of a
+tier), with a line per policy. Each combination of the other parameters has its own row. The other plots show
+each simulation of the first seed over time: how full the tiers were, and how many turns ran and waited.
 """
 
 from __future__ import annotations

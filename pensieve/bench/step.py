@@ -9,7 +9,7 @@ real: the same model computed their keys and values.
             they choose, so the ratio can be below 1
     ratio   time of the step over the floor. Both are medians, and their measurements alternate
 
-With --weights int8 or --kv-dtype, the logits of a few prompts are first compared with those of the
+With --weights int8 or --kv-dtype, the logits of a few prompts are first compared with the logits of the
 checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get the
 same tokens as when they run alone.
 
@@ -380,7 +380,7 @@ class PartRow:
     batch: int
     name: str
     seconds: float  # median over the steps
-    share: float  # of the step
+    share: float  # part of the step's time
     weight_bytes: int
 
     @property

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pensieve.bench.random_model import words
 
 NUM_WORDS = 7_000  # words that are one token each even in the smallest random model
-TEMPLATE_TOKENS = 16  # of the chat template, per turn
+TEMPLATE_TOKENS = 16  # tokens of the chat template per turn
 
 
 @dataclass(frozen=True)

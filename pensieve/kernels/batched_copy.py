@@ -24,7 +24,7 @@ _ATTRIBUTES = struct.Struct("=IiiiiI")
 
 
 class Pieces(NamedTuple):
-    """Pieces to copy together: parallel int64 tensors on the host, in bytes from the arenas' beginnings."""
+    """Pieces to copy together: int64 tensors on the host, with sizes and offsets in bytes."""
 
     sources: torch.Tensor
     targets: torch.Tensor

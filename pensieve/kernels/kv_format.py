@@ -38,7 +38,7 @@ EXPONENTS_MAX = 60  # positive or negative; keeps a scale and its inverse far fr
 
 class KVFormat(NamedTuple):
     name: str  # value of `--kv-dtype`
-    element: torch.dtype  # of an arena
+    element: torch.dtype  # element type of an arena
     more: int = 0  # elements of a row in addition to its head_size values
 
     @property

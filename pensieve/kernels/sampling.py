@@ -36,7 +36,7 @@ def table_of(rows: Iterable[RowOptions]) -> torch.Tensor:
 
 def draw_tokens_launch(
     values: torch.Tensor,  # float32 (rows, vocab), finite or -infinity
-    table: torch.Tensor,  # of `table_of`
+    table: torch.Tensor,  # made by `table_of`
     weight_bits: int,
     token_ids: torch.Tensor,  # int64 (rows)
 ) -> Launch:

@@ -48,7 +48,7 @@ class Batch:
     logit_rows: torch.Tensor  # int64 (rows)
     logit_turn_ids: tuple[int, ...]
     logit_positions: tuple[int, ...]
-    lengths: Sequence[int]  # of the slices, on the host
+    lengths: Sequence[int]  # lengths of the slices, on the host
     starts: Sequence[int]
 
     @classmethod

@@ -24,7 +24,7 @@ from pensieve.model.sampling.sampler import Sampler
 from pensieve.sampling import Sampling
 
 MARGIN_BYTES = 256 << 20
-MARGIN_SHARE = 0.02  # of the device's total memory
+MARGIN_SHARE = 0.02  # part of the device's total memory
 # The sampling options that need the most memory.
 COSTLIEST = Sampling(
     temperature=1.0,

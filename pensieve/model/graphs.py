@@ -11,14 +11,14 @@ Padding rows are at position 0 of a page that no turn has (`KVMemory.spare_page`
 and nothing reads their logits.
 
 The work list has a fixed length.  So the attention is planned with the fewest waves
-(`kernels.attention.plan`), and empty items fill the rest of the list.  One tensor holds all lists one after
-another, each with the length that the graph reads: a merge for each row, items, and the rows of packs.  Every
-row is one tile, so it is merged at most once and is in at most one pack.
+(`kernels.attention.plan`), and empty items fill the rest of the list.  One tensor holds three lists of fixed
+lengths one after another: a merge for each row, the items, and the rows of packs.  Every row is one tile, so
+it is merged at most once and is in at most one pack.
 
 All graphs share one tensor of logits, which are valid until the next replay.
 
-A model that cannot be captured (its code reads values from the device, as some routers of experts do)
-runs without graphs; the reason is reported.
+A model cannot be captured if its code reads values from the device, like some routers of experts.  It then
+runs without graphs, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.transfer import upload
 
-ROWS_MAX = 256  # of a graph: one row per turn
+ROWS_MAX = 256  # rows of the largest graph: one row per turn
 Replay = Callable[[], Any]
 
 

@@ -12,9 +12,9 @@ previous stage has sent.  The empty layer just after the own layers is the exit:
 next stage (parallel/stages.py).  So the model's code around its layers (masks, rotations, factors) runs in
 each stage, but acts only on the stage's own layers.
 
-The embedding table and the output product are large, so a stage has each of them only if it needs it.  A
-stage without the embedding table has a blank table, which returns a random but fixed row for each token.  The
-load probe computes with these rows.
+The embedding table and the output product are large, so only stages that need them have them.  A stage
+without the embedding table has a blank table, which returns a random but fixed row for each token.  The load
+probe computes with these rows.
 
 A stage numbers its layers from 0, like its pages.  A model whose layers compute something that depends on
 their number cannot be divided; `number_from_zero` checks this.

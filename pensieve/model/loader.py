@@ -60,7 +60,7 @@ class LoadedModel:
     name: str  # the path or id it was loaded from
     flat: FlatModel
     shape: ModelShape  # with the heads of this rank
-    num_heads: int  # of all ranks together
+    num_heads: int  # heads of all ranks together
     eos_token_ids: frozenset[int]  # from the checkpoint; a chat template may add more
 
 

@@ -33,7 +33,7 @@ from pensieve.model.fuse.whole_model import FusedModel, Rotation
 from pensieve.model.graphs import Capture, CudaCapture, Replay, attends
 from pensieve.model.kv.memory import KVMemory
 
-TOKENS_MAX = 1024  # of a piece: beyond it the device takes longer than the host
+TOKENS_MAX = 1024  # largest piece: beyond this size the device takes longer than the host
 
 
 def token_sizes(tokens_max: int) -> list[int]:
@@ -102,7 +102,7 @@ class PiecewiseGraphs:
         paged_rows.rotation = (cosines[:size], sines[:size])
         rotated, attended = self._rotated[:size], self._attended[:size]
         last = len(self._layers) - 1
-        residual = self._residual[:size]  # of the piece being computed
+        residual = self._residual[:size]  # residual of the current piece
 
         def compute(index: int) -> None:
             nonlocal residual

@@ -19,9 +19,10 @@ Nothing here depends on the name of a model.  A model is served if
    length from the cache).
 
 `_observe` checks 1 to 3 in one forward under "pensieve-probe" (`model.attention`), whose masks tell how far a
-query sees.  A fused layer replaces a layer only if both also agree at far positions (`model.fuse`).  If KV is
-stored in less precision than the model's dtype, check 4 is repeated with that format: the difference must be
-rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys and values.
+query sees.  A fused layer is used only if it also agrees with the original layer at far positions
+(`model.fuse`).  If KV is stored in less precision than the model's dtype, check 4 is repeated with that
+format: the difference must be rounding.  The scales of fp8 KV are chosen before that, from the prompts' keys
+and values.
 
 The probe fails with UnsupportedModel, whose message is the reason.
 """
@@ -49,7 +50,7 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.layer_range import BlankTable
 from pensieve.model.shape import ModelShape
 
-INT8_DIFFERENCE = 0.15  # of the logits' range; weights or keys in a wrong order differ far more
+INT8_DIFFERENCE = 0.15  # part of the logits' range; weights or keys in a wrong order cause far more
 # Shares of the logits' range.  If replaced layers have experts, the larger limit applies.  Each layer alone
 # agrees with its module, but rounding in a layer can send rows to other experts in all later layers.
 LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2

@@ -6,7 +6,7 @@ the arena with the group's pages of this layer (kv/streamer.py).
 
     rows      │ resident       │ group 0     │ group 1  │ …
     write_kv  device pages      arena 0       arena 1    …      a row's slot counts in its own part's pages
-    attend    over those        over those    over those
+    attend    the same pages    arena 0       arena 1    …
 
 A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are
 counted from its own first row.  `paged_rows` is None, so fused layers run only their dense parts and call
@@ -40,11 +40,11 @@ class AttentionPart(NamedTuple):
 
     first_row: int
     stop_row: int
-    slot_mapping: torch.Tensor  # of the part's rows
+    slot_mapping: torch.Tensor  # slots of the part's rows
     page_index: PageIndex  # rows count from the part's first row; page table of the batch
-    lengths: Sequence[int]  # of the slices, on the host
+    lengths: Sequence[int]  # lengths of the slices, on the host
     starts: Sequence[int]
-    plan: DevicePlan | None = None  # of the part's attention
+    plan: DevicePlan | None = None  # plan of the part's attention
 
 
 class StreamedPass:

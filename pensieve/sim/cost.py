@@ -1,14 +1,14 @@
 """Compute the seconds of iterations and copies from published shapes and data sheets.
 
-The rates of an iteration (core/cost.py) are
+An iteration has a fixed overhead and these costs (core/cost.py):
 
     dense       weight bytes / bandwidth, and 2 · parameters / rate for each token
     attention   KV bytes of a token / bandwidth, and 4 · layers · heads · head size / rate for each pair
 
-plus a fixed overhead. `pensieve profile` measures points instead, and also the cost of recomputing a chunk
-(`chunk_costs`). `EFFICIENCY` is the share of a data sheet's rates that real kernels reach. A copy between the
-tiers takes its bytes divided by the link's rate, and the two directions are independent. Several devices
-(tensor parallel) count as one larger and faster device: their communication takes no time here.
+`pensieve profile` measures points instead, and also the cost of recomputing a chunk (`chunk_costs`).
+`EFFICIENCY` is the part of a data sheet's rates that real kernels reach. The time of a copy between the tiers
+is its bytes divided by the link's rate, and the two directions are independent. Several devices (tensor
+parallel) count as one larger and faster device: their communication takes no time here.
 
 Costs from data sheets are assumptions, and every report says so.
 """
@@ -78,9 +78,9 @@ class HardwarePreset:
         return self.devices * self.device_bytes
 
 
-# Rates of dense fp16 or bf16 with fp32 accumulation: for an RTX 4090, 165 TFLOPS of its data sheet (330 with
+# Rates of dense fp16 or bf16 with fp32 accumulation. For an RTX 4090, the data sheet has 165 TFLOPS (330 with
 # fp16 accumulation). The RTX 4090 is in a desktop with 48 GB of memory for KV. The A100-40GB is one of eight
-# in a machine of 1,152 GB, of which 120 GB per device are for KV.
+# in a machine with 1,152 GB of memory. Each device has 120 GB of this memory for KV.
 HARDWARE = {
     preset.name: preset
     for preset in (
@@ -92,7 +92,7 @@ HARDWARE = {
     )
 }
 INSTANT = "instant"
-DEVICE_SHARE = 0.9  # of a device's memory, for weights and KV; the rest is for activations
+DEVICE_SHARE = 0.9  # part of a device's memory for weights and KV; the rest is for activations
 
 
 def device_tokens_of(model: ModelPreset, hardware: HardwarePreset) -> int:

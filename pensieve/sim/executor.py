@@ -2,8 +2,8 @@
 
 An iteration begins when it is launched. Each direction between the tiers is one link, which is busy until its
 last copy is complete. The layers of a swap-in arrive one after another. A layer computes when its KV has
-arrived and the previous layer is done. So with a computing time C, a copying time S that begins at s, and L
-layers, the iteration ends at
+arrived and the previous layer is done. An iteration has L layers and a computing time C. Its copies begin at
+s and take S. So the iteration ends at
 
     max(begin + C,  s + S/L + C,  s + S + C/L)
 
@@ -212,7 +212,7 @@ class LayerArrivals(NamedTuple):
     """When the swap-ins of each layer arrive."""
 
     first: float = 0.0
-    each: float = 0.0  # from one layer to the next
+    each: float = 0.0  # time from one layer's arrival to the next
 
 
 class Links(NamedTuple):
@@ -225,7 +225,7 @@ class Links(NamedTuple):
 def staged(
     begun: float,
     num_layers: int,
-    layer_seconds: float,  # of a layer without its groups
+    layer_seconds: float,  # time of a layer without its groups
     groups: Sequence[GroupSeconds],
     links: Links,
     arrivals: LayerArrivals,
@@ -251,8 +251,8 @@ def staged(
     layer. With two or more groups, a layer takes about the largest of C, I and O. With one group, a load
     overlaps the attention of the previous layer, because the steps alternate between the arenas.
 
-    A layer also waits for its swap-ins: those of layer l (from 0) arrive at `first + l * each`. The swap-ins
-    began earlier, so the loads follow all of them on the link.
+    A layer also waits for its swap-ins. Swap-ins of layer l (from 0) arrive at `first + l * each`. The
+    swap-ins began earlier, so the loads follow all swap-ins on the link.
     """
     compute, inward = begun, max(begun, links.inward)
     arenas = list(links.arenas)

@@ -6,18 +6,17 @@ error is measured on the remaining iterations.
 
     seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
 
-The floor of the dense part is `dense · n`: a batch of up to n tokens takes as long as reading the weights.
-The floor of attention, per key, is `attention · r`. For given n and r the formula is linear. So the fit tries
-values of n and r over the observed range. For each pair, it finds the other three numbers by nonnegative
-least squares (least_squares.py).
+A batch of up to n tokens takes as long as reading the weights, `dense · n`. Attention to a key takes at least
+`attention · r`. For given n and r the formula is linear. So the fit tries values of n and r over the observed
+range. For each pair, it finds the other three numbers by nonnegative least squares (least_squares.py).
 
 Errors are relative to the prediction. Outliers (a pause, another process on the machine) count less, and in
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
 weight. Otherwise the prompts would look like outliers in a journal of many decodes and few prompts.
 
 **The fit does not invent what was not observed.** A number counts as found if the formula without it explains
-the iterations clearly worse. A number that was not found is taken from `assumed` (the model's shape on a data
-sheet). It is scaled like the found numbers and bounded by the iterations. `Fit.assumed` lists such numbers.
+the iterations clearly worse. Any other number is taken from `assumed` (computed from the model's shape and a
+data sheet), scaled like the found numbers, and bounded by the iterations. `Fit.assumed` lists such numbers.
 
 The link's rate is found where copies took longer than the computation, or where an iteration waited only for
 a copy.
@@ -39,7 +38,7 @@ from pensieve.sim.observed import KINDS, Observation, Observations, expected_sec
 FITTED_MAX = 1000  # iterations of each kind
 ITERATIONS_MIN = 40
 STEPS = 24  # tried values of n and of r
-ROUNDS = 8  # of reweighting; later rounds search closer to the best n and r
+ROUNDS = 8  # rounds of reweighting; later rounds search closer to the best n and r
 # A number counts as found if leaving it out raises the sum of squares by this many times the mean square.
 CLEARLY = 12.0
 SPREAD_MIN = 0.001  # relative; no clock or machine is more exact
@@ -61,7 +60,7 @@ class Fit:
     """Fitted costs, how well they predict, and which of them were observed."""
 
     cost: CostModel
-    errors: tuple[FitError, ...]  # by kind, then of all together
+    errors: tuple[FitError, ...]  # the error of each kind, then of all together
     found: tuple[str, ...]  # names of fields of `CostModel`
     assumed: tuple[str, ...]  # for each number that was not observed: why, and what replaces it
 
@@ -176,7 +175,7 @@ def fit_link(
 
 
 class _Solved(NamedTuple):
-    squares: float  # relative and weighted: the remaining error
+    squares: float  # sum of the weighted squares of the relative errors
     dense: float
     attention: float
     overhead: float

@@ -4,8 +4,8 @@ The unknowns are the seconds at each point, and the seconds of attention per key
 iteration is linear in them: the seconds of a count between two points are interpolated. The fit minimises the
 squares of relative errors with nonnegative unknowns; outliers count less (Huber).
 
-The points are at powers of two. The dense points begin at two tokens. A slice of one token is a decode. Its
-dense cost cannot be separated from the other costs of a decode, and need not be.
+The points are at powers of two. The dense points begin at two tokens. A slice of one token is a decode, whose
+dense cost need not be separated from its other costs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Collect what a replayed journal shows of each iteration: a sample of bounded size.
 
 There are three kinds of iterations. The sample keeps evenly spaced iterations of each kind. At first, it
-keeps all iterations. Whenever it has too many of a kind, it drops every second one, and from then on takes
-only half as many of this kind.
+keeps all iterations. Whenever it has too many of a kind, it drops every second iteration of this kind, and
+from then on takes only half as many.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Observations:
         self.counts = dict.fromkeys(KINDS, 0)
         self.rates: list[float] = []  # slots per second, of copies that an iteration waited for
         self._strides = dict.fromkeys(KINDS, 1)
-        self._slots: dict[int, int] = {}  # of copies under way
-        self._prompt_ends: dict[int, int] = {}  # of turns that started and have not ended
+        self._slots: dict[int, int] = {}  # slots of the copies in progress
+        self._prompt_ends: dict[int, int] = {}  # prompt ends of turns that have not ended
 
     def add(self, replayed: Replayed) -> None:
         iteration, begun, ended, finished = replayed

@@ -61,12 +61,12 @@ class SimulationFigures:
     refused: int = 0  # turns too large to serve
     history_tokens: int = 0  # context from earlier turns
     recomputed_tokens: int = 0  # part of that context whose KV was gone
-    recompute_cost: float = 0.0  # of those tokens, in costs of a chunk without context
+    recompute_cost: float = 0.0  # cost of those tokens, in units of a chunk without context
     device_tokens: int = 0
     host_tokens: int = 0
     input_tokens: int = 0
-    output_tokens: int = 0  # of counted turns
-    delivered_tokens: int = 0  # of all turns, since counting began
+    output_tokens: int = 0  # tokens of counted turns
+    delivered_tokens: int = 0  # tokens of all turns since counting began
     iterations: int = 0
     seconds: float = 0.0  # from `count_from` to the last token, or to `until`
     latencies: Distribution = field(default_factory=Distribution)  # turn time over its tokens

@@ -36,7 +36,7 @@ from pensieve.sim.trace import Arrival, Problems, from_zero, lines_of, read
 from pensieve.sim.workload import HABITS, drawn
 
 DEVICE_TOKENS_MIN = 4 * CHUNK_TOKENS
-DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # without a machine that limits them
+DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # default sizes if no machine limits them
 CLAIRVOYANT = "clairvoyant"
 
 

@@ -5,9 +5,9 @@ may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
   tokens. Equal ids mean equal prefixes, and the last id is of a partial block. A request continues an earlier
-  request if the earlier request's ids, without the last one, are a prefix of its own ids and at least two. Of
-  several such requests, it continues the latest. If two requests continue the same request, the second is a
-  fork. The first block is the same in every line, so this block alone does not relate two requests.
+  request if the earlier ids, without the last id, are a prefix of the later ids and at least two. If several
+  earlier requests match, the latest is continued. If two requests continue one request, the second is a fork.
+  The first block is the same in every line, so this block alone does not relate two requests.
 * **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the previous turn,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
 

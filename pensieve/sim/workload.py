@@ -1,4 +1,4 @@
-"""Draw random conversations like those of published data sets.
+"""Draw random conversations like the conversations of published data sets.
 
 `sharegpt`, `assistant` and `agents` are conversations. `requests`, `documents` and `first-rounds` are single
 turns.
@@ -18,9 +18,10 @@ from pensieve.sim.trace import Arrival
 class Habits:
     """The distributions of a kind of conversation.
 
-    A length is exponential around its mean, or, with a spread, log-normal around its median. The number of
-    turns is geometric, or log-normal with a spread; both have the given mean. Alternatively, `returns` has
-    the probabilities of another turn after the first, the second, and so on.
+    Without a spread, a length is exponential around its mean, and the number of turns is geometric. With a
+    spread, a length is log-normal around its median, and the number of turns is log-normal with the given
+    mean. Alternatively, `returns` has the probabilities of another turn after the first, the second, and so
+    on.
     """
 
     turns_mean: float
@@ -31,7 +32,7 @@ class Habits:
     turns_spread: float = 0.0
     input_spread: float = 0.0
     output_spread: float = 0.0
-    first_input_tokens: float = 0.0  # of the first message, if its length differs
+    first_input_tokens: float = 0.0  # length of the first message, if different
     reaction_spread: float = 0.0  # above 0: log-normal around the same mean, not exponential
     returns: tuple[float, ...] = ()  # the last value holds for all later turns
 

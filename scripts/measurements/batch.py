@@ -1,7 +1,7 @@
 """Measure the time of a batch of requests, by how the requests share prefixes.
 
-The requests are those of batch_simulation.py, but fewer. They run through a daemon's engine in this process,
-as background turns, once with each way of sharing:
+The requests are drawn as in batch_simulation.py, but fewer. They run through a daemon's engine in this
+process, as background turns, once with each way of sharing:
 
     groups    like a batch job of the daemon: run requests with a common prefix together, and compute it once
     lru       in the order of the file, each as a fork of the latest request with a common prefix; a
@@ -37,7 +37,7 @@ from pensieve.sampling import Sampling
 from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
 DEGREE = 7.0  # mean number of requests that share a request's prefix
-DISTANCE = 400 / 3000  # between requests of one prefix, as a share of the file
+DISTANCE = 400 / 3000  # between requests of one prefix, divided by the number of requests
 _NUMBERS = count(1)  # an engine must see each number only once
 
 

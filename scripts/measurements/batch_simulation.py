@@ -4,24 +4,24 @@ The simulation compares the ways to share (engine/batch_run.py): `groups`, like 
 the order of the file with an LRU cache; `off`, each request by itself. The engine, its cache and the limits
 on concurrent turns are the same.
 
-The shapes are those of BatchLLM's evaluation (section 6), as far as it describes them:
+The shapes come from BatchLLM's evaluation (section 6), as far as the paper describes them:
 
     snippets     3,000 requests; 1,100 tokens of prefix and 400 of their own; share degree 7
-    ranking      1,000 requests; 770 and 978; 11.36
+    ranking      1,000 requests; 770 tokens of prefix and 978 of their own; share degree 11.36
     2000/200x16  prefix, own tokens and share degree of its microbenchmarks
 
-The rest is assumed:
+The share degree is the number of requests with the same prefix (a group). The rest is assumed:
 
-* A share degree is the mean over requests, and group sizes are geometric: a mean of 7 over requests is a mean
-  of 4 over groups. So 55 % of the tokens of `snippets` need not be computed, as reported. With groups of
+* A share degree is a mean over requests. Group sizes are geometric, so a mean of 7 over requests is a mean of
+  4 over groups. Then 55 % of the tokens of `snippets` need not be computed, as reported. With groups of
   exactly 7 it would be 63 %. The groups of the microbenchmarks have one size.
 * All `snippets` begin with 60 common tokens of instructions. This is the one per cent that one prefix per
   request cannot save.
 * Lengths are uniform between 0.5 and 1.5 times their mean. Replies have 100 tokens, which reproduces the
   reported rate of `snippets` without sharing; a request allows 256.
 * The file has no order, but requests with the same prefix are near each other: their distances from the
-  group's centre are normally distributed, with a deviation of `apart` requests. With this value, an LRU cache
-  of the reported machine's size saves 44 % of `snippets`, as reported.
+  group's centre are normally distributed, with a deviation of `apart` requests. `APART` is chosen so that an
+  LRU cache of the reported machine's size saves 44 % of `snippets`, as reported.
 
 Attention over a shared page is charged to each request that reads it, although kernels may read the page once
 for a group. So the gain of groups in attention is not in these figures.
@@ -70,8 +70,8 @@ class BatchShape:
     requests: int
     prefix_tokens: int
     own_tokens: int
-    share_degree: float  # over requests
-    instructions_tokens: int = 0  # part of the prefix, with which all requests begin
+    share_degree: float  # mean over requests
+    instructions_tokens: int = 0  # first part of the prefix, common to all requests
     output_tokens: int = 100
     output_tokens_max: int = 256  # limit of a request
     varies: bool = True  # False: all groups and lengths are equal
@@ -154,7 +154,7 @@ class _Executor(ModelledExecutor):
 class BatchFigures:
     requests: int = 0
     prompt_tokens: int = 0
-    computed_tokens: int = 0  # of prompts
+    computed_tokens: int = 0  # computed tokens of prompts
     output_tokens: int = 0
     seconds: float = 0.0
     iterations: int = 0

@@ -33,7 +33,7 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.records import NewConversation, NewMessage, NewTurn
 from scripts.measurements.processes import counts
 
-CONVERSATIONS = 8  # per thread
+CONVERSATIONS = 8  # conversations per thread
 SYNCS = 50
 TAIL_TOKENS = 32
 TOKENS_IN, TOKENS_OUT = 60, 60
@@ -111,7 +111,7 @@ class LaneTimes(NamedTuple):
     turns: list[float]  # seconds per turn
     commits: list[float]  # seconds of the latest commits
     num_commits: int
-    waits: list[float]  # for the write lock of a SQLite file, of the latest transactions
+    waits: list[float]  # waits of the latest transactions for SQLite's write lock
     cpu_seconds: float
 
 

@@ -29,9 +29,9 @@ from pensieve.client import AsyncClient
 
 TALKS = Path(__file__).with_name("talks.txt")
 CLIENTS = 48  # concurrent talks
-REPEATS = 4  # of a piece of text, until it is a loop
-UNIT_CHARACTERS_MAX = 400  # of such a piece
-TAIL_CHARACTERS = 120  # at the end of a reply, that the pieces must fill
+REPEATS = 4  # a piece of text that is repeated so often is a loop
+UNIT_CHARACTERS_MAX = 400  # longest piece of text
+TAIL_CHARACTERS = 120  # length of the end of a reply that the pieces must fill
 SENTENCE_WORDS = 4
 NAMED: dict[str, dict[str, float]] = {"default": {}, "greedy": {"temperature": 0.0}}
 

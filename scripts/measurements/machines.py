@@ -22,9 +22,9 @@ from pensieve.sim.workload import HABITS
 from scripts.measurements.machine_options import Progress, add_machine, machine_of, ms
 from scripts.measurements.replica import Load, Replica, run_replica
 
-BETTER = 1.04  # gain in rate from more host memory for which the search continues
-ENOUGH = 0.95  # of the best rate
-PROMPTS_SHARE = 0.75  # of the time between tokens that prompts may use
+BETTER = 1.04  # the search continues while more host memory raises the rate by this factor
+ENOUGH = 0.95  # part of the best rate that is enough
+PROMPTS_SHARE = 0.75  # part of the time between tokens that prompts may use
 
 
 class HostMemory(NamedTuple):

@@ -24,8 +24,8 @@ from pensieve.core.turn import PRIORITY_MAX
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
-WORKERS = 4  # per kind
-CALLS_BEGUN_MAX = 200  # per second and worker: the tenant's own machine is not measured
+WORKERS = 4  # workers per kind of load
+CALLS_BEGUN_MAX = 200  # calls per second and worker, to spare the tenant's own machine
 WORDS = "what it is to be remembered by a machine, and what it is not, "
 LONG = WORDS * 4_000  # about a quarter of a million characters
 GIVE_UP_SECONDS = 30.0

@@ -33,7 +33,7 @@ from pensieve.sim.workload import Habits, drawn
 
 LIFETIMES_BEFORE = 6.0  # time that the load has lasted, in mean durations of a conversation
 REACTION_TIMES_FREE = 5.0  # mean reaction times until `free_until`; longer pauses are cut
-REFUSED_SHARE = 0.01  # of the turns that begin; with more, the load differs from the planned load
+REFUSED_SHARE = 0.01  # allowed part of refused turns; more would change the load
 
 
 class Window(NamedTuple):
@@ -56,7 +56,7 @@ class Load:
     reaction_seconds: float | None = None
     seconds: float | None = None  # counted; None: two reaction times, a minute or more
     seed: int = 0
-    seconds_per_token: float = 0.03  # of replies; decides which conversations are in progress
+    seconds_per_token: float = 0.03  # speed of replies before the start
 
     @property
     def reaction(self) -> float:
@@ -126,7 +126,7 @@ class Replica:
     turns_max: int = 256
     tbt_seconds: float = 0.0  # objective of the scheduler; 0: none
     phases: str = "unified"
-    stages: int = 1  # of a pipeline, one iteration in each; the cost is that of one stage
+    stages: int = 1  # pipeline stages; `cost` is the cost of one stage
 
     def simulator(self, window: Window) -> Simulator:
         return Simulator(

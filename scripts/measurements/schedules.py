@@ -2,12 +2,12 @@
 
 These servers have requests, but no conversations and no cache between requests. A schedule decides which
 requests are in the next iteration, and holds their KV. A request in an iteration computes all of its missing
-KV and generates one token. The missing KV is that of the whole prompt and, after a preemption, that of the
-generated tokens.
+KV and generates one token. At first, the KV of the whole prompt is missing. After a preemption, the KV of the
+generated tokens is missing, too.
 
     arrive → [waits] → plan, plan, … (one token each) → last token → gone
 
-An iteration takes the cost model's time for its slices in one pass, like those of the daemon's own scheduler
+An iteration takes the cost model's time for its slices in one pass, as with the daemon's own scheduler
 (sim/executor.py). The figures are the same `SimulationFigures`.
 """
 
@@ -179,8 +179,8 @@ SPARE_BLOCKS_SHARE = 0.01  # blocks that must stay free when a prompt is admitte
 class VllmSchedule:
     """vLLM's schedule of 2023: paged KV, first come first served, prompts first, preempt the latest.
 
-    KV lies in blocks of 16 tokens. A request takes a block when its last one is full. An iteration has one
-    kind:
+    KV lies in blocks of 16 tokens. A request takes a new block when its last block is full. An iteration has
+    one of two kinds:
 
         prompts    whole prompts of waiting requests, in their order, as long as blocks for them are free
                    (plus 1 % of all blocks) and they have at most `batch_tokens_max` tokens together
@@ -200,7 +200,7 @@ class VllmSchedule:
         self._batch_tokens_max = max(batch_tokens_max, context_max)
         self._requests_max = requests_max
         self._free = self.num_blocks
-        self._blocks: dict[Request, int] = {}  # of running requests
+        self._blocks: dict[Request, int] = {}  # blocks of the running requests
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order of arrival
         self.num_preemptions = 0
@@ -280,7 +280,7 @@ def _blocks(tokens: int) -> int:
 
 
 STARVING_SECONDS = 10.0
-SPARE_SHARE = 0.1  # of the places
+SPARE_SHARE = 0.1  # part of the places that stays free
 
 
 class KvPlace(Enum):
@@ -303,7 +303,7 @@ class Job:
     level: int
     entered: int  # sequence number of its entry into the level
     last_ran: float
-    used_seconds: float = 0.0  # in its level
+    used_seconds: float = 0.0  # time used in its level
     where: KvPlace = KvPlace.NEW
 
     @property

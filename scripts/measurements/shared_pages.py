@@ -1,11 +1,11 @@
 """Measure attention over pages that slices share.
 
-Each row is one shape: slices of one query each, whose contexts begin with the same pages and continue with
-their own. The attention is computed twice: with the shared pages read once for many slices, and with all
-pages read by each slice. Before anything is timed, both results must be equal to the last bit. The two
-computations alternate, on several copies of the inputs, and the ratio is the median of the pairs' ratios. A
-second measurement has no shared pages. It times LAYERS attentions with and without a search for shared pages
-before them, as in an iteration.
+Each row of the table is one shape: slices of one query each, whose contexts begin with the same pages and
+continue with different pages. The attention is computed twice: with the shared pages read once for many
+slices, and with all pages read by each slice. Before anything is timed, both results must be equal to the
+last bit. The two computations alternate, on several copies of the inputs, and the ratio is the median of the
+pairs' ratios. A second measurement has no shared pages. It times LAYERS attentions with and without a search
+for shared pages before them, as in an iteration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measure the time to the first token when a history is not on the device.
 
-The same message is sent repeatedly to a conversation with a history of `--history` tokens: with its KV on the
-device, in the host tier, and dropped. The conversation is rewound in between, so that all times are of the
-same turn. The turn's reply must always be the same, and its usage must report the right tier.
+The same message is sent repeatedly to a conversation with a history of `--history` tokens. The history's KV
+is on the device, in the host tier, or dropped. The conversation is rewound in between, so that all times are
+of the same turn. The turn's reply must always be the same, and its usage must report the right tier.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from scripts.paper_figures.study import (
 )
 
 FOLDER = Path("build/figures")
-COLUMNS = 3  # of the sheet
+COLUMNS = 3  # columns of the sheet
 FIGURES: dict[str, Callable[[Study], Iterator[Line]]] = {
     **pensieve_paper.FIGURES,
     "sarathi-9": lambda study: sarathi_capacity.capacities(study, "9"),

@@ -5,17 +5,17 @@
     static, ahead   like static, with prompts computed ahead in groups of similar length ("PD")
     whole prompts   replace each ended query of the batch by the next one; its prompt is computed whole while
                     the others wait (the paper's "Baton", "equivalent to Orca")
-    ours            our scheduler: prompts in pieces, together with the replies, and as many turns;
+    ours            our scheduler with the same number of turns: prompts in pieces, together with the replies;
                     compared with the paper's "Baton-PD", which computes prompts before a slot is free
-    ours, elastic   as many turns as memory has room for
+    ours, elastic   our scheduler with as many turns as memory has room for
 
-Llama-2-7B on an RTX A6000 (table 1) and on an RTX 4090 (table 2), by data sheets. The paper ran transformers,
-whose steps take longer than the weights require, so ratios are compared, not seconds. Lengths are uniform:
-3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen to 400", 24 to 200 for the second set; 1.3
-tokens per word.
+The model is Llama-2-7B on an RTX A6000 (table 1) or an RTX 4090 (table 2), with the speeds of their data
+sheets. The paper ran transformers, whose steps take longer than the weights require. So ratios are compared,
+not seconds. Lengths are uniform: 3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen to 400",
+and 24 to 200 for the second set. A word has 1.3 tokens.
 
-**Idle computation** is the share of computed positions that belong to ended queries or to padding. The
-scheduler has none by construction. For static batches, the share is the padding in the simulation.
+**Idle computation** is the share of computed positions that belong to ended queries or to padding. Our
+scheduler computes no such positions. For static batches, the simulation counts them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Static(NamedTuple):
 
 
 def first_set(seed: int, times: int, count: int = 120) -> list[Query]:
-    """Draw long prompts, long replies, and neither, as 1 : 1 : 2; all lengths are multiplied by `times`."""
+    """Draw queries: a quarter have long prompts, another quarter long replies. `times` multiplies lengths."""
     drawn = random.Random(seed)
 
     def length(is_long: bool) -> int:

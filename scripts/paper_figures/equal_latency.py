@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 GRID_RATIO = 1.25
 CONFIRMING = 3
-BEGIN = 0.7  # of the guess: the first scanned rate
+BEGIN = 0.7  # the first scanned rate, divided by the guess
 SCANNED_MAX = 40  # rates of the grid
 
 Row = dict[str, Any]

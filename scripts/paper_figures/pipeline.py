@@ -34,7 +34,7 @@ from scripts.measurements.replica import Admitted, Replica, Window, row_of
 
 
 def stage_of(cost: CostModel, num_stages: int) -> CostModel:
-    """Return the cost of one stage; `cost` is that of all layers on the devices of one stage."""
+    """Return the cost of one stage; `cost` is the cost of all layers on the devices of one stage."""
     return replace(
         cost,
         dense_seconds_per_token=cost.dense_seconds_per_token / num_stages,
@@ -74,9 +74,9 @@ class StagedExecutor(ModelledExecutor):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Engines over the same stages. `engine` describes each of them; its cost is that of a stage.
+    """Engines over the same stages. `engine` describes each engine; its cost is the cost of one stage.
 
-    There is only one engine if it handles the stages itself.
+    If an engine handles the stages itself, there is only one engine.
     """
 
     engine: Replica

@@ -3,9 +3,8 @@
 Figures 9 and 10 show the highest load at which the P99 between tokens meets an objective and the median time
 in the queue is within 2 s. Each request is a new conversation without cached history. Figure 9: Mistral-7B on
 one A100-80GB and Yi-34B on two. Figure 10: LLaMA2-70B on eight A40 and Falcon-180B on eight A100-80GB, in two
-pipeline stages of four each (pipeline.py). In figure 10, the first two systems of the list have one engine,
-like the daemon with `--pipeline-stages 2`. The other systems have one engine per batch in flight. There are
-two data sets, and these systems, all with our scheduler and cache:
+pipeline stages of four each (pipeline.py). There are two data sets, and these systems, all with our scheduler
+and cache:
 
     Sarathi         a token budget of 512 (strict) or 2,048 (relaxed; LLaMA2-70B 1,536), as in the paper
     by objective    `--tbt`: as many prompt tokens as should end within 0.9 of the objective
@@ -13,8 +12,12 @@ two data sets, and these systems, all with our scheduler and cache:
     Orca            whole prompts, any number, together with the generating turns; memory for the longest
                     context is reserved for each turn, so few turns run at once
 
-The objectives follow the paper's rule: 5 and 25 times an iteration of 32 turns with contexts of 4,096 tokens,
-on the simulated machine. Rates lie on a grid with steps of 2^(1/8), the same for all systems and seeds.
+In figure 10, the first two of these systems have one engine, like the daemon with `--pipeline-stages 2`. The
+other two have one engine per batch in flight.
+
+The objectives follow the paper's rule: 5 and 25 times the duration of an iteration of 32 turns with contexts
+of 4,096 tokens, on the simulated machine. Rates lie on a grid with steps of 2^(1/8), the same for all systems
+and seeds.
 
 Figure 11 shows the time of a prompt in pieces, relative to its time in one piece. Nothing else runs. It has
 no random load, so all seeds are equal.
@@ -43,9 +46,9 @@ from scripts.paper_figures.study import GPU, Line, Panel, Spread, Study, ratio
 STRICT, RELAXED = "strict", "relaxed"
 TIMES = {STRICT: 5.0, RELAXED: 25.0}  # times an iteration of BATCH turns and CONTEXT tokens
 BATCH, CONTEXT = 32, 4096
-BY_OBJECTIVE_TOKENS = 8192  # at most, per iteration
-AIM = 0.9  # of the objective: iterations are filled up to their target, so the P99 is close to it
-GRID_STEPS = 8  # per doubling of the rate
+BY_OBJECTIVE_TOKENS = 8192  # limit of an iteration
+AIM = 0.9  # target of an iteration, divided by the objective: the P99 is close to the target
+GRID_STEPS = 8  # grid steps per doubling of the rate
 RATE_LEAST = 0.02
 OURS, BY_OBJECTIVE, VLLM, ORCA = "Sarathi", "by objective", "vLLM", "Orca"
 WORKLOADS = {"requests": "openchat_sharegpt4", "documents": "arxiv_summarization"}
@@ -59,7 +62,7 @@ class Machine:
     """A model on its GPUs, as in the paper."""
 
     model: ModelPreset
-    hardware: HardwarePreset  # of one stage
+    hardware: HardwarePreset  # the devices of one stage
     num_stages: int
     guess: float  # requests/s at which a search begins, a power of two
     # Capacities in the paper's text, by data set, objective, compared system.

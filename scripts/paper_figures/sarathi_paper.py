@@ -9,8 +9,8 @@ cached history.
     prefill first            uncut prompts, in separate passes (like vLLM then)
 
 The rate is not published. So `rate_with` finds the rate at which the combined scheduler's median time to the
-first token is that of the paper. Everything else is then a prediction: the other schedulers under that load,
-and all P99 times between tokens.
+first token equals the paper's. The simulation then predicts everything else: the other schedulers under that
+load, and all P99 times between tokens.
 
 **Why the paper's tails are longer than ours.** If prompts are cut, the P99 between tokens is the time of an
 iteration that is full of prompt tokens. Arithmetic limits such an iteration, not memory. Iterations that

@@ -21,7 +21,7 @@ from pensieve.sim.trace import Arrival
 from pensieve.sim.workload import Habits, drawn
 from scripts.measurements.replica import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
 
-SECONDS_PER_TOKEN = 0.04  # of replies before the start; decides which conversations are in progress
+SECONDS_PER_TOKEN = 0.04  # speed of replies before the start
 
 Row = dict[str, Any]
 Progress = Callable[[float, SimulationFigures], None]
@@ -48,7 +48,7 @@ class Scenario:
 
     @property
     def free_until(self) -> float:
-        """Return until when conversations in progress bring their logs, which takes no time."""
+        """Return the time at which all conversations in progress are loaded; nothing takes time before."""
         if not self.steady or self.habits.turns_mean <= 1:
             return 0.0
         return REACTION_TIMES_FREE * self._reaction

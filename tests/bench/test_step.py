@@ -95,4 +95,4 @@ def test_the_floor_counts_what_is_read(random_model: Path) -> None:
         load(random_model).shape.weight_bytes == right + 2 * 4 * 64 + 2 * 8000 * 64
     )  # the table, too
     read = bench_step.weight_bytes_read(load(random_model))
-    assert right <= read <= right * 1.02, shape  # panels are filled up
+    assert right <= read <= right * 1.02, shape  # weights are padded

@@ -1,6 +1,6 @@
 """The model that ships with the package: its size, loading, lossless text, and what it remembers.
 
-All tests use plain `transformers`. The examination is that of `scripts/train_builtin.py`, with another seed.
+All tests use plain `transformers`. The examination comes from `scripts/train_builtin.py`, with another seed.
 """
 
 from __future__ import annotations

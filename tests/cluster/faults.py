@@ -1,8 +1,8 @@
 """Faults of a cluster, and a schedule of them drawn from a seed.
 
-A fault has a target (a replica, or the database) and lasts some seconds. A target has at most one fault at
-a time. In the whole cluster, only one fault at a time may outlast the lease: a cluster that has lost two of
-three replicas cannot serve.
+A fault has a target (a replica, or the database) and lasts some seconds. A target has at most one fault at a
+time. Only one fault in the cluster at a time may last longer than a lease, because a cluster that has lost
+two of three replicas cannot serve.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def mended(*links: Link) -> Iterator[None]:
 
 
 def cut(*names: str, ways: tuple[Way, ...] = ()) -> Callable[[Part, float], Awaitable[None]]:
-    """Return a function that makes a network partition: no data passes, and no side gets an error."""
+    """Return a function that makes a network partition: no data passes, and neither side gets an error."""
 
     async def act(part: Part, seconds: float) -> None:
         links = [getattr(part, f"{name}_link") for name in names]

@@ -2,9 +2,9 @@
 
     talker ──> Ray's proxy on any node ──> replica (an actor, and its child: the daemon) ──> PostgreSQL
 
-Every node has one replica and one proxy. Ray itself replaces killed parts; this module restarts nothing. A
-fault affects the replica or the proxy of a node. At any time, at least one node has a healthy replica, and
-at least one has a healthy proxy. Only one fault at a time outlasts the lease.
+Every node has one replica and one proxy. Ray itself replaces killed processes; this module restarts nothing.
+A fault affects the replica or the proxy of a node. At any time, at least one replica and at least one proxy
+are healthy. Only one fault at a time outlasts the lease.
 
 Two parts have no faults. Ray's own tables, on the head, would need a Redis to survive. The database is
 reached by all nodes through a Unix socket.
@@ -86,7 +86,7 @@ def deeds(target: int) -> dict[str, Deed]:
 def schedule(
     seed: int, seconds: float, every: float, num_nodes: int, lease: float
 ) -> list[RayFault]:
-    """Return a fault for each interval. Without an allowed target, the fault comes a second later."""
+    """Return a fault for each interval. A fault without an allowed target is delayed by a second."""
     choose = random.Random(seed)
     targets = (*range(num_nodes), *range(PROXIES, PROXIES + num_nodes))
     free_at = dict.fromkeys(targets, 0.0)
@@ -94,7 +94,7 @@ def schedule(
     faults: list[RayFault] = []
 
     def may_be_hurt(target: int, at: float) -> bool:
-        """Return whether the target, and another one of its kind, have no fault."""
+        """Return whether the target and another target of its kind have no fault."""
         fellows = [each for each in targets if _role(each) == _role(target) and each != target]
         return free_at[target] <= at and any(free_at[each] <= at for each in fellows)
 

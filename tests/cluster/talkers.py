@@ -2,8 +2,8 @@
 
 A talker behaves like a client with several addresses. It sends its request to the address that the id of the
 conversation selects. If that address does not answer, the talker sends the request, with its id, to the next
-one. An error that the SDK would raise is *visible*: its retries are used up, or it does not retry this error.
-The talker then sends the message again, as a user would.
+address. An error is *visible* if the SDK would raise it, because its retries are used up or it does not retry
+this error. After a visible error the talker sends the message again, as a user would.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pensieve.client import AsyncClient, Delta, Retry
 from pensieve.client.retry import Deadline, Tries
 from pensieve.errors import Loading, PensieveError
 
-HOME_SHARE = 0.7  # of the turns begin at the conversation's address, others where the last turn was
-CANCEL_SHARE = 0.05  # of the turns are cancelled
+HOME_SHARE = 0.7  # part of the turns that begin at the conversation's address
+CANCEL_SHARE = 0.05  # part of the turns that are cancelled
 LENGTHS = (3, 12, 40, 120)  # tokens of a reply
 
 

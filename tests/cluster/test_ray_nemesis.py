@@ -50,7 +50,7 @@ def weathered(folder: Path, storm: Storm) -> None:
 
 
 def hurt_at_once(num_nodes: int, seed: int) -> Iterator[tuple[str, int]]:
-    """Yield, for each target of each fault, the kind and how many targets like it are affected then."""
+    """Yield the kind of each fault, and how many similar targets have a fault at that time."""
     until: dict[int, float] = {}
     for fault in schedule(seed, 180.0, 5.0, num_nodes, 10.0):
         assert fault.kind in deeds(fault.target)

@@ -362,7 +362,7 @@ class HttpGuest(Guest):
     def _post(
         self, path: str, body: dict[str, Any], leave_at: int | None = None
     ) -> tuple[str, Any]:
-        """Return the conversation and the response. Of a stream, return the text up to the disconnect."""
+        """Return the conversation and the response. A stream's response is the text up to the disconnect."""
         key, deadline = uuid.uuid4().hex, time.monotonic() + PATIENCE_SECONDS
         while True:
             try:

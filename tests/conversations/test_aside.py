@@ -1,4 +1,4 @@
-"""Calls that run in a thread of their own, and whose end no caller waits for."""
+"""Calls that run in a separate thread. No caller waits for their end."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.conversations.rig_daemon import ServeProcess, wait_for
 from tests.scale import SCALE
 
 NUM_HEALTHY = 50
-# Long enough to abandon so many turns.
+# Replies are long enough that the healthy readers still read while all turns are abandoned.
 NUM_TOKENS, NUM_ABANDONED = (400, 1000) if SCALE > 1 else (150, 300)
 
 

@@ -124,7 +124,7 @@ TIGHT = {"device_cache": "400t", "host_cache": "200t", "turns_max": "12"}
 
 @pytest.mark.parametrize("model", ["builtin", "random"])
 def test_every_reply_is_what_its_constraint_says(model: str, tmp_path: Path) -> None:
-    """Also when turns are suspended, moved and recomputed. The tokens equal those without memory pressure."""
+    """Turns are suspended, moved and recomputed. The tokens equal the tokens without memory pressure."""
     path = MODEL_PATH
     if model == "random":
         path = write_model(tmp_path / "model", QWEN_2_5)

@@ -97,7 +97,7 @@ def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
 
 
 def test_a_refused_turn_leaves_nothing_that_only_a_collection_frees(tmp_path: Path) -> None:
-    """Over gRPC and HTTP. Otherwise the text and tokens of a too long request would stay in memory."""
+    """Otherwise the text and tokens of a too long request would stay in memory, over gRPC and HTTP."""
     with http_rig(tmp_path / "data") as door:
         rig, long = door.rig, "word " * (2 * door.rig.daemon.context_max)
         rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))

@@ -13,7 +13,7 @@ TALKS, TURNS = 10, 3
 
 
 def replies(runtime: Runtime, at_once: int) -> list[list[int]]:
-    """Return the token logs of several conversations, of which `at_once` run at once."""
+    """Return the token logs of several conversations; `at_once` conversations run at once."""
     names = [f"c{index}" for index in range(TALKS)]
     for name in names:
         runtime.conversations.create(name)

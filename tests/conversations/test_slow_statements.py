@@ -26,7 +26,7 @@ def takes_long(conn: Any, *arguments: object) -> Any:
 def test_it_ends_with_unavailable_and_the_next_call_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A statement in the store thread, and one in the read thread."""
+    """One statement runs in the store thread, and another statement in the read thread."""
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("tea", "hello")
         reader: Any = rig.daemon.reader

@@ -1,4 +1,4 @@
-"""The objective for the time to first token: which turns are refused, with which error, and which are not."""
+"""The objective for the time to first token: which turns are refused, and with which error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Enumerate all small worlds: two conversations, a few pages, and every combination of choices.
 
-A `Chooser` runs a program that calls `choose(n)` once for each sequence of answers, depth first. Each run
-replays the answers of the previous run, but raises the last answer that can be raised by one.
+A program calls `choose(n)` several times. A `Chooser` runs the program once for each sequence of answers,
+depth first. Each run replays the answers of the previous run, except that it adds one to the last answer
+that is not yet the largest.
 
 At each step a world chooses between an iteration and one client action. Whenever the executor is polled, the
 world also chooses which outstanding copies have finished. After its last choice, a world runs until
@@ -61,15 +62,15 @@ class ChosenExecutor(LedgerExecutor):
 
 @dataclass(frozen=True)
 class SmallWorld:
-    """The possible events: `deeds` in any order, each at most as often as it is listed.
+    """Runs the `deeds` in any order, each at most as often as it is listed.
 
-    Conversation a already has a turn. Conversation b begins with its first turn, or as a fork of a.
+    Conversation `a` already has a turn. Conversation `b` begins with its first turn, or as a fork of `a`.
     """
 
     shape: Shape
     deeds: tuple[str, ...]
     num_choices: int  # number of deeds and iterations
-    first_tokens: int = 3  # tokens of a's first prompt; the reply adds one
+    first_tokens: int = 3  # tokens of the first prompt in `a`; the reply adds one
     prompt_tokens: int = 3
 
 

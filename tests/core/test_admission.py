@@ -36,12 +36,12 @@ def test_nobody_is_overtaken_for_ever() -> None:
 
 
 def test_admission_keeps_the_reserve_except_when_nothing_runs() -> None:
-    """20 pages, 2 of them in reserve."""
+    """The device has 20 pages, 2 of them in reserve."""
     stage = Stage(20, 0, batch_tokens_max=100)
     running = stage.ask("a", 8, 4)
     stage.next()
     assert stage.cache.available == 18
-    large = stage.ask("b", 61)  # needs 16 pages, but a's decode takes one of the 18
+    large = stage.ask("b", 61)  # needs 16 pages; `a` generates and takes one of the 18
     stage.next()
     assert large.state is TurnState.QUEUED
     stage.until_ended(running)

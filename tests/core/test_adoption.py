@@ -82,7 +82,7 @@ def test_what_has_been_idle_for_longer_makes_room_and_what_is_as_good_does_not()
     assert stage.where("young") == "hh"
     assert "old" not in stage.cache.conversations
     moved(stage, "twin", 9)
-    assert pages_of(stage, "twin", 0, [4, 4]) == []  # used at the same time, so worth no more
+    assert pages_of(stage, "twin", 0, [4, 4]) == []  # as old as the chunks that it would evict
 
 
 def test_pages_of_a_turn_that_runs_and_of_copies_are_never_taken() -> None:

@@ -12,7 +12,7 @@ from pensieve.core.iteration_builder import TOKENS_MIN
 from pensieve.core.turn import TurnState
 from tests.core.world import Shape, Stage, run
 
-# An iteration takes 10 ms, and 1 ms more for each token: one job token makes a decode 10 % longer.
+# An iteration takes 10 ms, plus 1 ms per token. So one job token makes a decode about 10 % longer.
 DEAR: dict[str, Any] = {"batch_tokens_max": 256, "token_seconds": 0.001, "turns_max": 64}
 CHEAP = {**DEAR, "token_seconds": 0.00001}
 
@@ -175,7 +175,7 @@ def test_an_iteration_with_little_to_do_says_nothing_about_how_much_fits() -> No
 
 
 def test_what_a_job_has_used_is_no_interactive_share_s_advantage() -> None:
-    """A share that starts to wait is placed level with other interactive shares, not with a job."""
+    """A share that starts to wait is treated like the other interactive shares, whatever a job has used."""
     stage = Stage(400, 0, **{**DEAR, "turns_max": 1, "batch_tokens_max": 16})
     job(stage, 1, num_prompt=4)
     stage.ask("a", 40, 1, share="a")

@@ -106,7 +106,7 @@ def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() ->
     outcome = stage.executor.collect()
     assert outcome.finished_copies == (iteration.swap_ins[0].copy_id,)
     stage.scheduler.commit(iteration, outcome, stage.now)
-    assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # b's chunks and a's last
+    assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # the last one is of `a`
 
 
 def test_on_a_full_host_the_oldest_makes_room() -> None:
@@ -127,7 +127,7 @@ def test_on_a_full_host_the_oldest_makes_room() -> None:
 
 
 def test_on_a_full_host_a_less_valuable_newcomer_is_marked_to_drop() -> None:
-    """b's only chunk is cheap. The host holds the most expensive chunk of a. Both are long idle."""
+    """The only chunk of `b` is cheap. The host holds the most expensive chunk of `a`. Both are long idle."""
     stage = Stage(12, 1, policy="value")
     stage.say("a", 32)
     stage.wait(100.0)
@@ -208,7 +208,7 @@ def test_a_turn_that_does_not_fit_takes_nothing() -> None:
     before = stage.cache.device.num_empty
     stage.ask("b", 8)
     stage.next()
-    assert stage.cache.device.num_empty == before - 1  # one page of a's own
+    assert stage.cache.device.num_empty == before - 1  # one page that only `a` holds
     assert "b" not in stage.cache.conversations
     stage.until_ended(running)
     stage.run_until_idle()

@@ -1,4 +1,4 @@
-"""The limits of a constraint, and that encoding does not change a constraint."""
+"""A constraint has limits, and encoding does not change it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_evict_takes_what_only_this_conversation_holds() -> None:
     assert stage.cache.evict("nobody", stage.now) == 0
     running = stage.ask("b", 4, 3)
     stage.next()
-    assert stage.cache.evict("b", stage.now) == 0  # b is in use
+    assert stage.cache.evict("b", stage.now) == 0  # `b` is in use
     stage.until_ended(running)
 
 
@@ -79,7 +79,7 @@ def test_a_conversation_that_returns_while_it_moves_keeps_its_pages() -> None:
 
 
 def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
-    """a's own chunks are on two branches, and the front one is already lost."""
+    """The chunks that only `a` holds are on two branches. The first branch is already lost."""
     stage = Stage(16, 0, policy="value")
     stage.say("system", 8)
     stage.fork_at("system", 8, "a")

@@ -1,4 +1,4 @@
-"""Which share is served next: the one with the least use so far, divided by its weight."""
+"""The share with the least use so far, divided by its weight, is served next."""
 
 from __future__ import annotations
 

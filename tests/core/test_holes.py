@@ -9,7 +9,7 @@ from tests.core.world import Stage
 
 
 def repaired(budget: int = 16) -> tuple[Stage, Turn]:
-    """Return a stage and a turn of a. The first chunk of a's 12 tokens of KV is lost."""
+    """Return a stage and a turn of `a`. The first of the three chunks of `a` is lost."""
     stage = Stage(16, 0, batch_tokens_max=budget)
     stage.say("a", 12)
     stage.wait(1.0)
@@ -53,7 +53,7 @@ def test_three_disconnected_ranges_are_computed_in_one_iteration() -> None:
 
 
 def shared_hole(**shape: Any) -> Stage:
-    """a and b share 8 tokens of KV. The first of these chunks is lost."""
+    """`a` and `b` share 8 tokens of KV, in two chunks. The first chunk is lost."""
     stage = Stage(16, 0, **shape)
     stage.say("a", 8)
     stage.fork_at("a", 8, "b")
@@ -78,7 +78,7 @@ def test_two_turns_share_the_repair_of_a_chunk_when_the_budget_cuts_it() -> None
     a = stage.ask("a", 3)
     stage.next()
     assert stage.slices() == [("a", 0, 4), ("a", 8, 10)]
-    stage.cancel_at(a, a.history_tokens)  # the chunks that a has recomputed stay
+    stage.cancel_at(a, a.history_tokens)  # the chunks that `a` has recomputed stay
     b = stage.ask("b", 4)
     stage.next()
     assert stage.slices() == [("b", 8, 12)]

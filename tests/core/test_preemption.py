@@ -44,7 +44,7 @@ def iterations_until(stage: Stage, turn: Turn) -> int:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_higher_priority_waits_for_at_most_two_iterations(overlap: bool) -> None:
-    """No place is free, and 1,100 other turns wait for one."""
+    """The batch is full, and 1,100 other turns wait."""
     stage = full(6, overlap=overlap)
     waiting = [stage.ask(f"more{number}", 6, 4) for number in range(1100)]
     high = stage.ask("high", 6, 4, priority=1)
@@ -132,7 +132,7 @@ def test_who_gave_way_rises_so_nobody_gives_way_for_ever() -> None:
 
 
 def test_low_priorities_end_beside_a_stream_of_high_ones() -> None:
-    """A waiting low turn runs after at most TURNS_A_PRIORITY turns of the next higher priority."""
+    """A waiting turn runs after at most TURNS_A_PRIORITY turns of the next higher priority."""
     stage = Stage(64, 0, batch_tokens_max=64, turns_max=2)
     low = [stage.ask(f"low{number}", 4, 3) for number in range(4)]
     for number in range(600):
@@ -158,7 +158,7 @@ def test_a_claim_is_given_up_to_a_higher_level() -> None:
 
 
 def test_nobody_gives_way_if_the_objective_is_missed_all_the_same() -> None:
-    """An iteration takes 10 ms, and 0.1 ms per position. Two long contexts exceed the objective."""
+    """An iteration takes 10 ms, plus 0.1 ms per position. Two long contexts exceed the objective."""
     stage = Stage(
         400,
         400,

@@ -73,7 +73,7 @@ def test_where_there_is_room_for_one_tile_they_have_it_by_turns() -> None:
 
 @pytest.mark.parametrize("tbt", [0.0275, 0.0435])
 def test_a_higher_level_does_not_wait_where_pieces_are_small(tbt: float) -> None:
-    """An iteration takes 10 ms, and 1 ms a token: a reply leaves time for one tile, or two."""
+    """An iteration takes 10 ms, plus 1 ms per token. Beside a reply, one or two tiles of a prompt fit."""
     stage = Stage(
         2000,
         0,

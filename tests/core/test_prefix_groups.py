@@ -1,4 +1,4 @@
-"""Choose one shared prefix for each request: compare with all choices in small trees, and known results."""
+"""Choose one shared prefix for each request. Compare with all choices in small trees, and known results."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def fewest_tokens(requests: Requests) -> int:
 
 
 def by_algorithm_1(requests: Requests) -> int:
-    """Return the computed tokens if first-level prefixes are enlarged by the paper's Algorithm 1."""
+    """Return the number of computed tokens if the paper's Algorithm 1 enlarges first-level prefixes."""
 
     def node(members: list[int], start: int) -> Any:
         """Return (tokens of the node's run, leaves, requests that end here, children)."""

@@ -43,7 +43,7 @@ def test_before_anything_is_measured_it_is_what_was_configured() -> None:
     "seconds_of",
     [
         lambda load: 3 * COST.pass_seconds(load.num_turns, 0, load.num_positions),
-        lambda load: 0.02 + 0.003 * load.num_turns,  # rows are expensive
+        lambda load: 0.02 + 0.003 * load.num_turns,  # each turn is expensive
         lambda load: 0.02 + 0.01 * (load.num_pages > 0),  # streaming at all is expensive
         lambda load: 0.02 + 0.0005 * load.num_pages,  # each page is expensive
         lambda load: 0.02,  # copies take no longer than the compute

@@ -55,7 +55,7 @@ def least_by_listing(
 
 
 def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: float) -> float:
-    """Return the least makespan for more items. It depends on the items left and the latest group."""
+    """Return the least makespan, for more items than trying all orders allows."""
     every = (1 << len(items)) - 1
 
     def total(subset: int, field: int) -> float:
@@ -100,7 +100,7 @@ def least(items: Sequence[StreamItem], pages_max: int, before: float, launch: fl
 def lower_bound(
     items: Sequence[StreamItem], pages_max: int, before: float = 0.0, launch: float = 0.0
 ) -> float:
-    """Return a time that no makespan of any groups in any order is below."""
+    """Return a lower bound of the makespan, for any groups in any order."""
     if not items:
         return before
     pages, copies, attentions = zip(*items, strict=True)
@@ -146,7 +146,7 @@ def _divided(densest: list[tuple[float, int]], room: int) -> float:
 
 
 def random_case(rng: random.Random, num: int) -> Case:
-    """Return decodes (attention is a fixed part of the copy time), prefills (much more), or random items."""
+    """Return decodes (short attention), prefills (long attention), or random items."""
     shape = rng.choice(
         ["decodes", "prefills", "mixed", "mixed", "anything", "equal", "two lengths", "a few long"]
     )

@@ -197,7 +197,7 @@ def test_a_chunk_that_a_resident_turn_uses_is_in_both_tiers() -> None:
 
 
 def fill_a_shared_chunk_while_another_wants_it() -> bool:
-    """b begins with two chunks of a, whose host copies are damaged. a streams and recomputes them."""
+    """`b` begins with two chunks of `a`. Their host copies are damaged. `a` streams and recomputes them."""
     world = stage(batch_tokens_max=4)
     world.say("a", 27, 1)
     world.cache.move_to_host("a", world.now)

@@ -7,7 +7,7 @@ from tests.core.world import Stage
 
 
 def crowded(host_pages: int) -> tuple[Stage, Turn, Turn, Turn]:
-    """Return a stage of 6 pages, two turns that need 5 pages each, and a waiting one that needs 4."""
+    """Return a stage of 6 pages, two turns of 5 pages each, and a waiting turn of 4 pages."""
     stage = Stage(6, host_pages, prompt_max=1)
     a, b = stage.ask("a", 4, 15), stage.ask("b", 4, 15)
     stage.next()
@@ -29,7 +29,7 @@ def test_the_latest_turn_is_suspended_and_resumes_ahead_of_the_queue() -> None:
 
 
 def test_nothing_that_is_still_held_is_computed_twice() -> None:
-    """With a host that holds everything, each position of a, b and c is computed once."""
+    """The host has room for everything, so each position of `a`, `b` and `c` is computed once."""
     stage, a, b, c = crowded(host_pages=20)
     stage.run_until_idle()
     assert b.usage.suspensions == 1

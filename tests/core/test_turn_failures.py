@@ -46,7 +46,7 @@ def test_a_chunk_that_a_failed_turn_repaired_is_repaired_again_for_its_other_hol
 
 
 def test_a_turn_at_the_end_of_a_page_survives_the_failure_of_another() -> None:
-    """b has just filled its last page. Then a chunk is discarded that a has repaired for both."""
+    """`b` has just filled its last page. Then a chunk that `a` repaired for both turns is discarded."""
     stage = shared_hole(batch_tokens_max=16)
     a, b = stage.ask("a", 3, 9), stage.ask("b", 4, 9)
     scheduler = stage.scheduler
@@ -64,7 +64,7 @@ def test_a_turn_at_the_end_of_a_page_survives_the_failure_of_another() -> None:
 
 
 def test_a_failed_turn_discards_what_it_wrote_and_no_longer_holds() -> None:
-    """b forks inside the chunk that a writes. a is suspended, resumes on a copy of the chunk, and fails."""
+    """`b` forks inside a chunk of `a`. `a` is suspended, resumes on a copy of the chunk, and fails."""
     stage = Stage(16, 0)
     stage.say("a", 1)
     a = stage.ask("a", 1, 20)
@@ -81,7 +81,7 @@ def test_a_failed_turn_discards_what_it_wrote_and_no_longer_holds() -> None:
 
 
 def test_a_copy_of_what_a_failed_turn_wrote_is_not_trusted() -> None:
-    """a repairs the chunk in which b ends, b copies the chunk on write, and then a fails."""
+    """`a` repairs the chunk in which `b` ends. `b` copies this chunk on write. Then `a` fails."""
     stage = Stage(16, 0, policy="value")
     stage.say("a", 12)
     stage.fork_at("a", 6, "b")

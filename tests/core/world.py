@@ -333,12 +333,12 @@ class World:
     # -- what another engine does --
 
     def _adopt_something(self) -> None:
-        """Let some KV of a conversation arrive from another engine, from the end on; some never arrives."""
+        """Let some of a conversation's KV arrive from another engine, last chunks first."""
         choose, size = self.adoptions, self.shape.chunk_tokens
         resting = [
             name for name, log in self.logs.items() if len(log) > 1 and name not in self.turns
         ]
-        if resting and choose.random() < 0.4:  # as if the conversation had been elsewhere since
+        if resting and choose.random() < 0.4:  # as if another engine had run it since
             away = choose.choice(resting)
             self.arriving.pop(away, None)
             self.scheduler.delete(away, self.clock.now())
@@ -481,7 +481,7 @@ class World:
 class Places:
     """The running, suspended and waiting turns before an iteration is planned."""
 
-    levels: dict[int, int]  # of the running turns, by turn_id
+    levels: dict[int, int]  # levels of the running turns, by turn_id
     suspended: list[Turn]
     queued: list[Turn]
     num_preemptions: int

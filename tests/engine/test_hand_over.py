@@ -402,7 +402,7 @@ class Between(random.Random):
 def test_replies_are_right_and_a_replay_agrees_whatever_happens_between_two_messages(
     first_seed: int,
 ) -> None:
-    """Two engines with their own traffic. Conversations move back and forth, with faults."""
+    """Two engines have their own traffic. Conversations move back and forth, with faults."""
     total_adopted = 0
     for seed in range(first_seed, first_seed + 20):
         choose, journals = Between(seed), (io.StringIO(), io.StringIO())

@@ -1,4 +1,4 @@
-"""A turn whose constraint is not ready is held, and no other turn waits. Events that meet a held turn."""
+"""A turn whose constraint is not ready is held. No other turn waits, and events can meet a held turn."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def figures(rig: Rig) -> dict[str, float]:
 
 
 def two_replies(rig: Rig) -> None:
-    """Gaps of 0.1, 0.1, 0.1, 0.2 s, then 1.0 s for both turns. First tokens come after 0.5 and 0.2 s."""
+    """The gaps are 0.1, 0.1, 0.1, 0.2 s, then 1.0 s for both turns. First tokens come after 0.5 and 0.2 s."""
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
     rig.take(0.5, 0.1, 0.1, 0.1)
     rig.mailbox.put(submit(2, "b", [], [5, 6, 7, 8], reply=2))
@@ -94,7 +94,7 @@ def test_a_turn_that_is_gone_leaves_nothing() -> None:
 
 
 def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> None:
-    """Two turns that do not fit together until their ends."""
+    """The device has no room for both turns until their ends, so one turn is suspended."""
     rig = rig_with()
     for number, name in ((1, "a"), (2, "b")):
         rig.mailbox.put(submit(number, name, [], [number] * 12, reply=24))
@@ -136,7 +136,7 @@ def test_predictions_are_held_against_what_iterations_took(tbt: float) -> None:
 
 
 def test_a_piece_of_a_prompt_is_predicted_beside_what_generates() -> None:
-    """Iterations take 10 ms, and 1 ms a token. Predictions are half of that, until they are corrected."""
+    """Iterations take 10 ms, plus 1 ms per token. Predictions are half of that, until they are corrected."""
     rig = rig_with(cost=IterationCost(0.0005, 0.0, 0.0, 0.0, 0.005))
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=30))
     rig.take(0.014, 0.011, 0.011)

@@ -1,8 +1,8 @@
 """Threads that run one at a time, so that concurrent store calls are deterministic.
 
-`Fibers.run` starts each job in its own thread, but only one thread runs at any moment. It runs until it waits
-for another fiber, yields or ends. Then the next thread is drawn at random. Store code that blocks while it
-holds the disk must use the `Waiter` or `Lock` of this module. A real lock would block for ever.
+`Fibers.run` starts each job in its own thread, but only one thread runs at any moment. A thread runs until it
+waits for another fiber, yields or ends. Then the next thread is drawn at random. Store code that waits for
+another thread must use the `Waiter` or `Lock` of this module. A real lock would block for ever.
 """
 
 from __future__ import annotations

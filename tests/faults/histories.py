@@ -1,9 +1,9 @@
 """Track which histories are possible, given the answers that clients received.
 
-Each client request is a *deed*: a turn, rewind, deletion or creation. A deed may or may not have happened
-while its request is running, or if its answer was lost. So this module keeps all possible states of each
-conversation. Each read of the store and each answer excludes some states. If no state is left, something
-acknowledged was lost, something refused happened, or something happened twice.
+Each client request is a *deed*: a turn, rewind, deletion or creation. While a request runs, or if its answer
+was lost, the deed may or may not have happened. So this module keeps all possible states of each
+conversation. Each read of the store and each answer excludes some states. If no state is left, an
+acknowledged deed was lost, a refused deed happened, or a deed happened twice.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Histories:
         self._states[name] = {state.without(number) for state in self._states[name]}
 
     def acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
-        """Note that a client was told that the deed has happened. `revision` is what it made."""
+        """Note that a client was told that the deed has happened and made `revision`."""
         self._states[name] = {
             state
             for state in self._closure(name)

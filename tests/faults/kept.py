@@ -1,7 +1,7 @@
 """Seeds that found bugs, with a description of each bug.
 
-A change to the code that draws worlds gives each seed another world. So each bug also has a test of its own,
-and is planted again in test_planted_faults.py.
+After a change to the code that draws worlds, a seed gives a different world. So each bug also has its own
+test, and is planted again in test_planted_faults.py.
 """
 
 KEPT = {

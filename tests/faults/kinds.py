@@ -71,7 +71,7 @@ class Shape:
     conversations_max: int = 5
     prompt_words_max: int = 5
     reply_max: int = 8
-    turns_max: int = 1000  # of the daemon
+    turns_max: int = 1000  # limit of the daemon
     grace_seconds: float = 5.0
     heartbeat_seconds: float = 30.0
     iteration_seconds_max: float = 30.0

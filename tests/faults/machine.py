@@ -1,10 +1,10 @@
 """Run the engine process of the fault search inside the test's own process.
 
-It is the real engine over a faulty ledger, with a simulated pipe.
+The engine is real. Its executor is a faulty ledger, and its pipe is simulated.
 
-A `Machine` is one run of the engine process. When it dies, unread messages are lost, and so are events that
-did not get through the pipe. Both sides notice the death late. A `Link` is the real `EngineClient`, except
-that it spawns no process: it supervises machines, and starts a new machine when the current machine is gone.
+A `Machine` is one run of the engine process. When the machine dies, unread messages are lost, and so are
+events that did not get through the pipe. Both sides notice the death late. A `Link` is the real
+`EngineClient`, but supervises machines instead of processes. It starts a new machine when one is gone.
 """
 
 from __future__ import annotations

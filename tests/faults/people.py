@@ -315,7 +315,7 @@ class People:
         return True
 
     def leave(self) -> bool:
-        """End a turn as a client that wants to keep some of the delivered text, or none."""
+        """End a turn like a client that keeps some of the delivered text, or none of it."""
         if self.daemon is None or not self.requests:
             return False
         daemon = self.daemon
@@ -534,9 +534,9 @@ class People:
     def _name_again(self) -> str:
         """Return the name of a deleted conversation for reuse, sometimes; else "".
 
-        Messages of the first conversation may be sent again: they are new to the second one. A turn whose
-        client disconnected before it began may still begin in the second conversation. It must not use
-        tokens made for the first.
+        Messages of the first conversation may be sent again: they are new to the second conversation. If a
+        client disconnects before its turn has begun, the turn may still begin in the second conversation.
+        That turn must not use tokens made for the first conversation.
         """
         called = set(self._busy) | {
             call.request.conversation for call in self.calls if call.request is not None
@@ -568,7 +568,7 @@ class People:
         return f"{letter}{self._num_names}"
 
     def _call(self, what: str, work: Coroutine[Any, Any, None], *names: str) -> None:
-        """Make a call that may change these conversations. They have no other such call meanwhile."""
+        """Make a call that may change these conversations. No other changing call runs on them meanwhile."""
 
         async def tried() -> None:
             try:

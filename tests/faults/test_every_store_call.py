@@ -1,8 +1,8 @@
 """Inject a fault at every statement of the store, one statement in each run of a short story.
 
 The fault comes before or after the statement takes effect. It is a single error, a lasting error, or the
-death of the process. Afterwards the disk works again. Nothing acknowledged may be lost, nothing may be half
-done, and the story must reach its end.
+death of the process. Afterwards the disk works again. No acknowledged operation may be lost, no operation may
+be half done, and the story must reach its end.
 """
 
 from __future__ import annotations

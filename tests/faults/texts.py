@@ -1,7 +1,7 @@
 """A real tokenizer and chat template over 997 words, for the fault search.
 
-Token ids are those of the ledger (tests/fakes.py). Every sixteenth token ends a reply and has no text. All
-others are words.
+Token ids are the same as in the ledger (tests/fakes.py). Every sixteenth token ends a reply and has no text.
+All other tokens are words.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ daemon with its readers and grace periods, the conversations, and the store over
 Simulated: the clock, the event loop and its threads (threads.py), the device and the engine's process
 (machine.py), the disk (disk.py), and the clients (people.py).
 
-Nothing moves by itself. Each move is drawn from the seed: some engine steps, some frames through the pipe,
-some jobs of the store's thread, some time, one client action, or a fault. Events can therefore meet in any
-order, and a seed always gives the same events in the same order.
+Nothing happens by itself. The seed decides each move: some engine steps, some frames through the pipe, some
+jobs of the store's thread, some time, one client action, or a fault. Events can therefore happen in any
+order, but one seed always gives the same order.
 
 These checks run all the time:
 

@@ -224,5 +224,5 @@ def test_a_file_that_lacks_a_tensor_or_its_end_is_refused(tmp_path: Path) -> Non
 
 
 def test_the_rows_of_a_head_go_back_where_they_were() -> None:
-    """Two heads of four rows. llama.cpp writes the rows of a head as 0 2 1 3."""
+    """The model has two heads of four rows. llama.cpp writes the rows of a head as 0 2 1 3."""
     assert permuted(np.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -1,4 +1,4 @@
-"""Pages as pieces of the driver's batched copy. Here the driver is a library that copies on the CPU."""
+"""Copy pages as pieces of the driver's batched copy. A library that copies on the CPU replaces the driver."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_slots", [[8] * 9, [8, 3, 8, 8, 8, 1, 8, 8, 8], [5] * 9])
 def test_pieces_move_what_the_kernel_moves(driver: None, num_slots: list[int]) -> None:
-    """Neighbouring pages are one piece. Of a partly filled page, only the filled slots are copied."""
+    """Neighbouring pages are one piece. Only the filled slots of a partly filled page are copied."""
     source = torch.randn(12, 2, 3, 8, 16).half()
     target = torch.full_like(source, 7.0)
     right = target.clone()

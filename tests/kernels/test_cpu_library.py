@@ -1,4 +1,4 @@
-"""The compiled library: that it exists, and what happens without it."""
+"""Check that the compiled library exists, and what happens without it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_many_callers_at_once_get_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One caller gets the helpers, the others work alone. Each call ends with its own rows done."""
+    """One caller gets the helpers, the others work alone. Each call returns when its own rows are done."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     wrong: list[int] = []
 

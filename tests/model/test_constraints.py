@@ -20,7 +20,7 @@ from pensieve.sampling import Sampling
 from tests.model.sampling.world import OPTIONS, make_logits, make_turn
 from tests.model.world import LetterTokenizer
 
-VOCAB_SIZE = 128  # of the model, which has more ids than the tokenizer
+VOCAB_SIZE = 128  # vocabulary of the model, which has more ids than the tokenizer
 EOS, STOP = 0, 110
 THINK, THOUGHT = 1, 2  # tokens that open and close the thinking
 
@@ -250,7 +250,7 @@ def test_rows_beside_masked_ones_are_bit_for_bit_what_they_are_alone() -> None:
         assert other is not None
         if number % 2:
             assert other.token_id in (7, 8, 9)
-            assert other.top_logprobs == one.top_logprobs  # of the unmasked logits
+            assert other.top_logprobs == one.top_logprobs  # from the unmasked logits
         else:
             assert other == one
 

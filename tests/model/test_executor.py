@@ -135,7 +135,7 @@ def test_page_copies_without_slices_happen_at_once(world: World) -> None:
 def test_a_slice_attends_to_what_another_slice_of_the_iteration_computes(
     world: World, folder_of: FolderOf
 ) -> None:
-    """Two turns share a chunk, which one of them computes in this iteration."""
+    """Two turns share a chunk. One of the turns computes it in this iteration."""
     first = world.turn(6)
     second = world.turn(0, tokens=[*first.tokens[:4], 40, 41])
     second.page_table[0] = first.page_table[0]

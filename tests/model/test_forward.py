@@ -51,7 +51,7 @@ class ShortOfMemory:
 def test_a_batch_that_does_not_fit_is_computed_in_parts(
     folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices share a chunk, a page is copied before them, and every part has rows of them."""
+    """Three slices share a chunk, and a page is copied before they run."""
     model = load(folder_of("llama-gqa"))
     world = World(model)
     first = world.turn(11)
@@ -282,7 +282,7 @@ def test_the_halves_of_a_batch_may_both_be_graphs(
 def test_a_graph_reads_the_plan_of_its_batch(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First six decodes, five of which share their first pages. Then two decodes without shared pages."""
+    """First five decodes share pages, beside a sixth decode. Then two decodes share no pages."""
     monkeypatch.setattr(graphs, "attends", lambda memory: True)
     monkeypatch.setattr(cuda, "blocks_at_once", lambda *rest: BlocksAtOnce(1, 1))
     model = loaded("llama-gqa")

@@ -1,4 +1,4 @@
-"""The memory for KV is the memory that nothing else was measured to need."""
+"""KV gets the memory that is left after everything else was measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights take 20 GiB. A decode batch needs 1 more, the largest batch 3, and their own KV 2."""
+    """Weights take 20 GiB. Without KV, a decode batch needs 1 GiB more, and the largest batch 3 GiB."""
     device = torch.device("cuda", 0)
     held = peak = 20 * GIB
     ran: list[int] = []
@@ -40,6 +40,6 @@ def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
     assert found == 60 * GIB - 3 * GIB - margin
     found = free_for_kv(model, 512, 8, 32, device, with_graphs=True)
     assert ran == 2 * [8, 512]
-    logits = 4 * 8 * 1000  # of the decode batches
-    graphs = (1 + 3) * GIB  # of the decode batches, and of the largest batch
+    logits = 4 * 8 * 1000  # logits of the decode batches
+    graphs = (1 + 3) * GIB  # graphs of the decode batches, and of the largest batch
     assert found == 60 * GIB - 3 * GIB - graphs - logits - margin

@@ -30,7 +30,7 @@ from pensieve.sampling import Sampling
 from pensieve.text import Tokenizer
 
 CHUNK_TOKENS = 4
-GAP_MAX = 1e-4  # by which a sampled token's reference logit may be below the largest
+GAP_MAX = 1e-4  # how far a sampled token's reference logit may be below the largest logit
 
 
 class Captured:

@@ -93,7 +93,7 @@ def test_groups_compute_each_prefix_once_and_replies_end_before_they_have_to() -
 
 
 def test_a_token_saved_is_time_saved() -> None:
-    """If all tokens take equally long, the time is that of the computed tokens and of reading weights."""
+    """If all tokens take equally long, only the computed tokens and reading the weights take time."""
     groups, off = simulated(FEW, "groups"), simulated(FEW, "off")
     for figures in (groups, off):
         tokens = figures.computed_tokens + figures.output_tokens - figures.requests

@@ -179,7 +179,7 @@ def ended(pid: int) -> bool:
 def test_what_is_wrong_is_switched_off_until_the_kernels_are_right_or_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First Hopper's kernel is wrong, then the search, then neither. Or Hopper's kernel is wrong twice."""
+    """Hopper's kernel is wrong once, then the search. In the second case, Hopper's kernel is wrong twice."""
     right = [figure("kernels", kind=kind) for kind in KERNELS]
     wide, drawn = ([figure("kernels", failed=True, kind=kind)] for kind in ("wide", "draw"))
     stages = [
@@ -477,7 +477,7 @@ def test_an_error_of_the_device_that_sticks_ends_its_section(
 @needs_x86
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_rotation_that_is_wrong_is_found(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First with the right kernel on emulated threads. Then one of its inputs is changed."""
+    """The right kernel passes on emulated threads. Then one of its inputs is changed."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(cuda_launch, "launch", lambda launch, device: run(launch))
     kernels.check_rotation(cpu, torch.bfloat16, fp8=fp8)

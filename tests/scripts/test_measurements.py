@@ -16,7 +16,7 @@ from pensieve.store.records import NewMessage, NewTurn
 from scripts.measurements import isolation, lanes, loops, planning, service, shared_pages, swap
 from scripts.measurements.processes import pinned
 
-# The programs look for the engine among the real children of their daemons.
+# The programs look for the engine among the child processes of the daemon, so the tests execute the daemon.
 pytestmark = pytest.mark.executed
 
 

@@ -157,7 +157,7 @@ def test_no_rate_is_simulated_twice() -> None:
 
 @pytest.mark.parametrize("begin", [0.5, 1.0, 1.3])
 def test_a_limit_that_is_crossed_twice_is_reported_at_the_first_and_says_so(begin: float) -> None:
-    """This holds wherever below the first crossing the search begins."""
+    """This holds for each start of the search below the first crossing."""
     found = first_crossing(wavy, 80.0, begin, halvings=6)
     assert found.rate == pytest.approx(1.2, rel=0.01)
     assert found.num_upward == 2
@@ -230,7 +230,7 @@ def test_a_load_that_has_gone_on_for_long_has_its_long_histories() -> None:
 
 
 def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
-    """The order of table 4. At equal throughput, gaps are at most a third of those of prefill-first."""
+    """As in table 4: at equal throughput, gaps are at most a third of the gaps with prefill first."""
     found = {
         name: simulate("documents", 0.45, scheduling, requests=32, seeds=1)
         for name, scheduling in {**SCHEDULERS, "prefill first": PREFILL_FIRST}.items()
@@ -254,7 +254,7 @@ def test_slower_arithmetic_lengthens_the_tails_of_cut_prompts_and_not_the_pace_o
 
 
 def test_smaller_pieces_cost_more() -> None:
-    """The order of figure 11."""
+    """As in figure 11."""
     found = [line.ours.median for line in sarathi_capacity.figure_11(Study(QUICK))]
     assert found == sorted(found, reverse=True)
     assert 1.0 < found[-1] < found[0] < 1.2
@@ -278,7 +278,7 @@ def test_iterations_of_different_lengths_leave_bubbles_between_stages() -> None:
 
 
 def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -> None:
-    """Each stage takes half the time. Two engines serve half the requests each, or one serves all."""
+    """Each stage takes half the time. Two engines serve half the requests each, or one engine serves all."""
     cost = replace(cost_of(), overhead_seconds=0.0)
     whole = Replica(cost, 200_000, 0, "value", 1024)
     half = replace(whole, cost=stage_of(cost, 2), device_tokens=100_000)
@@ -294,7 +294,7 @@ def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -
 
 
 def test_two_stages_keep_an_objective_that_bubbles_would_break() -> None:
-    """LLaMA2-70B of figure 10, under a load that a chosen token budget can just carry."""
+    """Run LLaMA2-70B of figure 10 under the highest load that a chosen token budget can carry."""
     machine = sarathi_capacity.MACHINES["10"][0]
     limit = sarathi_capacity.TIMES["strict"] * machine.decode_seconds
     pipeline = machine.systems("requests", "strict")[sarathi_capacity.BY_OBJECTIVE]
@@ -325,7 +325,7 @@ def test_the_sheet_has_a_panel_for_each_figure_with_every_seed() -> None:
 
 
 def test_who_has_ended_leaves_the_batch_and_nothing_idle_is_computed() -> None:
-    """The shape of Baton's tables: a static batch waits for its longest reply."""
+    """As in Baton's tables: a static batch waits for its longest reply."""
     cost = CostModel.of(baton_paper.MODEL, baton_paper.RTX_4090)
     tokens = device_tokens_of(baton_paper.MODEL, baton_paper.RTX_4090)
     queries = baton_paper.second_set(0)

@@ -84,7 +84,7 @@ def run(
 
 
 def test_a_request_waits_for_a_place_of_a_whole_context() -> None:
-    """250 tokens give two places of 100, however short requests are. The third gets the first's place."""
+    """250 tokens of memory are two places of 100. The third request gets the place of the first."""
     watched, counts = run(
         OrcaSchedule(250, 100, 8), requests((0.0, 5, 2), (0.0, 5, 4), (0.5, 5, 1))
     )
@@ -98,7 +98,7 @@ def test_a_request_waits_for_a_place_of_a_whole_context() -> None:
 
 
 def test_prompts_join_those_who_generate_and_hold_them_up() -> None:
-    """The first request gets two tokens alone. Its third comes in an iteration with a prompt of 7."""
+    """The first request gets two tokens alone. Its third token comes in an iteration with a prompt of 7."""
     watched, counts = run(
         OrcaSchedule(200, 100, 8), requests((0.0, 3, 3), (3.5, 7, 1)), cost=TOKENS
     )
@@ -132,7 +132,7 @@ def test_prompts_of_an_iteration_are_limited() -> None:
 def test_the_latest_gives_up_its_blocks_and_computes_all_again() -> None:
     """There are four blocks, and two prompts of 32 tokens fill them. Then both requests need another block.
 
-    The first request gets it. When it has ended, the second computes its prompt and its token again: 33 s.
+    The first request gets a block. When it has ended, the second request computes its 33 tokens again.
     """
     schedule = VllmSchedule(64, 64, 64, 8)
     watched, counts = run(schedule, requests((0.0, 32, 3), (0.0, 32, 3)), cost=TOKENS)
@@ -205,7 +205,7 @@ def test_who_comes_takes_the_place_of_one_that_had_its_time() -> None:
 
 
 def test_copies_take_their_time_and_nobody_runs_meanwhile() -> None:
-    """Seven tokens are copied out from 3 to 6.5 and back from 7.5 to 11. The place is free at 6.5."""
+    """Seven tokens are copied out from 3 s to 6.5 s, which frees the place, and back from 7.5 s to 11 s."""
     schedule = a_schedule(copying=0.5)
     watched, _ = run(schedule, requests((0.0, 5, 6), (2.5, 5, 1)))
     assert watched.batches[3:5] == [(6.5, [2]), (11.0, [1])]
@@ -218,9 +218,9 @@ def test_who_finds_no_room_on_the_host_keeps_its_place() -> None:
 
 
 def test_who_has_not_run_for_long_is_promoted() -> None:
-    """Short requests, one a second, would always go before the long one, and use every second.
+    """Short requests, one per second, would always go before the long request, and use every second.
 
-    A promoted request waits 10 s. Then it waits for the running request, and for all that wait by then.
+    A promoted request waits 10 s, then for the running request, and for all requests that wait by then.
     """
     short = [(0.5 + second, 5, 1) for second in range(60)]
     watched, counts = run(a_schedule(), requests((0.0, 5, 5), *short))
@@ -232,7 +232,7 @@ def test_who_has_not_run_for_long_is_promoted() -> None:
 
 
 def test_a_few_places_are_kept_free_for_who_comes() -> None:
-    """Two of 20 places are kept free. 18 of 19 requests run, and the last of these gives way to the 19th.
+    """Two of 20 places are kept free. 18 of 19 requests run, and the last of the 18 gives way to the 19th.
 
     So the next request gets a place at once, although no copy has finished.
     """

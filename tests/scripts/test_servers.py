@@ -1,4 +1,4 @@
-"""The same load with several schedules: equal seeds give equal figures. Also the presets' assumptions."""
+"""Simulate one load with several schedules, and check the assumptions of the presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulations whose engine writes a journal, and the observations in such a journal."""
+"""Simulations whose engine writes a journal, and the observations in the journal."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.sim.world import SLOW, a_prompt, simulator
 
 
 def test_separate_phases_read_the_weights_twice_and_decodes_wait_for_the_prompt() -> None:
-    """A prompt of 100 tokens takes 0.1 s, a pass of decodes 0.01 s. Together 0.101 s, separate 0.11 s."""
+    """A prompt of 100 tokens takes 0.1 s, and a pass of decodes 0.01 s. One joint pass takes 0.101 s."""
     arrivals = [Arrival("a", 0.0, 100, 5), Arrival("b", 0.11, 100, 1)]
     unified, separate = (simulator(SLOW, keep_gaps=True, phases=each) for each in PHASES)
     gaps = unified.run(arrivals).gaps

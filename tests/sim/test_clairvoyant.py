@@ -13,7 +13,7 @@ from pensieve.sim.trace import Arrival
 
 
 def test_who_knows_the_trace_keeps_what_is_used_next() -> None:
-    """Room for three. LRU evicts `a`, which returns. The clairvoyant policy evicts `b`, which does not."""
+    """Three conversations fit. LRU evicts `a`, which returns. The clairvoyant policy evicts `b` instead."""
     arrivals = [Arrival(name, at, 900, 1) for name, at in (("a", 0.0), ("b", 100.0), ("c", 200.0))]
     arrivals += [Arrival("d", 300.0, 900, 1), Arrival("a", 400.0, 1, 1), Arrival("c", 500.0, 1, 1)]
     found = {}

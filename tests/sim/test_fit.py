@@ -75,7 +75,7 @@ def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_was_not_observed_is_noted_and_keeps_its_proportion(tmp_path: Path) -> None:
-    """One conversation at a time with short prompts: never bound by compute, and nothing is copied."""
+    """One conversation runs at a time, with short prompts. Compute limits no iteration; nothing is copied."""
     arrivals = [Arrival(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
     simulated(tmp_path / "j", arrivals, SLOWER)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")

@@ -164,7 +164,7 @@ def test_a_journal_that_was_changed_is_refused_by_its_line(
 
 
 def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> None:
-    """An iteration launched ahead waits for the previous one. From its plan on, it would seem too long."""
+    """An iteration that is launched early waits for the previous iteration. The wait must not count."""
 
     class Ahead(ModelledExecutor):
         depth = 2

@@ -14,7 +14,7 @@ from tests.sim.world import SLOW, a_prompt, run_trace, simulator
 
 
 def test_a_turn_takes_what_its_iterations_take() -> None:
-    """Prefill of 100 tokens takes 0.1 s. Then four iterations read the weights, 0.01 s each."""
+    """Prefill of 100 tokens takes 0.1 s. Then four iterations read the weights for 0.01 s each."""
     one = simulator(SLOW, keep_gaps=True)
     counts = one.run([Arrival("a", 5.0, 100, 5)])
     assert one.clock.now() == pytest.approx(5.0 + 0.1 + 4 * 0.01)

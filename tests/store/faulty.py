@@ -91,7 +91,7 @@ def database_of(store: ConversationStore) -> Any:
 def world(store: ConversationStore) -> None:
     """Create the small history.
 
-    tea has two turns, cup is forked from its first turn, and pot has an interrupted and a cut turn.
+    tea has two turns. cup is a fork of tea after the first turn. pot has an interrupted and a cut turn.
     """
     for name in ("tea", "pot"):
         store.create_conversation(NewConversation(name, "f", [HEAD], prefix_id="bot"))

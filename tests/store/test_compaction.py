@@ -178,7 +178,7 @@ def test_the_fence_keeps_balancing_away_from_what_is_alive(open_store: Open, see
 
 @pytest.fixture
 def wasteful(tmp_path: Path, driver: Any) -> Path:
-    """A closed history of which most text is wiped."""
+    """A closed history. Most of its text is wiped."""
     path = tmp_path / "wasteful"
     with ConversationStore.open(path, "test", driver=driver) as store:
         for number in range(40):

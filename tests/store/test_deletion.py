@@ -141,7 +141,7 @@ def test_a_reader_that_holds_the_journal_is_reported_and_a_retry_erases(
         with pytest.raises(ErasurePending, match="not yet erased from the files"):
             store.delete_conversation("a")  # a client that retries
         with pytest.raises(StoreUnavailable):
-            store.delete_conversation("b")  # a's pending erasure does not block this deletion
+            store.delete_conversation("b")  # the pending erasure of `a` does not block this
         with pytest.raises(NotFound):
             store.get_conversation("b")
         assert store.erasure.pending

@@ -1,4 +1,4 @@
-"""Which conversations are idle for long: those of all tenants, but not declared prefixes."""
+"""Long idle conversations of all tenants are found. Declared prefixes are not."""
 
 from __future__ import annotations
 

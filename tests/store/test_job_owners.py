@@ -1,4 +1,4 @@
-"""The record in the database of which daemon has a job."""
+"""The database records which daemon has a job."""
 
 from __future__ import annotations
 

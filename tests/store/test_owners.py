@@ -237,7 +237,7 @@ def test_an_end_that_is_repeated_after_another_daemon_claimed_the_conversation_i
 def test_recovery_leaves_a_turn_alone_that_another_session_computes(
     store: ConversationStore,
 ) -> None:
-    """A store that is unsure about its turns interrupts only those of its own conversations."""
+    """A store that is unsure about its turns interrupts only turns of its own conversations."""
     for name in ("tea", "cup"):
         create(store, name)
     mine, other = begin(store, "tea", "r1", "hi", 1), begin(store, "cup", "r1", "hi", 1)

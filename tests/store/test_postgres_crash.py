@@ -241,7 +241,7 @@ def test_a_server_that_refuses_a_daemon_is_not_waited_for(
 def test_a_standby_takes_over_with_every_acknowledged_turn(
     tmp_path: Path, server: PostgresServer
 ) -> None:
-    """With streaming replication, commits that wait for the standby, and both hosts in the URL."""
+    """Commits wait for the standby (streaming replication), and the URL has both hosts."""
     url = server.new_database()
     standby = PostgresServer(cluster_name="standby")
     talker = None

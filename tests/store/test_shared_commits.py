@@ -482,7 +482,7 @@ def test_who_is_interrupted_while_it_waits_is_not_waited_for(
 def test_who_is_interrupted_when_it_is_woken_passes_its_turn_on(
     store: ConversationStore, plans: dict[int, list[str]], number: int
 ) -> None:
-    """The interrupted thread is the first of a group, in the middle, the last, or waits to read."""
+    """The interrupted thread is the first, a middle or the last thread of a group, or waits to read."""
     calls: list[Callable[[], object]] = [
         lambda: create(store, "a"),
         lambda: create(store, "b"),

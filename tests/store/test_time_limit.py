@@ -49,7 +49,7 @@ def test_a_transaction_that_runs_away_ends_and_changes_nothing(
 def test_a_read_that_runs_away_ends_and_the_next_one_is_answered(
     open_store: Open, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read on the store's connection, and one on a reader's connection."""
+    """One read uses the store's connection, and another read uses a reader's connection."""
     store = open_store(statement_seconds=seconds)
     create(store, "tea")
     reader = store.reader()

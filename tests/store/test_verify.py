@@ -17,7 +17,7 @@ from tests.store.talk import begin, create, reply, say, user
 
 @pytest.fixture
 def spoken(store: ConversationStore) -> ConversationStore:
-    """Conversation tea with two turns and a failed one, and cup, a fork of tea after its first turn."""
+    """Conversation `tea` has two turns and a failed turn. `cup` is a fork of `tea` after the first turn."""
     create(store, "tea", user("system", 1, 2))
     say(store, "tea", "r1", user("hi", 10, 11), reply("hello", 20, 21))
     say(store, "tea", "r2", user("more", 30), reply("yes", 40))

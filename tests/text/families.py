@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 """Small copies of the chat templates of model families, each with a tiny byte-level tokenizer.
 
-They keep the structure that matters: the constants, their order, and what a template does to contents, earlier
-turns and tools. They leave out the long instructions.
+The copies keep the structure that matters: the constants, their order, and how a template changes contents,
+earlier turns and tools. The copies leave out the long instructions.
 """
 
 from __future__ import annotations

@@ -38,14 +38,14 @@ MULTIPROCESSOR_KIB = {
     (10, 3): 228,
     (11, 0): 228,
 }
-BLOCKS_MAX = 2  # per multiprocessor: its registers hold no more
-ROWS_OF_A_MERGE = 4  # per block of merge_parts
-# Of copy_pages: more blocks do not copy faster over the bus, and take multiprocessors from the computation.
+BLOCKS_MAX = 2  # blocks per multiprocessor: its registers hold no more
+ROWS_OF_A_MERGE = 4  # rows per block of merge_parts
+# For copy_pages. More blocks do not copy faster over the bus, and take multiprocessors from the computation.
 BUS_COPY_BLOCKS, DEVICE_COPY_BLOCKS, COPY_THREADS = 4, 32, 1024
 
 
 def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.dtype) -> bool:
-    """Whether the kernels support these rows and this KV; if not, torch attends."""
+    """Whether the kernels support these rows and this KV. Otherwise torch computes the attention."""
     return (
         dtype in ELEMENTS
         and stored in (dtype, FP8.element)

@@ -40,7 +40,7 @@ class AttentionKind(NamedTuple):
 
 
 class SharedPages(NamedTuple):
-    """Groups of slices that begin with the same pages, which attention then reads once; on the host.
+    """Groups of slices that begin with the same pages, which attention reads once.  Arrays are on the host.
 
     All rows of a group's slices come after the group's pages.  On a CPU, sharing does not change results.  On
     a GPU, sharing changes how a row's result is summed, so results differ by rounding.

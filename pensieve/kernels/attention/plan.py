@@ -18,17 +18,16 @@ which take ⌈n / B⌉ waves, so the time is at most
 
 plus a cost for each wave (`WAVE_COST`).  Cutting also costs a merge, which is one more launch (`MERGE_COST`),
 and one more write and read of each row of a part (`ROWS_OF_A_PAGE`).  For the 128 rows of a wide tile, this
-write and read cost as much as eight pages.  The planner finds the smallest limit for the fewest possible
-waves, and the smallest limits for a few more waves.  It uses the limit with the least time, or cuts nothing
-if that takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do
-not leave most blocks idle in a second wave.  With many blocks, only contexts that exceed the mean share are
-cut.  No part is shorter than `PART_PAGES_MIN`.
+write and read cost as much as eight pages.  The planner tries the fewest possible number of waves and a few
+more, and finds the smallest limit for each number.  It uses the limit with the least time, or cuts nothing if
+that takes less time.  So a single long context uses all blocks, and 300 equal contexts on 264 blocks do not
+leave most blocks idle in a second wave.  No part is shorter than `PART_PAGES_MIN`.
 
-Sharing pages.  A pack's results are always parts.  The merge of a member combines the parts of its own
-context with its rows of the pack's parts.  So a pack costs one more part for each row, and one more block.  A
-pack is made if this costs less than reading the shared pages again (`_worth`).  The plan with packs is used
-if it takes less time than the plan without packs, by the formula above.  On an otherwise idle GPU, reading
-pages twice may cost less than the merge.
+Sharing pages.  A pack's results are always parts.  For each member of the pack, a merge combines the parts of
+the member's own context with the member's rows in the pack's parts.  So a pack costs one more part for each
+row, and one more block.  A pack is made if this costs less than reading the shared pages again (`_worth`).
+The plan with packs is used if it takes less time than the plan without packs, by the formula above.  On an
+otherwise idle GPU, reading pages twice may cost less than the merge.
 
 Items are sorted longest first: blocks start in this order, and short items fill the gaps at the end.
 Hopper's blocks are persistent, and take items forwards and backwards in turn
@@ -60,11 +59,11 @@ from pensieve.kernels.attention.tiles import (
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 PART_PAGES_MIN = 4
-WAVE_COST = 2  # in pages: to start and to finish a block
+WAVE_COST = 2  # cost in pages of starting and finishing a block
 WAVES_MORE = 3  # how many waves to try beyond the fewest possible
-MERGE_COST = 4  # in pages: one more launch
-# Rows of a part that move as many bytes as a page: floats, written and read, against keys and values of
-# two bytes each.
+MERGE_COST = 4  # cost in pages of one more launch
+# A page moves as many bytes as this number of rows of a part: a page has keys and values of two bytes each,
+# and a row has floats that are written and read.
 ROWS_OF_A_PAGE = PAGE_SLOTS * 2 * 2 // (2 * 4)
 ITEM, MERGE = 7, 8  # numbers per record
 
@@ -84,15 +83,15 @@ class Merge(NamedTuple):
     row_begin: int
     num_rows: int
     first_part_row: int
-    num_parts: int  # of its own context, `num_rows` apart
+    num_parts: int  # parts of its own context; each begins `num_rows` rows after the previous part
     first_pack_row: int = 0  # its first row in the first part of its pack
-    pack_stride: int = 0  # rows from a part of the pack to the next
+    pack_stride: int = 0  # rows from one part of the pack to the next part
     num_pack_parts: int = 0
 
 
 class Cut(NamedTuple):
     limit: int  # the longest allowed part, in pages
-    time: float  # of the work, in the cost of a page
+    time: float  # time of the work, in units of a page's time
 
 
 WorkCounts = Counter[tuple[int, int, bool]]  # cost, rows, whether it is always a part
@@ -103,7 +102,7 @@ class TileCosts(NamedTuple):
 
     made: PackedTiles
     step: int  # pages that the kernel reads at once
-    pack_costs: list[tuple[int, int]]  # of a page, and of all pages in whole steps
+    pack_costs: list[tuple[int, int]]  # cost of a page, and of all pages in whole steps
     tile_costs: list[tuple[int, int]]
 
     @classmethod
@@ -133,9 +132,9 @@ class TileCosts(NamedTuple):
 class BlocksAtOnce(NamedTuple):
     """How many blocks of a kernel a device runs at once."""
 
-    narrow: int  # of the kernel for narrow tiles; it also does wide tiles if `wide` is None
-    wide: int | None = None  # of the kernel for wide tiles alone
-    wide_step: int = 4  # pages that it reads at once; a part that ends in between wastes the rest
+    narrow: int  # blocks of the kernel for narrow tiles, which does wide tiles if `wide` is None
+    wide: int | None = None  # blocks of the kernel for wide tiles
+    wide_step: int = 4  # pages that the wide kernel reads at once, even if it needs fewer
 
 
 class Plan(NamedTuple):
@@ -143,7 +142,7 @@ class Plan(NamedTuple):
     wide_items: list[Item]  # longest first: for the kernel of wide tiles, if there is one
     merges: list[Merge]
     num_part_rows: int
-    pack_rows: tuple[int, ...] = ()  # of all packs: token · group + member
+    pack_rows: tuple[int, ...] = ()  # rows of all packs: token · group + member
 
 
 class DevicePlan(NamedTuple):

@@ -1,9 +1,9 @@
 """Divide an iteration's rows into tiles, and combine tiles that read the same pages into packs.
 
-A *row* is one query token with one query head of a KV head's group, so a slice of n tokens has n · group
-rows.  A *tile* is a run of rows of one slice, and reads the context up to its last token.  A slice of at most
-`narrow_max` rows is one narrow tile.  A longer slice is cut into wide tiles of `wide` rows.  The remaining
-rows are a narrow tile if they are at most `narrow_max`.
+Each KV head serves `group` query heads.  A *row* is one query token with one of these heads, so a slice of n
+tokens has n · group rows.  A *tile* is a run of rows of one slice, and reads the context up to its last
+token.  A slice of at most `narrow_max` rows is one narrow tile.  A longer slice is cut into wide tiles of
+`wide` rows.  The remaining rows are a narrow tile if they are at most `narrow_max`.
 
 If slices begin with the same pages (`SharedPages`), each of their tiles would read those pages again:
 
@@ -40,7 +40,7 @@ class Tiling(NamedTuple):
 
 
 class Tile(NamedTuple):
-    slice_index: int  # of a pack: the slice of its first member
+    slice_index: int  # for a pack: the slice of its first member
     row_begin: int
     num_rows: int
     key_begin: int  # a multiple of the page size
@@ -63,7 +63,7 @@ class PackedTiles(NamedTuple):
 
     tiles: list[Tile]  # in their order; members begin after their pack's pages
     packs: list[Tile]
-    rows: list[int]  # of all packs in sequence: token · group + member of the group
+    rows: list[int]  # rows of all packs: token · group + member of the group
     places: dict[int, tuple[int, int]]  # by member: its pack, and its first row there
 
 
@@ -106,7 +106,7 @@ def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list
 def packed(
     tiles: Sequence[Tile], packs: Sequence[Pack], lengths: Sequence[int], group: int
 ) -> PackedTiles:
-    """Combine tiles into these packs; `lengths` are those of the slices."""
+    """Combine tiles into these packs; `lengths` are the lengths of the slices."""
     made = PackedTiles(list(tiles), [], [], {})
     first_tokens = [0, *accumulate(lengths)]
     for index, pack in enumerate(packs):

@@ -333,7 +333,7 @@ def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 def takes_fused(rows: torch.Tensor, width: int) -> bool:
     """Whether csrc/cuda/fused_rows.cu supports these rows, of `width` or twice as many elements.
 
-    Its kernels need one launch where torch needs two launches.
+    The kernels of that file need one launch where torch needs two launches.
     """
     return bool(
         rows.is_cuda and rows.dtype in ELEMENTS and rows.is_contiguous() and width % FUSED_EACH == 0

@@ -86,7 +86,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Experts, of which each row uses `num_chosen`; the softmax over all experts gives their shares."""
+    """Experts. Each row uses `num_chosen` experts; the softmax over all experts gives the shares."""
 
     router: torch.Tensor  # (experts, inputs)
     experts: Sequence[MlpWeights]
@@ -142,7 +142,7 @@ class PagedRows(Protocol):
 class DenseLayer(Protocol):
     """One decoder layer."""
 
-    factor: float  # multiplies what each half adds to the residual
+    factor: float  # multiplies the outputs of attention and MLP, before the residual is added
 
     @property
     def weight_bytes(self) -> int: ...

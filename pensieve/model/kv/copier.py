@@ -128,8 +128,8 @@ class CpuCopier(Copier):
       these pages to no slice of an earlier iteration, and every layer of a later forward waits first.
     * A swap-out reads slots that earlier iterations wrote.  On a CPU, `launch` returns only after the
       forward has been computed.  So these forwards are over when `submit` is called, even if an earlier
-      iteration was not collected yet.  Those slots are not written again.  Full chunks never change.  Of a
-      partly filled chunk, only the first `num_slots` slots are copied, and new tokens go to later slots.
+      iteration was not collected yet.  Those slots are not written again.  Full chunks never change.  Only
+      the first `num_slots` slots of a partly filled chunk are copied, and new tokens go to later slots.
     * The core reuses neither page of a copy before that copy is reported, so no target is written twice
       and no source is overwritten.  The copy is reported under the lock, after the last layer.
     """
@@ -312,8 +312,8 @@ class CudaCopier(Copier):
       later waits for the layer's event.
     * A swap-out reads slots that earlier iterations wrote.  Their forwards may still run, so the first unit
       waits for an event that `submit` records on the computing stream, after all of these forwards.  Those
-      slots are not written again.  Full chunks never change.  Of a partly filled chunk, only the first
-      `num_slots` slots are copied.
+      slots are not written again.  Full chunks never change.  Only the first `num_slots` slots of a partly
+      filled chunk are copied.
     * The core reuses neither page of a copy before that copy is reported.  A copy is reported when the host
       has seen the event after its last layer.
     * A job keeps its tensors of page numbers, which may be on the device, until its copies are reported.

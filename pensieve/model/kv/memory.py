@@ -9,8 +9,9 @@ slot that was never written may hold anything.
 
     staging_arena              (2, staging_pages, 2, kv_heads, slots, row)
 
-Two arenas on the device hold the pages of streamed turns (core/iteration.py, `PageGroup`), one layer of one
-group at a time; all layers share them (streamer.py).  A staged page's number is its index in the group.
+Two arenas on the device, shared by all layers, hold the pages of streamed turns (core/iteration.py,
+`PageGroup`): one layer of one group at a time (streamer.py).  A staged page's number is its index in the
+group.
 
 Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and done one layer
 at a time, so copying can overlap with computing.
@@ -75,7 +76,7 @@ class PageMoves(NamedTuple):
         return cls(*table.T.contiguous())
 
     def in_pieces(self, chunk_tokens: int, tiles: int, tile_bytes: int) -> Pieces:
-        """Return a layer's moves as runs of whole pages, and of partial pages the beginning of each tile."""
+        """Return a layer's moves as runs of whole pages, and the beginnings of the tiles of partial pages."""
         page_bytes = tiles * tile_bytes
         rows: list[tuple[int, int, int]] = []
         for source, target, count in sorted(

@@ -71,7 +71,7 @@ class StagedStreamer:
         if streams is None:
             streams = InOrder() if device.type == "cpu" else copier.TorchStreams(device)
         self._streams = streams
-        self._moves: list[GroupMoves] = []  # of the current pass; empty between passes
+        self._moves: list[GroupMoves] = []  # moves of the current pass; empty between passes
         self._num_steps = 0
         self._loaded: list[copier.Event] = []  # one after each launched load
         self._attended = 0

@@ -36,7 +36,7 @@ from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe
 
 PROTOCOL = 1
 HANDSHAKE_SECONDS = 10.0
-FRAME_BYTES_MAX = 4096  # of a frame, until the peer has proved its identity
+FRAME_BYTES_MAX = 4096  # limit of a frame until the peer has proved its identity
 NONCE_BYTES = 32
 KEEPALIVE_SECONDS = 5  # a machine that does not answer for four times as long counts as dead
 COMPARED = ("protocol", "pensieve", "torch", "transformers", "device", "model")
@@ -53,7 +53,7 @@ class RankIdentity(NamedTuple):
     model: str  # fingerprint of the weights
     host: str
     device_index: int
-    folder: str  # of the model, on the rank's machine
+    folder: str  # folder of the model on the rank's machine
     num_threads: int
 
 

@@ -13,7 +13,7 @@ numbers.
     all_loaded                       ──>
       ──── all probe: the same forwards, collectives in them ─────
                                      <──        probed, and the shape of its part
-  (a GPU's: measure                  ──>        the largest batch, together
+  (on a GPU: measure                 ──>        the largest batch, together
                                      <──        measured)
     pages                            ──>        allocates both tiers
                                      <──        ready
@@ -67,7 +67,7 @@ class Tally:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._changed = threading.Condition()
-        self._counts: Counter[int] = Counter()  # of copies that only some ranks have finished
+        self._counts: Counter[int] = Counter()  # copies that only some ranks have finished
         self._finished: list[int] = []
         self._reason: str | None = None
 

@@ -1,4 +1,4 @@
-"""Hold, on rank 0, the keys by which ranks find each other when they enter the process group.
+"""Hold, on rank 0, the key-value store in which ranks find each other when they enter the process group.
 
     rank 0   init_process_group ── RankStore ──> Keys <── the thread that receives from rank n
     rank n   init_process_group ── RankStore ── pipe ──────────────┘

@@ -66,7 +66,7 @@ class Rank(ABC):
 
     @abstractmethod
     def store(self) -> RankStore:
-        """Return the store by which the ranks find each other."""
+        """Return the key-value store in which the ranks find each other."""
 
     def enter_group(self, device: torch.device, address: str = "") -> None:
         """Enter the process group; all ranks must do so at the same time.

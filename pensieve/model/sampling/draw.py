@@ -4,8 +4,8 @@
 library chooses the order by the batch's shape, the number of threads and the device.  So this module never
 sums floats.  A token's probability becomes the integer `weight = floor(2^s exp((x - max) / T))`, which is an
 elementwise function.  All sums, cumulative sums and comparisons use integers and are exact in any order.
-s keeps a row's sum below 2^62.  Tokens less likely than 2^-s of the likeliest token (2^-44 for 150,000
-tokens) are never drawn.
+s keeps a row's sum below 2^62.  A token is never drawn if its probability is less than 2^-s times that of the
+likeliest token (2^-44 for 150,000 tokens).
 
 **The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
 int64, so that no two tokens tie and a partial sort is a prefix of the full sort.  Every cut keeps a prefix of
@@ -40,7 +40,7 @@ from pensieve.model.sampling.penalties import Row
 from pensieve.model.transfer import indices, reading_is_free, upload
 from pensieve.sampling import Sampling
 
-SIGMA_STEPS = 1 << 12  # per unit of logit: distances are rounded to whole steps
+SIGMA_STEPS = 1 << 12  # steps per unit of logit; distances are rounded to whole steps
 SIGMA_DISTANCE_MAX = 256.0  # larger distances from the largest logit are clamped to this
 HEAD_WIDTHS = (256, 8192)  # numbers of likeliest tokens to try before the whole row
 
@@ -169,7 +169,7 @@ def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
 
     # Each cut keeps a prefix; `kept` is the shortest prefix, as far as the head shows it.
     top_k_mass = torch.where(top_k < vocab_size, upto.gather(1, top_k.clamp(max=width) - 1), total)
-    top_p_mass = (top_p * top_k_mass).ceil().to(torch.int64).clamp(min=1)  # exact to 2^-53 of it
+    top_p_mass = (top_p * top_k_mass).ceil().to(torch.int64).clamp(min=1)  # relative error: 2^-53
     weight_min = (min_p * 2.0 ** _weight_bits(vocab_size)).ceil().to(torch.int64).clamp(min=1)
     rank = torch.arange(width, device=values.device)
     kept = (rank < top_k) & (upto - weights < top_p_mass) & (weights >= weight_min)

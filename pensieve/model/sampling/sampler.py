@@ -3,7 +3,7 @@
 **Steps for a row**, in this order:
 
 1. A row with NaN or infinite raw logits yields None: only that turn fails.
-2.  The repetition penalty applies to the ids of the whole context: a positive logit is divided by the
+2. The repetition penalty applies to the ids of the whole context: a positive logit is divided by the
    penalty, a negative logit is multiplied by it.  Presence and frequency penalties apply to the ids of this
    reply.  Then logit_bias is added.  Overflow is clamped to float32.
 3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are masked.  With

@@ -1,4 +1,4 @@
-"""How much hostile HTTP/2 peers without a token can make a daemon keep in memory."""
+"""A daemon keeps little in memory for hostile HTTP/2 peers without a token."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def thinking_and_calls() -> list[str]:
 
 
 def agent_loop(client: openai.OpenAI, *, stream: bool) -> list[Any]:
-    """Run the agent and return the headers of all answers. It sends back the SDK's own messages."""
+    """Run the agent and return the headers of all answers. The agent sends back the SDK's own messages."""
     messages: list[Any] = [{"role": "user", "content": "Look around."}]
     seen = []
     for _ in range(TURNS + 1):

@@ -1,4 +1,4 @@
-"""Hostile schemas and grammars. Each is answered or refused by name, and chats continue meanwhile."""
+"""Each hostile schema or grammar is answered or refused by name, and chats continue meanwhile."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def replica_at(name: str, data: Path) -> Replica:
 
 @contextmanager
 def replicas_in(folder: Path) -> Iterator[Replicas]:
-    """Start the daemons. a has served x and y; b has served x after a, and z; c has served nothing."""
+    """Start the daemons: `a` serves x and y, then `b` serves x and z. `c` serves nothing."""
     with ExitStack() as stack:
         rigs, alive = {}, []
         for name in ("a", "b", "c"):

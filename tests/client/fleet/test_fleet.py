@@ -149,7 +149,7 @@ def test_tenants_and_checks_of_all(world: Replicas) -> None:
     found = with_fleet(world.alive, Fleet.tenants)
     (whole,) = tenants_of(values(found))
     stored = [tenant.stored_bytes for each in values(found) for tenant in each.tenants]
-    assert len(stored) == 2  # c has no tenants, because nothing has called it
+    assert len(stored) == 2  # `c` has no tenants, because no client has called it
     assert (whole["name"], whole["turns"]) == ("", 0)
     assert whole["stored_bytes"] == max(stored) > 0
     checked = with_fleet(world.all, Fleet.check, HANG_SECONDS)

@@ -1,8 +1,8 @@
 """The order of eviction: compare every decision of the queues with a search through all chunks.
 
 retention_value = cost of recomputing the chunk / idle seconds (at least one), summed over its holders.
-A queue rounds values down to classes with a ratio of 1.1. So the chosen chunk may be worth up to 1.1 times
-the least valuable chunk.
+A queue puts chunks into classes by value. Values in one class differ by at most a factor of 1.1. So the
+chosen chunk may be up to 1.1 times as valuable as the least valuable chunk.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_with_more_than_64_holders_the_value_is_a_lower_bound(seed: int) -> None:
-    """The queue weighs 64 of n holders one by one. Values are never too high, and at most n / 64 too low."""
+    """The queue weighs 64 of n holders. Values are never too high, and at most n / 64 times too low."""
     rng, forest = random.Random(seed), value_forest()
     forest.now = 10_000.0
     for _ in range(12):
@@ -326,7 +326,7 @@ def test_there_are_64_classes_and_the_dearest_share_the_last() -> None:
 
 
 def test_value_keeps_trailing_chunks_longer_than_leading_ones() -> None:
-    """Leading chunks are cheap to recompute. So `a` loses its first chunks, and expensive chunks stay."""
+    """Leading chunks are cheap to recompute, so `a` loses only its first chunks."""
     stage = Stage(16, 0, policy="value")
     stage.say("a", 24)
     stage.wait(10.0)
@@ -357,7 +357,7 @@ def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whoever_says_good_bye_makes_room_first(policy: str) -> None:
-    """b was used last, but its client has said that it will be away. a may return at any time."""
+    """`b` was used last, but its client has said that it will be away. `a` may return at any time."""
     stage = Stage(16, 0, policy=policy)
     stage.say("a", 15)
     stage.until_ended(stage.ask("b", 15, away_seconds=600.0))

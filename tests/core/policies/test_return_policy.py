@@ -40,7 +40,7 @@ def live(
     gap: float,
     ended: EndedTurn = MESSAGE,
 ) -> float:
-    """Simulate first turns, one a second. A share `returns` of them returns after about `gap` seconds."""
+    """Simulate one first turn per second. The fraction `returns` returns after about `gap` seconds."""
     draw = random.Random(int(now))
     due: list[tuple[float, str]] = []
     end = now + seconds
@@ -213,7 +213,7 @@ def test_no_word_of_a_client_makes_it_count_for_more() -> None:
 
 
 def test_what_was_learned_fades() -> None:
-    """The times of returns go back to the prior. Weights stay, but become easy to change again."""
+    """The learned times of returns fade to the prior. Weights stay, but new turns can change them easily."""
     model = ReturnModel()
     now = live(model, 0.0, 1800.0, 0.9, 10.0)
     assert model.worth(60.0) < 0.1 * model.worth(0.0)

@@ -46,7 +46,7 @@ def test_a_conversation_that_is_put_again_is_held_once() -> None:
 
 
 def play(trial: Trial, now: float, rounds: int, good: int, after: int) -> float:
-    """Run conversations of 40 tokens in buckets 0 and 1, alternately. Those of bucket `good` return later."""
+    """Run conversations of 40 tokens in buckets 0 and 1, alternately. Only bucket `good` returns later."""
     for number in range(rounds):
         trial.turn_ended(f"{now}", number % 2, EndedTurn(0, 0, 40), now)
         if number >= after and (number - after) % 2 == good:
@@ -59,7 +59,7 @@ def test_what_was_learned_is_trusted_when_it_pays_and_only_then() -> None:
     """There is room for four conversations.
 
     If bucket 1 returns after six turns, its conversations are kept only if the learned order is trusted. If
-    bucket 0 returns after two turns, its conversations are kept only if it is not trusted.
+    bucket 0 returns after two turns, its conversations are kept only if that order is not trusted.
     """
     trial = Trial(likely, float)
     trial.set_capacity(160)

@@ -1,10 +1,9 @@
 """Run csrc/cpu, compiled for ARM, in an emulated ARM processor inside this process.
 
-The emulator is Unicorn. The program in it runs without an operating system; bare.cpp has the few library
-functions that it needs. It uses this process's memory at the same addresses: memory that the program touches
-is mapped for the call. So tensors are passed directly, and the C interface is that of the library. As a
-pytest plug-in (`-p tests.kernels.arm`), this module replaces the loader for libraries that are compiled for
-ARM.
+The emulator is Unicorn. The emulated program runs without an operating system; bare.cpp has the few library
+functions that the program needs. Memory of this process that the program touches is mapped at the same
+address for the call. So tensors are passed directly, through the library's C interface. As a pytest plug-in
+(`-p tests.kernels.arm`), this module replaces the loader for libraries that are compiled for ARM.
 
 Unicorn supports NEON and products of bytes. It lacks products of bfloat16 and of mixed signs (BF16, I8MM).
 This module executes those in Python, as the ARM manual describes them.

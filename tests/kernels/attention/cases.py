@@ -21,7 +21,7 @@ from pensieve.kernels.kv_format import FP8, INT8, dequantised, quantised
 NAN = float("nan")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 TYPES = list(TOLERANCE)
-# Decodes, pieces of prefill, and two slices of one turn.
+# A batch with decodes, pieces of prefill, and two slices of one turn.
 MIXED = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 500, 70), (5, 63, 1)]
 Slice = tuple[int, int, int]  # turn, start, length
 Front = tuple[int, list[int]]  # number of shared pages, turns that begin with these pages

@@ -158,7 +158,7 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) 
 def test_rows_are_rounded_to_the_bytes_that_torch_gives(
     dtype: torch.dtype, head_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also rows of zeros, denormal numbers, NaN or infinity, and values half way between two codes."""
+    """The rows include zeros, denormal numbers, NaN, infinity, and values half way between two codes."""
     draw = torch.Generator().manual_seed(head_size)
     exponents = torch.randn((2, 200, 2, 1), generator=draw) * (1 if dtype == torch.float16 else 6)
     key, value = (torch.randn((2, 200, 2, head_size), generator=draw) * exponents.exp()).unbind()

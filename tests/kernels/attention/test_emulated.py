@@ -73,7 +73,7 @@ def attend(
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
 def test_any_mix_of_slices_over_scattered_pages(head_size: int, heads: int, kv_heads: int) -> None:
-    """Decodes, pieces of prefill, two slices of one turn. Items get their rows in every possible way."""
+    """A batch has decodes, pieces of prefill, and two slices of one turn."""
     attend(MIXED, heads, kv_heads, head_size)
 
 
@@ -136,7 +136,7 @@ def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("backwards", "early"), [(False, False), (True, True)])
 def test_few_rows(head_size: int, backwards: bool, early: bool) -> None:
-    """Decodes and short pieces of one to sixteen rows (one is cut), beside a prompt's wide tile."""
+    """Decodes and short pieces have one to sixteen rows. One of them is cut. A prompt has a wide tile."""
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
     order: dict[str, Any] = {"backwards": backwards, "early": early}
     assert attend(slices, 4, 1, head_size, blocks_at_once=6, **order).merges
@@ -154,7 +154,7 @@ def test_each_of_hoppers_items_is_done(last: int, num_items: int) -> None:
 
 @pytest.mark.parametrize("heads", [2, 8, 14])
 def test_merges_of_few_and_of_many_rows_share_a_list(heads: int) -> None:
-    """A decode of one to seven rows beside a wide tile. Surplus rows of a merge belong to no turn."""
+    """A decode of one to seven rows runs beside a wide tile. Surplus rows of a merge belong to no turn."""
     assert len(attend([(0, 1500, 1), (1, 900, 64)], heads, 2, 64, blocks_at_once=24).merges) >= 2
 
 
@@ -211,7 +211,7 @@ def test_with_kv_in_bytes_a_block_takes_no_more(head_size: int) -> None:
 
 
 def test_slices_and_items_of_nothing() -> None:
-    """A slice without tokens, and an item without rows that only fills a list."""
+    """The batch has a slice without tokens, and an item without rows that only fills a list."""
     attend([(0, 10, 2), (0, 12, 0), (1, 0, 1)], 2, 1, 64)
 
 
@@ -223,7 +223,7 @@ def test_slices_and_items_of_nothing() -> None:
 def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
     kv_format: str, poison: float, length: int, side: int
 ) -> None:
-    """In rows of all kinds of items. If a NaN byte were copied as a plain number, it would read as 480."""
+    """Rows of all kinds of items get a NaN. If a NaN byte were read as a plain number, it would be 480."""
     case = Case([(0, 20, length), (1, 20, length)], 2, 1, 64, torch.bfloat16, kv_format)
     case.poison(1, 5, side, poison)
     case.query[:, :, 5] = 1.0  # so that no weight becomes zero

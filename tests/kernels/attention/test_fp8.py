@@ -21,7 +21,7 @@ EVERY_BYTE = torch.arange(256).to(torch.uint8).view(FP8.element)
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_any_mix_of_slices_over_pages_of_bytes(head_size: int) -> None:
-    """Decodes, pieces of prefill, two slices of one turn. Items get their rows in every possible way."""
+    """A batch has decodes, pieces of prefill, and two slices of one turn."""
     attend(MIXED, 6, 2, head_size, kv_format="fp8")
 
 
@@ -43,7 +43,7 @@ def same_bytes(found: torch.Tensor, right: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
-    """fp8 numbers, numbers half way between two of them, their neighbours; too large, too small, NaN."""
+    """Inputs are fp8 numbers, midpoints of two of them, neighbours of these numbers, extremes and NaN."""
     bytes_ = EVERY_BYTE.float()
     between = (bytes_[:-1] + bytes_[1:]) / 2
     rows = torch.cat([bytes_, between, between * 1.01, between * 0.99, torch.randn(2048) * 3])
@@ -78,7 +78,7 @@ def test_what_exceeds_a_float_once_it_is_scaled_is_cut_off_and_only_what_is_not_
     pages = (arena[:, 0], arena[:, 1])
     if kernel == "write_kv":
         run(cuda.write_kv_launch(key, value, slots, *pages, scales))
-    else:  # rotated keys: by an angle of zero, and most values not at all
+    else:  # the kernel rotates four values of each key, by an angle of zero
         cosine, sine = (torch.full((3, 4), each, dtype=torch.bfloat16) for each in (1.0, 0.0))
         key[:, :, :4] = extremes[:4]
         out = torch.empty_like(key)

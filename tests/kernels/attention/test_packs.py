@@ -113,7 +113,7 @@ def test_each_row_sees_each_position_once(seed: int) -> None:
 def test_decodes_over_shared_pages_read_them_once(
     blocks: BlocksAtOnce, waves_more: int | None
 ) -> None:
-    """32 slices of one query over 2,048 shared and 128 own tokens: 64 pages for all, and 5 for each."""
+    """32 slices have one query each, 64 shared pages, and 5 pages of their own."""
     lengths, starts = [1] * 32, [2048 + 128] * 32
     shared = shared_of([0] * 32, [64])
     plan = plan_work(lengths, starts, 4, 8, TILING, blocks, waves_more, shared)
@@ -144,7 +144,7 @@ def test_a_slice_alone_in_its_group_is_as_it_was() -> None:
 
 
 def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
-    """Questions of 10 to 12 tokens. Slices of 40, 48 and 40 rows are packed; one of 44 rows is not."""
+    """Four slices have 40, 48, 40 and 44 rows. The first three fill a pack of 128 rows."""
     lengths, starts = [10, 12, 10, 11], [3200] * 4
     shared = shared_of([0] * 4, [100])
     plan = plan_work(lengths, starts, 4, 8, TILING, BlocksAtOnce(216), shared=shared)
@@ -163,7 +163,7 @@ def test_wide_tiles_are_packed_where_one_kernel_does_all() -> None:
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (6, 2)])
 def test_shared_pages_beside_others(head_size: int, heads: int, kv_heads: int) -> None:
-    """Two groups, packs of few and of many rows, a slice without shared pages, a slice of several tiles."""
+    """The batch has two groups, a slice without shared pages, and a slice of several tiles."""
     slices = [(0, 200, 1), (1, 197, 2), (2, 20, 3), (3, 192, 1), (4, 400, 9), (5, 385, 30)]
     slices += [(6, 192, 12), (7, 300, 150)]
     fronts = [(6, [0, 1, 3, 6]), (12, [4, 5])]

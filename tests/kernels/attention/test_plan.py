@@ -131,7 +131,7 @@ def test_one_long_context_fills_the_machine() -> None:
 
 
 def test_a_last_wave_that_would_be_almost_empty_is_avoided() -> None:
-    """300 equal blocks, 264 at once, would take the time of two waves for 1.14 waves of work."""
+    """Without cuts, 300 equal blocks would take two waves, because the device runs 264 blocks at once."""
     whole = 300 * (3200 // PAGE_SLOTS) / 264
     plan = plan_work([1] * 300, [3199] * 300, 1, 1, TILING, BlocksAtOnce(264))
     assert makespan(plan, 1, 264) < 1.3 * whole
@@ -188,7 +188,7 @@ def over_ideal(plan: Plan, kv_heads: int, snake: bool = True) -> float:
 def test_wide_work_is_planned_for_the_blocks_that_hoppers_kernel_runs(
     length: int, start: int, limit: float
 ) -> None:
-    """The heads of Llama 3 8B on 132 multiprocessors."""
+    """The plans are for the heads of Llama 3 8B on 132 multiprocessors."""
     plan = plan_work([length], [start], 4, 8, TILING, HOPPER)
     check(plan, [length], [start], 4, TILING)
     assert over_ideal(plan, 8) <= limit
@@ -206,7 +206,7 @@ def test_for_twice_as_many_blocks_a_prompt_would_be_cut_and_merged() -> None:
 
 
 def test_a_prompt_beside_decodes_is_neither_cut_nor_merged() -> None:
-    """512 tokens over a context of 4,000, beside 64 decodes over 1,000. Each kind fills its own kernel."""
+    """512 tokens with a context of 4,000 run beside 64 decodes. Each kind fills its own kernel."""
     lengths, starts = [512] + [1] * 64, [4000] + [1000] * 64
     plan = plan_work(lengths, starts, 4, 8, TILING, HOPPER)
     check(plan, lengths, starts, 4, TILING)

@@ -88,7 +88,7 @@ def test_random_groups(seed: int) -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_shared_pages_are_read_once() -> None:
-    """A pack reads the pages of its first member. A member with other pages therefore gets another result."""
+    """A pack reads the pages of its first member. So a member with other pages gets another result."""
     draw = torch.Generator().manual_seed(1)
     arena = torch.randn((32, 2, 1, 32, 64), generator=draw)
     table = torch.stack([torch.arange(16), torch.arange(16, 32)]).int()

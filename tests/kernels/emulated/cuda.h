@@ -4,13 +4,13 @@
 // block is a fiber with its own stack. A fiber runs until it waits for others (at a barrier, or in an instruction of
 // the whole warp). Then the next fiber runs. Blocks run one after another.
 //
-// This finds wrong indices and fragments, barriers that not all threads reach, and reads outside a tensor where
-// tests put guards. It finds missing waits for asynchronous copies, because a copy happens only when it is waited for.
-// With `early`, copies happen at once, which finds memory that is overwritten too early. Shared memory is filled with
+// The emulation finds wrong indices and fragments, barriers that not all threads reach, and reads outside a tensor
+// where tests put guards. It finds missing waits for asynchronous copies, because a copy happens only when a thread
+// waits for the copy. With `early`, copies happen at once, which finds memory that is overwritten too early. Shared memory is filled with
 // NaN before each block, which finds uses before a write, or beyond the size that the launch asks for. The order of
 // the fibers can be reversed, which finds results that depend on the order.
 //
-// It cannot find missing fences, errors of a GPU compiler, races within one run of a fiber, or slow code.
+// The emulation cannot find missing fences, errors of a GPU compiler, races within one run of a fiber, or slow code.
 #pragma once
 #include <cmath>
 #include <cstdint>

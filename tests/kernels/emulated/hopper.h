@@ -1,7 +1,7 @@
 // The functions of csrc/include/hopper.h on emulated threads; see cuda.h.
 //
-// Asynchronous work happens as late as possible. A box is copied when a thread waits for its barrier. A product is
-// computed when it is waited for, and reads its operands then. With `early`, boxes are copied at once.
+// Asynchronous work happens as late as possible. A box is copied when a thread waits for its barrier. A product
+// reads its operands and is computed when a thread waits for it. With `early`, boxes are copied at once.
 #pragma once
 #include <map>
 

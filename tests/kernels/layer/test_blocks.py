@@ -1,4 +1,4 @@
-"""Products of many rows, which do not stay in the cache from one panel of weights to the next."""
+"""Products of so many rows that the cache cannot keep them while the weights are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("inputs", [2752, 4096])
 def test_a_row_among_many_is_the_same_as_alone(int8: bool, inputs: int) -> None:
-    """More inputs than fit into one step. Rows of the second step are 8 KiB apart and are copied first."""
+    """The inputs need two steps. Rows of the second step are 8 KiB apart and are copied first."""
     weights = [drawn(70, inputs, seed=seed) for seed in (1, 2)]
     packed = cpu.CpuPackedWeights(weights, activation="silu", int8=int8)
     given = drawn(270, inputs, seed=3) * inputs**0.5

@@ -122,7 +122,7 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_far_from_zero(activation: Activation) -> None:
-    """Inputs for which exponentials overflow, and NaN."""
+    """Inputs are NaN, or so large that exponentials overflow."""
     values = torch.tensor([0.0, -0.0, 1e-30, 3.0, -3.0, 88.0, -88.0, 200.0, -200.0, 1e18, -1e18])
     count = len(values)
     gate, up = torch.diag(values), torch.zeros(count, count)
@@ -155,7 +155,7 @@ def test_layer_norms(dtype: torch.dtype, width: int) -> None:
     weight, bias = (drawn(width, dtype=torch.float32, seed=seed) + 1 for seed in (1, 3))
     for each in (bias, None):
         norm = cpu.CpuNorm(NormWeights(weight, 1e-5, each, centred=True))
-        # The values are large compared with their differences. The mean of squares would lose these.
+        # The values are large compared with their differences, which the mean of squares would lose.
         given = (drawn(30, width, dtype=torch.float32, seed=2) * 50 + 300).to(dtype)
         given[3] = 7.0
         wide = given.double()
@@ -202,7 +202,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     [(64, 96, 1), (63, 33, 5), (5, 1, 3), (512, 256, 25), (96, 70, 300)],
 )
 def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
-    """Exact except for the rounding of weights and rows, each to 127 steps of its largest value."""
+    """Results are exact, except that weights and rows are rounded to 127 steps of their largest value."""
     weight = drawn(outputs, inputs, dtype=dtype, seed=1)
     bias = drawn(outputs, dtype=dtype, seed=2)
     given = drawn(rows, inputs, dtype=dtype, seed=3) * inputs**0.5

@@ -1,4 +1,4 @@
-"""How many bytes large products in tiles load into the second-level cache, by a model of the cache.
+"""Count the bytes that large tiled products load into the second-level cache, with a model of the cache.
 
 No machine with AMX was available for timing. These counts come from the library's own loads and stores, in
 their real order.
@@ -25,7 +25,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def counted(program: Path, shape: tuple[int, int, int], kilobytes: int) -> tuple[int, int, int]:
-    """Return the bytes loaded and stored, the bytes that miss the cache, and the misses panel by panel."""
+    """Return the bytes of all loads and stores, of cache misses, and of cache misses without blocks."""
     arguments = [str(each) for each in (*shape, kilobytes)]
     ran = subprocess.run([program, *arguments], capture_output=True, check=True, text=True)
     touched, missed, by_panel = map(int, ran.stdout.split())
@@ -47,7 +47,7 @@ def test_a_block_reads_its_rows_and_weights_once(
     # Sums that are stored and loaded again add little to the loads of a step.
     rows, inputs, outputs = shape
     assert touched <= 1.15 * (rows // 32 * inputs // 32 * outputs // 32 * 4096)
-    # As if two threads shared the cache.
+    # Half the cache, as if two threads shared it.
     _, missed, by_panel = counted(counting, shape, 1024)
     assert missed <= 1.3 * floor(*shape)
     assert by_panel >= 3 * missed

@@ -1,8 +1,8 @@
 // Counts the bytes that products in tiles load into a modelled second-level cache, without doing the arithmetic.
 //
-// Arguments: rows, inputs, outputs, KiB of the cache. Prints three numbers of bytes for one thread: what its tiles load
-// and store; what of this misses the cache if products are cut as in the library; and the same if they are computed
-// panel by panel.
+// Arguments: rows, inputs, outputs, KiB of the cache. Prints three numbers of bytes for one thread: the bytes that its
+// tiles load and store; the bytes that miss the cache if products are computed in blocks, as in the library;
+// and the bytes that miss the cache without blocks, one panel of weights after another.
 //
 // The cache has lines of 64 bytes, 16 lines in a set, and evicts the least recently used line. Results of rows and too
 // early prefetches are not counted.

@@ -1,4 +1,4 @@
-"""Layers that are replaced by compiled layers: which ones, and undone if logits would differ."""
+"""Which layers are replaced by compiled layers, and how this is undone if logits differ."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ class TwoInputs(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rotation_that_small_queries_hardly_show_is_not_added(dtype: torch.dtype) -> None:
-    """In 16 bits, rotating such a layer changes the result by less than rounding may."""
+    """In 16 bits, a rotation changes the layer's result by less than rounding may."""
     form = copy.deepcopy(IN_COMPILED_LAYERS["queries and keys that some layers do not rotate"])
     flat = FlatModel(tiny_model(form, std=0.1).to(dtype))
     probe(flat)
@@ -361,7 +361,7 @@ def test_a_norm_of_two_inputs_is_none_of_the_form_and_its_layer_stays() -> None:
 
 
 class NullExpert(torch.nn.Module):
-    """Experts of which the first returns zeros."""
+    """Experts. The first expert returns zeros."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()
@@ -533,7 +533,7 @@ def undecided_routers() -> Any:
 
 
 def test_rounding_may_choose_other_experts() -> None:
-    """Such a compiled layer is as far from the exact layer as the module is at its own precision."""
+    """The compiled layer's error is as large as the module's own error in this precision."""
     plain = undecided_routers()
     rounded = copy.deepcopy(plain).to(torch.bfloat16)
     flat = FlatModel(copy.deepcopy(rounded))
@@ -541,7 +541,7 @@ def test_rounding_may_choose_other_experts() -> None:
     assert flat.form.startswith("layers in C++")
     positions = torch.arange(len(PROMPT))
     torch.manual_seed(0)
-    own, ours = [], []  # an error for each row; a single prompt would leave this to luck
+    own, ours = [], []  # errors of the rows; those of a single prompt vary too much
     for _ in range(20):
         ids = torch.randint(0, plain.config.vocab_size, (len(PROMPT),))
         with torch.inference_mode():

@@ -1,8 +1,8 @@
 """Streams and events that behave like a GPU's, on a CPU: launched work happens late, in any order.
 
-A stream is a queue. Nothing in it runs until an event is waited for or queried. Then the heads of the queues
-run one at a time, always from a random stream. A head that waits for an event stays until that event has been
-reached. So if the code misses a wait, some seed runs the work in a wrong order.
+A stream is a queue of work. Nothing runs until the code waits for an event or queries it. Then the heads of
+the queues run one at a time, always from a random queue. A head that waits for an event stays in its queue
+until that event has been reached. So if the code misses a wait, some seed runs the work in a wrong order.
 """
 
 from __future__ import annotations

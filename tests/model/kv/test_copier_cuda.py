@@ -76,7 +76,7 @@ def collect(copier: CudaCopier, count: int) -> list[int]:
 def test_pages_go_out_and_come_back_whatever_the_order(
     seed: int, unit_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each iteration writes pages, swaps out those of the previous iteration, and swaps in others to read."""
+    """Each iteration writes pages, swaps out pages of the previous iteration, and swaps in pages to read."""
     layer_bytes = 2 * SIZE * 4 * 4  # one layer of a page
     monkeypatch.setattr("pensieve.model.kv.copier.UNIT_BYTES", unit_layers * layer_bytes * 2)
     monkeypatch.setattr("pensieve.model.kv.copier.LAYERS_AHEAD", 1 + seed % 3)

@@ -1,7 +1,7 @@
 """The streamer: the pages that passes load, attend to and store, on streams that run everything late.
 
-Attention is checked on the compute stream. Each page in its arena must contain what earlier iterations left
-on the host. The new slots of the page are written there, too. Swaps run beside the passes.
+The simulated attention runs on the compute stream. It checks that each page in the arena contains what
+earlier iterations left on the host, and writes the new slots of the page. Swaps run beside the passes.
 """
 
 from __future__ import annotations

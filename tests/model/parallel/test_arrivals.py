@@ -143,7 +143,7 @@ def test_whatever_else_comes_is_refused(sent: bytes) -> None:
 def test_a_frame_has_so_many_bytes_and_no_more(
     is_trusted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limits for a trusted rank and for a stranger. A longer frame is not read, even if it is valid."""
+    """A stranger has a lower limit than a trusted rank. A longer frame is not read, even if it is valid."""
     monkeypatch.setattr("pensieve.engine.pipe.FRAME_BYTES_MAX", 8192)
     bytes_max = 8192 if is_trusted else FRAME_BYTES_MAX
     for num_bytes, is_taken in ((bytes_max, True), (bytes_max + 1, False)):

@@ -171,7 +171,7 @@ def traffic(world: World, seed: int) -> Counter[str]:
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
 def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, loaded: Loaded) -> None:
-    """Models with grouped heads and with experts, and every movement of pages."""
+    """The models have grouped heads or experts, and pages move in every way."""
     folder, model = folder_of(family), loaded(family)
     plain = plain_model(folder)
     with parallel_world(folder) as two:
@@ -321,7 +321,7 @@ class Replayer(Recorder):
 
 
 def test_a_whole_engine_on_two_ranks_is_exact(tmp_path: Path) -> None:
-    """Every reply of a crowd equals the reply of plain transformers, and that of one rank.
+    """Every reply equals the reply of plain transformers, and the reply of one rank.
 
     Chunks are swapped, dropped and recomputed; turns are suspended, forked and cut. Plans depend on when
     copies finish, which differs from run to run. So two ranks run first, and their copies are recorded. Then

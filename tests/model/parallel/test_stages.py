@@ -121,7 +121,7 @@ def pieces(tokens: list[int], cuts: list[int]) -> list[Slice]:
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "opt", "gemma", "qwen3-moe", "gpt-neox"])
 def test_two_stages_compute_what_the_whole_model_computes(family: str, folder_of: FolderOf) -> None:
-    """Tied and untied embeddings, position tables, embedding factors, experts, and layers with more norms."""
+    """Families differ in tied embeddings, position tables, embedding factors, experts and norms."""
     folder = folder_of(family)
     parts = InOneProcess(folder, 2)
     reference = Reference(folder)
@@ -203,7 +203,7 @@ def test_a_packed_iteration_has_its_tokens_where_the_first_stage_needs_them() ->
 def test_a_whole_engine_in_stages_is_exact(
     tmp_path: Path, num_stages: int, num_shards: int
 ) -> None:
-    """Every reply of a crowd equals the reply of plain transformers.
+    """Every reply equals the reply of plain transformers.
 
     Chunks are swapped, dropped and recomputed; turns are suspended, forked and cut. As many iterations are in
     flight as there are stages.

@@ -83,7 +83,7 @@ def test_neither_the_order_of_threads_nor_the_rest_of_the_batch_matters() -> Non
 
 
 def test_rows_of_equals_of_masks_and_of_extremes() -> None:
-    """All logits equal (-0 equals 0), almost all ids masked, weights near overflow, extreme values."""
+    """Rows have equal logits (-0 equals 0), few unmasked ids, weights near overflow, or extreme values."""
     values = torch.stack(
         [
             torch.zeros(600),
