@@ -270,7 +270,7 @@ class Eviction:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until enough pages will be available: `required_pages` and the mark.
+        """Plan copies to the host until the required pages, or the mark's pages if more, will be available.
 
         `written`: the chunks that this iteration writes.
         """

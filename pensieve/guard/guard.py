@@ -7,8 +7,8 @@
 
 A call counts from authentication until its client has received the end of the answer, or has disconnected. A
 call above the tenant's limit `calls_max` is refused before its request is received. For methods that clients
-retry after a disconnect, the limit is twice as high. Calls and errors of a tenant in debt are delayed
-(limits.py).
+retry after a disconnect, the limit is twice as high. If a tenant has used more than its rates allow, its
+calls and errors are delayed (limits.py).
 
 The daemon that forwards a call authenticates, counts, admits and audits it. The owner of the conversation
 applies only the limits of request bodies. If the daemons share no secret, the owner audits the call, too.
@@ -167,7 +167,7 @@ class GuardedCall:
     def enter_forwarded(self, by: Caller) -> Caller:
         """Admit the caller of a forwarded call. The forwarding daemon has authenticated and counted the call.
 
-        A call from a peer was audited by that peer. Any other forwarded call is audited here.
+        If the daemons share a secret, the forwarding daemon audits the call. Otherwise it is audited here.
         """
         self.caller = by
         if by.is_peer:
