@@ -57,9 +57,9 @@ class CallKind(NamedTuple):
     """Properties of a method or endpoint that the guard uses."""
 
     access: Access = Access.CALLER
-    is_counted: bool = True  # towards the tenant's limits
+    is_counted: bool = True  # counts towards the tenant's limits
     is_repeated: bool = False  # clients retry it after a disconnect
-    is_watch: bool = False  # it may never end
+    is_watch: bool = False  # a call may never end
 
 
 class Guard:
@@ -131,7 +131,7 @@ class GuardedCall:
         self._tell, self._audited = tell, audited
         self._began = _now() if audited is not None else 0.0
         self._allowance: Allowance | None = None  # set if the call is counted
-        self._num_unread_bytes = 0  # of an unstreamed answer, until the call ends
+        self._num_unread_bytes = 0  # bytes of an unstreamed answer, until the call ends
         self._received: ReceivedBytes | None = None
         self._is_held_to_the_end = False
 

@@ -123,7 +123,7 @@ class Allowance:
         self.tokens = Bucket(limits.tokens_per_second, now)
         self.requests = Bucket(limits.requests_per_second, now, least=1.0)
         self._refusals = Bucket(REFUSALS_PER_SECOND, now)
-        self._calls = Bucket(CALLS_PER_SECOND, now)  # while in debt
+        self._calls = Bucket(CALLS_PER_SECOND, now)  # used while in debt
 
     def change(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -149,7 +149,7 @@ class Allowance:
         self.tokens.spend(num_tokens, now)
 
     def has_spare(self, now: float) -> bool:
-        """Return whether background turns may run: at least half of the maximum is saved."""
+        """Return whether background turns may run, because at least half of the maximum is saved."""
         return not self.tokens.seconds_until(self.tokens.most / 2, now)
 
     def request(self, now: float) -> QueueFull | None:
