@@ -24,9 +24,9 @@ tables:
     housekeeping    one row: the session of the housekeeper (housekeeper.py)
     job_owners      which daemon's data folder has a batch job (job_owners.py)
 
-A message exists while a row of `history` or the turn that made it refers to it (a turn may be replayed). Both
-references are indexed, so a lookup replaces a reference count, which could be wrong. A fork copies rows of
-`history`, but no texts or tokens. A rewind deletes rows of `history`.
+A message exists while a row of `history` refers to it, or while the turn that made it exists (a turn may be
+replayed). Both references are indexed, so a reference count, which could be wrong, is not needed. A fork
+copies rows of `history`, but no texts or tokens. A rewind deletes rows of `history`.
 """
 
 from __future__ import annotations
