@@ -7,10 +7,10 @@
 // * Compute the scores of up to eight rows at once, in registers, and an online softmax in base 2.
 // * Add the values, eight rows by two vectors at once.
 //
-// The tile and the values are read from memory once for all rows of the item. Memory bandwidth is the limit for up to
-// eight rows, and arithmetic is the limit for 32 rows (eight queries, four query heads per KV head). Measured (Zen 5,
-// two threads, contexts of 512 and more): 50 to 80 % of the read bandwidth with one query head per KV head, 20 to 40 %
-// with four.
+// The tile and the values are read from memory once for all rows of the item. Memory bandwidth is the limit for a
+// decode, and for eight queries with one head each. Arithmetic is the limit for 32 rows (eight queries, four query
+// heads per KV head). Measured (Zen 5, two threads, contexts of 512 and more, bfloat16 and float): 50 to 80 % of the
+// read bandwidth with one query head per KV head. With four, it is 20 to 40 %.
 //
 // Codes (attention.h) are whole numbers of at most 7 bits, which bfloat16 and float represent exactly. So products
 // multiply codes. Then a slot's key scale multiplies the slot's scores, and its value scale multiplies the weights.

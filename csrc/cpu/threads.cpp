@@ -13,12 +13,12 @@
 //   helper   waits for another round; enters (a compare-and-swap that fails if the gate is closed); works;
 //            leaves; wakes the caller if it was the last helper inside and the gate is closed
 //
-// `act` and `work` are written only while the gate is closed and no helper is inside. They are read only inside. So they
-// need no lock. A helper may wake up too late and enter the next round, or enter a round twice. This is harmless,
-// because a helper claims only pieces that are left.
+// `act` and `work` need no lock. They are written only while the gate is closed and no helper is inside, and read only
+// inside. A helper may wake up too late and enter the next round, or enter a round twice. This is harmless, because a
+// helper claims only pieces that are left.
 //
-// Waiting threads spin for kSpin and then sleep. Spinning is the fastest way to wait while every thread has a core. On a
-// shared core, spinning delays the other thread. kSpin is about the cost of a sleep and a wake-up, so a wait costs at
+// Waiting threads spin for kSpin and then sleep. Spinning is the fastest way to wait while every thread has a core. On
+// a shared core, spinning delays the other thread. kSpin is about the cost of a sleep and a wake-up, so a wait costs at
 // most twice as much as the better of spinning and sleeping.
 //
 // The team serves one caller at a time. A second caller, or a caller inside a round, works alone. After a fork, the

@@ -16,9 +16,9 @@ A turn calls `begin`, `extend` and `end`:
     extend    gives the next chunk a page
     end       unpins all chunks, which may be evicted from then on
 
-`begin` reserves either all pages or none. If it reserves none, it returns how many are needed. So a waiting
-turn holds no pages, and turns cannot block each other. `discard` drops the KV that a failed turn has
-computed.
+`begin` reserves either all pages or none. If it reserves none, it returns how many are needed. So a turn that
+waits for `begin` holds no pages, and turns cannot block each other. `discard` drops the KV that a failed turn
+has computed.
 
 A host page whose bytes have changed since the copy (`is_intact`) counts as dropped, so its chunk is a hole.
 Each swap-in checks its page first. If another copy still reads the page, that copy has already checked it.
@@ -213,7 +213,7 @@ class KVCache:
                 break
         conversation.turn_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
-        if turn.finish is not None and not turn.is_background:  # otherwise suspended
+        if turn.finish is not None and not turn.is_background:  # not suspended
             ended = EndedTurn(
                 turn.prompt_end - turn.history_tokens,
                 turn.num_output_tokens,

@@ -21,8 +21,8 @@ A chunk's pages determine its location:
     -            page          host
 
 * `filled` counts the leading slots that have KV, or whose KV a launched iteration computes. It describes the
-  chunk's device page, if there is one. The slots after them are a hole. There is no hole between
-  filled slots, because missing positions are computed from the lowest upward.
+  chunk's device page, if there is one. The slots after the first `filled` slots are a hole. There is no hole
+  between filled slots, because missing positions are computed from the lowest upward.
 * A host copy has the first `host_filled` slots. Chunks are append-only, so an old copy may lack slots, but
   its slots are correct.
 * At most one turn at a time appends to a partly used chunk. A turn appends only if its conversation was the
