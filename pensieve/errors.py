@@ -32,7 +32,7 @@
     │   │   └── BackupDamaged     a file of a backup fails its check; the message names the file
     │   └── StoreLocked           another process uses the data folder; the message names the process
     ├── DeviceError               the device failed, or has too little memory
-    └── ServerFault               an unexpected error; the server's log has the incident id of the message
+    └── ServerFault               an unexpected error; the message and the server's log have its incident id
 
 Any other exception is a bug. Clients receive a ServerFault, with the status INTERNAL.
 """
@@ -141,7 +141,7 @@ class StaleRevision(PensieveError):
     reason = "STALE_REVISION"
 
     def __init__(self, expected: int, actual: int, sentence: str = "") -> None:
-        """`sentence`: replaces the message, if not the revision but something else has changed."""
+        """`sentence`: the message, if something other than the revision has changed."""
         super().__init__(
             sentence or f"expected revision {expected}, but the conversation is at {actual}"
         )

@@ -285,7 +285,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     for name, path in MODULES.items():
         every = [*imports_of(path), *facts_of(path).in_strings]
         targets = {module_named(each.module) for each in every}
-        # A package re-exports its modules, and each module's import also names the package.
+        # An import of a module also names the module's package, which may re-export the module.
         arrows[name] = {each for each in targets if each and each != name and each != "pensieve"}
     for name, path in MODULES.items():
         if path.name == "__init__.py":

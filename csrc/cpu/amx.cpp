@@ -1,15 +1,14 @@
-// Products and attention for AMX with BF16 and INT8, 32 rows by 32 columns in four tiles of sums.
+// Products and attention for AMX with BF16 and INT8: sums of 32 rows by 32 columns in four tiles.
 //
-// Panels are those of the other instruction sets. Everything else is AVX-512 with BF16, which each processor with
-// AMX has.
+// Panels have the same layout as for other instruction sets. Everything except products and attention uses AVX-512 with
+// BF16, which each processor with AMX has.
 //
-// With few rows a product is bound by the memory bandwidth of its weights. With many rows it is bound by the
-// second-level cache, from which a panel and the rows are read once for each 32 rows (4 KiB for 64 clock cycles of
-// arithmetic). Rows that do not fit into that cache are multiplied in blocks.
+// With few rows, memory bandwidth limits a product. With many rows, the bandwidth of the second-level cache limits it: a
+// panel and the rows are read from that cache once for each 32 rows (4 KiB for 64 clock cycles of arithmetic). Rows that
+// do not fit into that cache are multiplied in blocks.
 //
-// Attention, the blocks and the products of bytes were developed without a machine with AMX (tests/kernels/tiles),
-// and real machines may differ. So AMX is used only if its products and its attention agree with the AVX-512 kernels
-// (amx_works).
+// Attention, blocks and products of bytes were developed without an AMX processor (tests/kernels/tiles). So AMX is used
+// only if its products and its attention agree with the AVX-512 kernels (amx_works).
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>
@@ -31,15 +30,15 @@ static_assert(kPanel == kTilePanel);
 template <typename Input>
 constexpr int kTileInputs = kTileBytes / sizeof(Input);
 
-// Multiplies up to 32 rows at a time in tiles. The tiles keep the right shapes during this object's lifetime. Input
-// is the type of the rows' values: Element, or uint8_t for quantised rows.
+// Multiplies up to 32 rows at a time in tiles. The tiles keep their shapes during this object's lifetime. Input is the
+// type of the rows' values: Element, or uint8_t for quantised rows.
 template <typename Element, typename Input>
 class RowsInTiles {
  public:
   explicit RowsInTiles(const Product& product) : product_(product), row_bytes_(product.row_stride * sizeof(Input)) {}
   ~RowsInTiles() { TILE_RELEASE(); }
 
-  // Steps of a panel for rows from..end, 32 at most; `last`: the sums are complete then.
+  // Multiplies at most 32 rows (from..end) by some steps of a panel. `last`: the sums are complete afterwards.
   void multiply(int32_t panel, int64_t first_step, int64_t num_steps, bool last, int from, int end,
                 const char* ahead, float* sums) {
     const pensieve::Linear& linear = *product_.linear;
@@ -86,11 +85,10 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
                   from == first ? ahead : nullptr, sums);
 }
 
-// A block: a stretch of inputs is multiplied with all panels before the next stretch. Three things then stay in a
-// second-level cache of 2 MiB, even if two threads share it: the stretch of the rows (256 KiB), that of a panel and
-// of the next panel (32 KiB each), and the sums (256 KiB). Memory behind this cache is read once per 8 panels for
-// rows, and once per 256 rows for weights. Sums are stored and loaded for each stretch: 0.5 KiB, compared with
-// the 4 KiB of a step.
+// A block is multiplied stretch by stretch: one stretch of inputs by all panels, then the next stretch. A second-level
+// cache of 2 MiB, even if two threads share it, holds a stretch of the rows (256 KiB), of a panel and the next panel
+// (32 KiB each), and the sums (256 KiB). So rows are read from memory once per 8 panels, and weights once per 256 rows.
+// Storing and loading the sums of a stretch costs 0.5 KiB per step, which reads 4 KiB.
 template <typename Element, typename Input>
 void multiply_block(const Product& product, int32_t panel, int32_t end_panel, int32_t first,
                     int32_t end, const char* ahead) {
@@ -150,8 +148,8 @@ struct Drawn {  // bfloat16 in -1 .. 1
   }
 };
 
-// Whether products with tiles equal those without tiles, for each number of rows: exactly for bytes, up to rounding
-// otherwise. A block (two panels, three stretches of inputs, the last one shorter) must give exactly the same sums as
+// Whether products with and without tiles are equal, for each number of rows: exactly for bytes, otherwise up to
+// rounding. A block of two panels and three stretches (the last stretch is shorter) must give exactly the same sums as
 // single panels.
 template <typename Input>
 bool products_agree() {
@@ -181,9 +179,8 @@ bool products_agree() {
   return true;
 }
 
-// Whether attention with tiles equals attention without tiles, up to the rounding of weights, for each number of
-// tiles. There are six scattered pages (a block of one, a block of four, and a partly written page). Slots that were
-// not written hold NaN.
+// Whether attention with and without tiles is equal up to the rounding of weights, for each number of tiles. The test
+// has six scattered pages: a block of one, a block of four, and a partly written page. Unwritten slots hold NaN.
 bool attention_agrees() {
   constexpr int kPages = 6, kMost = 64, kHead = 96, kWritten = 5 * kSlots + 7, kTile = kSlots * kHead;
   static uint16_t arena[kPages][2][kTile], query[kMost * kHead];

@@ -1,17 +1,17 @@
-// multi_token_attention over pages of bfloat16, in tiles.
+// Compute multi_token_attention over pages of bfloat16, in AMX tiles.
 //
 // Pages are not transposed. The kernel transposes only small data, or data that is made once for all rows of an item.
 //
-//   scores' = keys x queries'     rows of tiles are slots, straight from the page; the panel is made of the
-//                                 item's queries, once (pairs of dimensions side by side, a column per row)
-//   weights                       a vector holds a slot's scores of 16 rows, so the largest score and the sum run
-//                                 down the columns, without shuffles; pairs of slots, rounded to bfloat16, become
-//                                 words, and 16 x 16 words are transposed: rows of tiles
-//   sums += weights x values      the panel is made of the page's values, pairs of slots side by side
+//   scores' = keys x queries'     The rows of a tile are slots, loaded directly from the page. The panel is made once
+//                                 from the item's queries: pairs of dimensions side by side, a column for each row.
+//   weights                       A vector holds a slot's scores of 16 rows. So the largest score and the sum need no
+//                                 shuffles. The weights of two slots, rounded to bfloat16, become a word. Then 16 x 16
+//                                 words are transposed to rows of tiles.
+//   sums += weights x values      The panel is made from the page's values: pairs of slots side by side.
 //
-// The opposite order (queries as rows of tiles) would transpose the keys of each page and run the softmax across
-// vectors. Pages with values in pairs of slots would save only the interleaving. A written slot would then no longer
-// be one run of bytes for the copier and the other instruction sets.
+// With queries as rows of tiles, the kernel would have to transpose the keys of each page, and the softmax would need
+// shuffles. Storing values in pairs of slots would save the interleaving. But then a slot would no longer be contiguous
+// for the copier and the other instruction sets.
 //
 // Pages are processed in blocks of four. So sums are loaded and stored once for 128 slots, and all rows of the item
 // use a block's values from the cache. The first block is a single page, which was prefetched before the part began.
@@ -32,15 +32,14 @@
 //     32            8,192             256       720      130       4,096
 //     64            8,192             512     1,440      130       8,192
 //
-// At 14 GB/s for a core of 2.6 GHz, 8 KiB arrive in 1,500 cycles: up to 32 rows the memory is the limit.
-// From 64 rows on the softmax takes longer (head size 128: 1,024 cycles of products, 1,440 of softmax). The
-// processor overlaps the end of one block's vectors with the next block's tiles as far as its window reaches.
-// No machine with AMX has run this yet: the cycles are counted, not measured.
+// At 14 GB/s for a core of 2.6 GHz, 8 KiB arrive in 1,500 cycles. So up to 32 rows, memory bandwidth is the limit. From
+// 64 rows on, arithmetic is the limit, and the softmax takes longer than the products (head size 128: 1,024 cycles of
+// products, 1,440 of softmax). The cycles are counted, not measured: no machine with AMX has run this code yet.
 //
-// A row's result does not depend on other rows. Its columns and rows of tiles hold no other row's data. Slots after
-// the row's position have a score of minus infinity and a weight of zero, so blocks that extend beyond the position
-// add zeros. Blocks begin at fixed pages of the part. Rows that pad a tile are zero queries, and are never copied
-// out. Values of slots that were never written may be NaN and are replaced by zero.
+// A row's result does not depend on other rows. No tile column or tile row mixes the data of two rows. Slots after the
+// row's position have a score of minus infinity and a weight of zero, so blocks that extend beyond the position add
+// zeros. Blocks begin at fixed pages of the part. Rows that pad a tile are zero queries, and are never copied out.
+// Values of slots that were never written may be NaN and are replaced by zero.
 #pragma once
 
 #include <immintrin.h>
@@ -53,7 +52,7 @@ namespace {
 using pensieve::kBlockPages;
 constexpr int kBlockSlots = kBlockPages * kSlots;
 
-struct alignas(64) TileScratch {  // of one thread
+struct alignas(64) TileScratch {  // private to a thread
   uint32_t queries[kRowsMax / kTilePanel][kHeadMax / 2][kTilePanel];  // panels of 32 rows, by pairs of dimensions
   // Panels of 32 dimensions, each (pairs of slots, dimensions).
   uint32_t values[kHeadMax / kTilePanel][kBlockSlots / 2][kTilePanel];
@@ -61,7 +60,7 @@ struct alignas(64) TileScratch {  // of one thread
   uint16_t weights[kTilePanel][kBlockSlots];
   float weighted[kRowsMax * kHeadMax];  // rows up to a whole number of tiles
   float largest[kRowsMax], sum[kRowsMax], rescale[kTilePanel];
-  int32_t last[kRowsMax];  // the position that a row sees last
+  int32_t last[kRowsMax];  // the last position that a row sees
 };
 static_assert(sizeof(TileScratch) <= pensieve::kScratchBytes);
 static_assert(kSlots * sizeof(uint16_t) == kTileBytes && kPanelLine == kTilePanel * 4);
@@ -69,7 +68,7 @@ static_assert(kSlots * sizeof(uint16_t) == kTileBytes && kPanelLine == kTilePane
 // The tiles of keys and values of the next block, to be prefetched a few lines at a time.
 struct BlockAhead {
   const char* tiles[2 * kBlockPages];
-  int num_tiles = 0, lines = 0;  // of a tile
+  int num_tiles = 0, lines = 0;  // lines: per tile
   int tile = 0, line = 0, lines_per_step = 0;
 
   void add(const void* tile) {
@@ -105,7 +104,7 @@ inline void pack_queries(const Part& part, int num_rows, TileScratch& scratch) {
 // Puts two slots' values side by side. Slots from `num_slots` on were not written and become zero.
 inline void pack_values(const uint16_t* values, int num_slots, int head_size, int page_of_block,
                         TileScratch& scratch) {
-  // Which halves of two lines make a line of pairs; numbers from 32 on select from the second line.
+  // The halves of two lines that make a line of pairs. Numbers from 32 on select from the second line.
   alignas(64) static constexpr uint16_t kLow[32] = {
       0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
@@ -124,7 +123,7 @@ inline void pack_values(const uint16_t* values, int num_slots, int head_size, in
     }
 }
 
-// Packs two slots' weights of 16 rows: a word has a row's two weights, rounded.
+// Rounds two slots' weights of 16 rows. A word holds a row's two weights.
 inline Words paired(Floats first, Floats second) {
   alignas(64) static constexpr uint16_t kSideBySide[32] = {
       0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -133,13 +132,13 @@ inline Words paired(Floats first, Floats second) {
   return (Words)_mm512_permutexvar_epi16(_mm512_load_si512(kSideBySide), both);
 }
 
-// Turns the products of 16 rows with a block's slots (from position `first` on) into weights as rows of tiles. Updates
-// the rows' largest scores, their sums, and the factors of older sums. `column` counts the panel's rows.
+// Computes the weights of 16 rows for a block's slots (from position `first` on), as rows of tiles. Updates the rows'
+// largest scores, their sums, and the factors of older sums. `column` is the first row's column in the panel.
 inline void soften_columns(TileScratch& scratch, int row, int column, int first, int num_pages,
                            float factor, BlockAhead& ahead) {
   const int num_slots = num_pages * kSlots;
   const Ints last = load<Ints>(scratch.last + row) - first;
-  const int seen_by_all = scratch.last[row] - first + 1;  // positions of rows never fall
+  const int seen_by_all = scratch.last[row] - first + 1;  // later rows have the same or a later position
   for (int slot = seen_by_all < 0 ? 0 : seen_by_all; slot < num_slots; ++slot) {
     float* const scores = &scratch.scores[slot][column];
     store(scores, Ints{} + slot <= last ? load<Floats>(scores) : splat(-INFINITY));
@@ -151,7 +150,7 @@ inline void soften_columns(TileScratch& scratch, int row, int column, int first,
     for (int i = 0; i < 4; ++i) most[i] = larger(load<Floats>(&scratch.scores[slot + i][column]), most[i]);
   const Floats largest =
       larger(larger(larger(most[0], most[1]), larger(most[2], most[3])) * factor, before);
-  const Floats base = largest == none ? Floats{} : largest;  // of a row that has seen nothing yet
+  const Floats base = largest == none ? Floats{} : largest;  // none: the row has seen no key yet
   Floats total[2] = {};
   for (int page = 0; page < num_pages; ++page) {
     Words pairs[kSlots / 2];
@@ -170,7 +169,7 @@ inline void soften_columns(TileScratch& scratch, int row, int column, int first,
     transpose(pairs);
     for (int r = 0; r < LANES; ++r) store(&scratch.weights[column + r][page * kSlots], pairs[r]);
   }
-  // The factor of a row's older sums: zero if the row has seen nothing before.
+  // The factor of a row's older sums: zero if the row had seen no key.
   const Floats rescale = before == largest ? splat(1.0f) : exp2_nonpositive(before - largest);
   store(scratch.largest + row, largest);
   store(scratch.sum + row, load<Floats>(scratch.sum + row) * rescale + (total[0] + total[1]));
@@ -252,7 +251,7 @@ void attend_in_tiles(const Part& part, Partial& partial, void* memory) {
       ahead.add(part.keys_after);
       ahead.add(part.values_after);
     }
-    ahead.spread((end - page) * kSlots / 2 * (padded / LANES));  // a step for each pair of slots
+    ahead.spread((end - page) * kSlots / 2 * (padded / LANES));  // one step for each pair of slots
     for (int i = page; i < end; ++i) {
       const int left = end_position - i * kSlots;
       pack_values(page_of(part.values, part, i), left < kSlots ? left : kSlots, head_size, i - page, scratch);

@@ -1,4 +1,4 @@
-// multi_token_attention over pages, in vectors of LANES floats; included once per instruction set.
+// Compute multi_token_attention over pages, in vectors of LANES floats. Included once per instruction set.
 //
 // For each page of the part:
 //
@@ -7,13 +7,13 @@
 // * Compute the scores of up to eight rows at once, in registers, and an online softmax in base 2.
 // * Add the values, eight rows by two vectors at once.
 //
-// The tile and the values are read from memory once for all rows of the item. A decode, and eight queries with one
-// head each, are bound by memory bandwidth; 32 rows (eight queries, four heads to a group) are bound by arithmetic.
-// Measured (Zen 5, two threads, contexts of 512 and more): 50 to 80 % of the read bandwidth with one head each, in
-// bfloat16 and in float; 20 to 40 % with four heads to a group.
+// The tile and the values are read from memory once for all rows of the item. Memory bandwidth is the limit for a
+// decode, and for eight queries with one head each. Arithmetic is the limit for 32 rows (eight queries, four query
+// heads per KV head). Measured (Zen 5, two threads, contexts of 512 and more, bfloat16 and float): 50 to 80 % of the
+// read bandwidth with one query head per KV head. With four, it is 20 to 40 %.
 //
-// If pages hold codes (attention.h), the codes are whole numbers of at most 7 bits, exact as bfloat16 and as floats.
-// So products multiply codes. A slot's scale of keys multiplies its scores, its scale of values the weights.
+// Codes (attention.h) are whole numbers of at most 7 bits, which bfloat16 and float represent exactly. So products
+// multiply codes. Then a slot's key scale multiplies the slot's scores, and its value scale multiplies the weights.
 //
 // Slots behind a row's own position get a score of minus infinity. The values of slots behind the part's last
 // position are never multiplied: they were never written, and may hold NaN.
@@ -31,8 +31,8 @@ using pensieve::kSlots;
 using pensieve::Part;
 using pensieve::Partial;
 
-constexpr int kVectors = kSlots / LANES;  // of one row of scores
-constexpr bool kWide = LANES == 16;       // many long registers: any number of rows at once
+constexpr int kVectors = kSlots / LANES;  // vectors in one row of scores
+constexpr bool kWide = LANES == 16;       // has many long registers, for any number of rows at once
 constexpr float kLog2E = 1.44269504088896f;
 
 // Prefetches the next page's tile, a few lines at each step of the current page's arithmetic. Prefetching the whole
@@ -50,13 +50,13 @@ inline Ahead ahead_of(const void* tile, int num_bytes) {
   return {first, first ? first + num_bytes : nullptr};
 }
 
-struct alignas(64) Scratch {  // of one thread
+struct alignas(64) Scratch {  // private to a thread
   float query[kRowsMax * kHeadMax];  // rows of floats, or of pairs of bfloat16
   uint32_t keys[kHeadMax * kSlots];  // transposed
   float values[kSlots * kHeadMax];   // widened to float, or in pairs of slots
   float scores[kRowsMax * kSlots];
-  float factors[kSlots];        // of a page's scores
-  float value_scales[kSlots];   // of a page of codes
+  float factors[kSlots];        // the factors of a page's scores
+  float value_scales[kSlots];   // for a page of codes
   float rescale[kRowsMax];
   Ahead keys_ahead, values_ahead;
 };
@@ -100,7 +100,7 @@ inline void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahe
     }
 }
 
-// The keys of a page of codes, as turn_keys leaves those of Elements.
+// Transposes the keys of a page of codes. The result has the layout of turn_keys.
 template <typename Element>
 void turn_codes(const int8_t* codes, int head_size, uint32_t* turned, Ahead& ahead) {
   const int row = row_of<int8_t>(head_size), depth = kDot<Element> ? head_size / 2 : head_size;
@@ -124,7 +124,7 @@ void turn_codes(const int8_t* codes, int head_size, uint32_t* turned, Ahead& ahe
     }
 }
 
-// Returns the values in the layout of the second product; only the first `num_slots` rows were written.
+// Returns the values in the layout of the second product. Only the first `num_slots` slots were written.
 inline const float* ready_values(const float* values, int, int, float*, Ahead&) {
   return values;
 }
@@ -223,8 +223,8 @@ void score(Scratch& scratch, int row, int head_size) {
   }
 }
 
-// Turns scores into weights, and updates the row's largest score, its sum, and the factor of older sums. Weights of
-// codes include the slots' scales; the sum does not.
+// Replaces scores by weights. Updates the row's largest score, its sum, and the factor of older sums. With codes, the
+// weights include the slots' value scales, but the sum does not.
 template <bool OfCodes>
 inline void soften(float* scores, const float* value_scales, int num_visible, float& largest, float& sum,
                    float& rescale) {
@@ -240,7 +240,7 @@ inline void soften(float* scores, const float* value_scales, int num_visible, fl
     most = larger(row[v], most);
   }
   const float before = largest, now = max_of(most);
-  if (!(now <= before)) largest = now;  // NaN gets through
+  if (!(now <= before)) largest = now;  // also if `now` is NaN
   rescale = 1.0f;
   if (largest != before) {
     Floats shrink = exp2_nonpositive(splat(before - largest));
@@ -356,7 +356,7 @@ struct AddValues {
   }
 };
 
-// Of a token of the part, in elements from `query` on.
+// Returns the offset of a token of the part, in elements from `query` on.
 inline int64_t query_at(const Part& part, int token) {
   return (part.rows ? part.rows[token] : token) * part.token_stride;
 }

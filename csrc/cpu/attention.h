@@ -1,73 +1,73 @@
-// The interface that an instruction set implements for attention: one part of one item of work.
+// The interface that an instruction set implements for attention. A call computes one part of one item.
 //
-// An item is the rows (query tokens x the query heads of one KV head) of a range of one slice. A part is an item
-// over a range of its context's pages. multi_token_attention.cpp cuts the work and merges the results.
+// An item is some query tokens of one slice, with the query heads of one KV head. A row is one token and one head. A
+// part is an item with a range of its context's pages. multi_token_attention.cpp cuts the work and merges the results.
 #pragma once
 
 #include <cstdint>
 
 namespace pensieve {
 
-constexpr int kSlots = 32;     // of a page
-constexpr int kRowsMax = 64;   // of an item
-constexpr int kPagesMax = 64;  // of a part
-constexpr int kHeadMax = 256;  // head size
-constexpr int kBlockPages = 4;  // processed at once, at most; a part's first page is a block by itself
+constexpr int kSlots = 32;     // slots in a page
+constexpr int kRowsMax = 64;   // maximum number of rows in an item
+constexpr int kPagesMax = 64;  // maximum number of pages in a part
+constexpr int kHeadMax = 256;  // maximum head size
+constexpr int kBlockPages = 4;  // maximum number of pages in a block; a part's first page is a block by itself
 
 enum class Type : int32_t { kFloat = 0,
                             kBfloat16 = 1,
                             kFloat16 = 2 };
 
-// How pages store a row, that is one token's keys or values of one KV head: as elements of the query's type; or as
-// codes, signed bytes from -127 to 127, followed by their scale, a float. A value is its code times the scale.
+// How pages store one token's keys or values of one KV head: as elements of the query's type, or as *codes*. Codes are
+// signed bytes from -127 to 127, followed by their scale, a float. A number is its code times the scale.
 enum class Stored : int32_t { kElements = 0,
                               kCodes = 1 };
 constexpr int kScaleBytes = 4;
 
 // How a layer's queries weigh keys; kernels/attention/input.py has the fields, kernels/attention/cpu.py mirrors them.
 struct AttentionKind {
-  float scaling;  // of the scores
+  float scaling;  // factor of the scores
 };
 
 struct Part {
-  const void* query;        // of the item's first row; with `rows`, of the batch's first row
-  const int32_t* rows;      // of the item's tokens, in the batch; null: one after another
+  const void* query;        // query of the item's first row; with `rows`, of the batch's first row
+  const int32_t* rows;      // rows of the item's tokens in the batch; null: consecutive rows
   int64_t token_stride;     // elements between query tokens, and between query heads
   int64_t head_stride;
   const void* keys;         // arena of the layer, at this KV head
   const void* values;
   int64_t page_stride;      // between pages, in elements, or in bytes where rows are codes
-  const int32_t* pages;     // of the turn
+  const int32_t* pages;     // the turn's page table
   int32_t first_page, end_page;
-  bool continues;           // the partial has the result of earlier pages: one page and a multiple of kBlockPages
+  bool continues;           // the partial result already has earlier pages: one page and a multiple of kBlockPages
   const void *keys_after, *values_after;  // tiles that this thread reads next, to prefetch; null: none
-  int32_t position;         // of the item's first token
-  int32_t num_tokens;       // of the item
+  int32_t position;         // position of the item's first token
+  int32_t num_tokens;       // number of the item's tokens
   int32_t group;            // query heads of this KV head
   int32_t head_size;
   AttentionKind kind;
 };
 
-// A part's result for each row: the largest score (base 2), the sum of 2^(score - largest), and the
-// values weighted with the same powers.
+// A part's result for each row: the largest score (base 2), the sum of the weights 2^(score - largest), and the sum of
+// the values times these weights.
 struct Partial {
   float *largest, *sum;  // (rows)
   float* weighted;       // (rows, head size)
 };
 
-constexpr int kScratchBytes = 256 << 10;  // of a thread, passed to each call, aligned to 64 bytes
+constexpr int kScratchBytes = 256 << 10;  // per thread, aligned to 64 bytes
 
 using Attend = void (*)(const Part&, Partial&, void* scratch);
 
-// weighted / sum, as elements: for each token, `group` heads.
+// Writes weighted / sum as elements. Each token has `group` heads.
 using WriteOut = void (*)(const Partial&, int32_t num_tokens, int32_t group, int32_t head_size,
                           void* out, int64_t token_stride, int64_t head_stride);
 
-// Rounds a row of head_size elements to codes and their scale. The largest value sets the scale. The scale is NaN if
-// a value is not finite, and zero (with codes of zero) if it would be denormal.
+// Rounds a row of head_size elements to codes and their scale. The largest absolute value determines the scale. The
+// scale is NaN if a value is not finite. If the scale would be denormal, the scale and all codes are zero.
 using WriteCodes = void (*)(const void* row, int32_t head_size, void* to);
 
-// For pages of codes; queries are still elements.
+// For pages of codes. Queries are elements.
 struct Codes {
   Attend attend;
   WriteCodes write;
@@ -105,7 +105,7 @@ struct Kernel {
   }
 };
 
-bool amx_works();  // requests AMX from the system, and compares its products with AVX-512's, once
+bool amx_works();  // on the first call, requests AMX from the system and compares its products with AVX-512's
 extern const Kernel kAmx, kAvx512Bf16, kAvx512Vnni, kAvx512, kAvx2, kNeonBf16, kNeon, kPlain;
 
 // Returns the best kernel that runs here and takes this head size, or null. `only` names the kernel to use, for tests.
@@ -116,7 +116,7 @@ Attend attend_of(const Kernel& kernel, Type type, Stored stored);
 
 #pragma GCC visibility push(default)
 extern "C" {
-// The functions of multi_token_attention.cpp and pages.cpp that a whole layer calls.
+// The functions of multi_token_attention.cpp and pages.cpp that layer.cpp calls.
 int32_t pensieve_multi_token_attention(
     const char* only, int32_t type, int32_t stored, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,

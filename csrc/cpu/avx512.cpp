@@ -1,5 +1,5 @@
 // The kernels for x86-64 with AVX-512 (F, BW, VL, DQ): vectors of sixteen floats. Compiled with
-// -mavx512f and the rest.
+// -mavx512f and the flags of the other features.
 #define LANES 16
 #define BFLOAT16_DOT 0
 #include <cmath>

@@ -1,6 +1,6 @@
-// Choose a row's experts from a router's logits, in vectors of LANES floats; included once per instruction set.
+// Choose a row's experts from a router's logits, in vectors of LANES floats. Included once per instruction set.
 //
-// Shares are the softmax over all experts. experts.cpp explains the choice among equal logits.
+// A *share* is an expert's softmax over all experts. experts.cpp explains the choice among equal logits.
 #pragma once
 
 #include "layer.h"
@@ -20,7 +20,7 @@ void choose(const pensieve::Choosing& choosing, int32_t row) {
     most = x > most ? x : most;
     spread += x - x;  // becomes NaN if a logit is not finite
   }
-  if (spread != 0.0f) {  // NaN is unequal, too; the row's result must not be finite, whichever experts are chosen
+  if (spread != 0.0f) {  // also true for NaN; then the row's result must not be finite, whichever experts are chosen
     for (int i = 0; i < chosen; ++i) {
       experts[i] = i;
       shares[i] = __builtin_nanf("");

@@ -1,4 +1,4 @@
-// Rows of codes (attention.h), written and read in vectors of LANES floats; included once per instruction set.
+// Write and read rows of codes (attention.h) in vectors of LANES floats. Included once per instruction set.
 #pragma once
 
 #include "attention.h"
@@ -19,7 +19,7 @@ constexpr int row_of(int head_size) {
 }
 
 #if BFLOAT16_DOT
-// 2 * LANES codes as pairs of bfloat16; each is the upper half of a float, exactly.
+// Converts 2 * LANES codes exactly to pairs of bfloat16, which is the upper half of a float.
 inline Words pairs_of(const int8_t* codes) {
   const Floats low = read(codes), high = read(codes + LANES);
 #ifdef __aarch64__
@@ -30,7 +30,7 @@ inline Words pairs_of(const int8_t* codes) {
 }
 #endif
 
-// The scales of a tile's rows times `factor`; zero for slots that were not written.
+// Returns the scales of a tile's rows times `factor`, and zero for slots that were not written.
 inline void read_scales(const int8_t* codes, int num_slots, int head_size, float factor, float* scales) {
   const int8_t* from = codes + head_size;
   for (int slot = 0; slot < kSlots; ++slot, from += row_of<int8_t>(head_size)) {
@@ -40,7 +40,7 @@ inline void read_scales(const int8_t* codes, int num_slots, int head_size, float
   }
 }
 
-// The compiler must not contract the quotient with the sum that rounds it (to the nearest, ties to even). So codes
+// The compiler must not fuse the quotient with the addition that rounds it (to the nearest, ties to even). Then codes
 // are the same on every machine, and equal those of pensieve/kernels/kv_format.py.
 template <typename Element>
 void write_codes(const void* memory, int32_t head_size, void* to) {

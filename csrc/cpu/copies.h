@@ -1,4 +1,4 @@
-// Copies of rows for products: bytes if weights are int8, floats where `Dense` widens.
+// Copy rows for products, as bytes if weights are int8, or as floats if `Dense` has a `widen`.
 //
 // The calling thread allocates the memory before the work is shared, because a helper cannot report a failure.
 #pragma once
@@ -10,8 +10,8 @@
 
 namespace pensieve {
 
-// Bytes between copied rows of `row_bytes` each. Rows at distances of a multiple of 4 KiB would share few cache sets
-// and evict each other.
+// Returns the distance in bytes between copied rows of `row_bytes` bytes. At a multiple of 4 KiB, rows would share few
+// cache sets and evict each other.
 inline int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
 
 // The computing thread keeps this object between calls.
@@ -46,7 +46,7 @@ class Copies {
 
  private:
   std::vector<uint8_t> bytes_;
-  std::vector<float> steps_;  // of each row of bytes
+  std::vector<float> steps_;  // the step of each row of bytes
   std::vector<float> floats_;
 };
 

@@ -1,9 +1,9 @@
-// The dense parts of a decoder layer, in vectors of LANES floats; included once per instruction set.
+// The dense parts of a decoder layer, in vectors of LANES floats. Included once per instruction set.
 //
-// A product of few rows is bound by the memory bandwidth of its weights, so it reads them once. All rows are
-// multiplied by a panel while it is in the cache, up to kRows at a time with their sums in registers. The next panel
-// is prefetched meanwhile. Measured (Zen 5, two threads, 16 rows): 41 of 45 GB/s; with 512 rows 930 GFLOP/s. oneDNN
-// on the same weights: 20 GB/s and 880 GFLOP/s.
+// A product of few rows is limited by the memory bandwidth, so it reads its weights once. All rows are multiplied by a
+// panel while the panel is in the cache, up to kRows at a time with their sums in registers. The next panel is
+// prefetched meanwhile. Measured (Zen 5, two threads): 41 of 45 GB/s with 16 rows, 930 GFLOP/s with 512 rows. oneDNN
+// reaches 20 GB/s and 880 GFLOP/s.
 #pragma once
 
 #include "choose.h"
@@ -18,7 +18,7 @@ using pensieve::Product;
 using pensieve::Turning;
 
 constexpr int kPanel = 2 * LANES;
-constexpr int kRows = kRegisters == 32 ? 12 : 4;  // two sums of a row each take a register
+constexpr int kRows = kRegisters == 32 ? 12 : 4;  // each row has two sums, in two registers
 
 #if SIGNED_DOT
 constexpr int kMiddle = 0;  // the byte of a quantised row that stands for 0
@@ -34,7 +34,7 @@ constexpr bool kPairs = !BFLOAT16_DOT && std::is_same_v<Input, uint16_t>;
 template <typename Input>
 constexpr bool kWidened = kPairs<Input> || is_half<Input>;
 
-// A step's weights for a vector of outputs, in the panel's type. If rows of bfloat16 are passed as floats, a
+// A step's weights for a vector of outputs, in the panel's type. For rows of bfloat16 that are passed as floats, a
 // specialisation holds the first and the second weight of each pair as floats instead.
 template <typename Input>
 struct Weights {
@@ -113,8 +113,8 @@ inline Floats sigmoid(Floats x) {
   return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
 }
 
-// x times the share of the normal distribution below x. The share beyond |x| is
-// exp(-x^2/2) t P(t) / 2 with t = 1 / (1 + 0.4 |x| / sqrt(2)); P was fitted, with a relative error < 7e-8.
+// x times the probability that a normal variable is below x. The probability beyond |x| is exp(-x^2/2) t P(t) / 2,
+// where t = 1 / (1 + 0.4 |x| / sqrt(2)). P was fitted, with a relative error < 7e-8.
 inline Floats gelu(Floats x) {
   const Floats size = x < 0.0f ? -x : x;
   const Floats t = 1.0f / (1.0f + 0.282842712474619f * size);
@@ -188,13 +188,13 @@ void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
   const char* rows = static_cast<const char*>(product.rows);
   const int blocks = (end - first + kRows - 1) / kRows;
   alignas(64) float sums[kRows * kPanel];
-  constexpr int kLines = LANES == 16 ? kPanel * (is_half<Input> ? 2 : 4) / 64 : 0;  // of a step
+  constexpr int kLines = LANES == 16 ? kPanel * (is_half<Input> ? 2 : 4) / 64 : 0;  // cache lines in a step
   for (int block = 0; block < blocks; ++block) {
     const int from = first + (end - first) * block / blocks;
     const int to = first + (end - first) * (block + 1) / blocks;
     const char* next = nullptr;
     int lines = 0;
-    if (ahead && block < kLines) {  // in one pass, or half in each of two
+    if (ahead && block < kLines) {  // all lines in one pass, or half of them in each of two passes
       lines = blocks == 1 ? kLines : 1;
       next = ahead + block * steps * 64;
     }
@@ -365,7 +365,7 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
     largest = size > largest ? size : largest;
     spoilt += x - x;
   }
-  if (spoilt != 0.0f) {  // NaN is unequal, too; the products of a row that is not finite must not be finite
+  if (spoilt != 0.0f) {  // also true for NaN; then the row's products must not be finite
     memset(out, kMiddle, padded);
     return __builtin_nanf("");
   }
@@ -406,7 +406,7 @@ inline int32_t largest(const float* row, int32_t width) {
     best = row[i] > best ? row[i] : best;
     odd += row[i] - row[i];
   }
-  if (odd != 0.0f) return -1;  // NaN is unequal, too
+  if (odd != 0.0f) return -1;  // also true for NaN
   i = 0;
   for (; i + LANES <= width; i += LANES)
     if (max_of(load<Floats>(row + i)) == best) break;

@@ -1,24 +1,24 @@
 // Send rows to their experts, and combine the experts' outputs.
 //
-//   router  logits (as Elements) of all rows; of each row the num_chosen largest, and their shares
-//   sort    a *pair* is a row and one of its experts; pairs are sorted by expert, so that an expert's
-//           rows are contiguous in the buffers
-//   in      for every expert that has rows: gate and up, of its rows
-//   out     likewise, to the hidden width, as floats
-//   sum     for each row: the outputs of its experts times their shares, the largest share first
+//   router  computes the logits (as Elements) of all rows; chooses each row's num_chosen largest logits and computes
+//           their shares
+//   sort    sorts *pairs* of a row and an expert by expert, so that an expert's rows are contiguous in the buffers
+//   in      computes gate and up for the rows of each expert
+//   out     computes the experts' outputs (hidden width, floats)
+//   sum     adds, for each row, the outputs of its experts times their shares, the largest share first
 //
-// In a decode batch of 16 rows most of 128 experts get one or two rows. Neither the rows of one expert nor a split by
-// experts would keep all threads busy. So threads claim panels of all experts from one counter, as in any product.
-// While a thread works on a panel, it prefetches the first bytes of the next panel. Each expert's weights are read
-// once for all of its rows.
+// In a decode batch of 16 rows, most of 128 experts get one or two rows. Sharing one expert's rows among threads, or a
+// thread per expert, would leave threads idle. So threads claim panels of all experts from one counter. While a thread
+// works on a panel, it prefetches the first bytes of the next panel. Each expert's weights are read once for all of its
+// rows.
 //
 // A row's result depends on that row alone: its logits choose its experts, products do not depend on other rows, and
 // outputs are added in the order of the row's own shares.
 //
-// Logits of few bits are often equal, and then the sorting algorithm decides which experts are chosen. Routers of
-// transformers choose with torch.topk, which on a CPU uses the algorithms of the C++ library. `take_largest` makes
-// the same comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax, and this code
-// sorts the differences that the softmax is computed from.) tests/kernels/layer/test_ties.py compares both.
+// Logits of few bits are often equal. Then the sorting algorithm decides which experts are chosen. The transformers
+// library chooses with torch.topk, which uses the algorithms of the C++ library on a CPU. `take_largest` makes the same
+// comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax. This code sorts the
+// differences from which the softmax is computed.) tests/kernels/layer/test_ties.py compares the chosen experts.
 #include "experts.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@
 namespace pensieve {
 namespace {
 
-// The rows first..end of the buffers, and the weights that they are multiplied with.
+// The rows first..end of the buffers, and the weights by which they are multiplied.
 struct Group {
   int expert, first, end;
   const Linear* linear = nullptr;
@@ -75,19 +75,19 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   });
 }
 
-// Buffers for one part of the rows; the computing thread keeps them.
+// Buffers for one part of the rows. The computing thread keeps them between calls.
 struct Pairs {
   std::vector<int32_t> experts;  // (rows * chosen), by row
   std::vector<float> shares;     // (rows * chosen)
   std::vector<Scored> scored;    // (rows * experts)
   std::vector<int32_t> places;   // (rows * chosen): the pair's row in the buffers
-  std::vector<int32_t> sources;  // by row of the buffers: the row that it copies
+  std::vector<int32_t> sources;  // for each row of the buffers: the source row
   std::vector<int32_t> counts;   // by expert
   std::vector<Group> groups;
   Copies routed, given, gated;
 };
 
-// Chooses like torch.topk (see above), which uses a partial sort if few of many are chosen.
+// Chooses like torch.topk (see above), which uses a partial sort to choose few of many values.
 void take_largest(Scored* scored, int32_t num_experts, int32_t num_chosen) {
   const auto larger = [](const Scored& one, const Scored& other) { return one.score > other.score; };
   Scored* const end = scored + num_experts;
@@ -121,8 +121,8 @@ void sort_pairs(Pairs& pairs, int num_experts, int num_chosen) {
   }
 }
 
-// Multiplies all pairs with their experts' weights, of which `linears` has one for each expert. A pair's row
-// lies at `row_of(place)`; rows that do not lie side by side are copied to `gathered`.
+// Multiplies all pairs by their experts' weights. `linears` has an element for each expert. `row_of(place)` is the
+// address of a pair's row. Rows that are not contiguous are copied to `gathered`.
 template <typename RowOf>
 void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Copies& copies, Product product,
                     RowOf row_of, void* gathered, int64_t row_bytes, const Linear* then, int num_threads) {

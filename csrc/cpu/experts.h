@@ -6,11 +6,11 @@
 namespace pensieve {
 
 struct Experts {
-  Linear router;           // its outputs are a logit for each expert
-  const Linear *in, *out;  // of each expert; all have the same sizes
+  Linear router;           // has one output (logit) for each expert
+  const Linear *in, *out;  // one for each expert; all experts have the same sizes
   int32_t num_experts, num_chosen;
-  int32_t normalised;  // the shares of the chosen experts are divided by their sum
-  int32_t rounded;     // and rounded to Elements
+  int32_t normalised;  // 1: divide the shares of the chosen experts by their sum
+  int32_t rounded;     // 1: round the shares to Elements
 };
 
 // Buffers for a limited number of rows; more rows are computed in several parts.

@@ -17,7 +17,7 @@ namespace pensieve {
 namespace {
 
 #if HAS_AVX2
-bool has_f16c() {  // older compilers have no query for it
+bool has_f16c() {  // older compilers have no query for F16C
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
@@ -116,7 +116,7 @@ const Kernel* const kKernels[] = {
 
 Attend attend_of(const Kernel& kernel, Type type, Stored stored) {
 #if HAS_AMX && HAS_AVX512_VNNI
-  if (&kernel == &kAmx && stored == Stored::kCodes) return kAvx512Vnni.codes(type).attend;  // it has no tiles
+  if (&kernel == &kAmx && stored == Stored::kCodes) return kAvx512Vnni.codes(type).attend;  // AMX has no kernel for codes
 #endif
   return kernel.attend(type, stored);
 }
@@ -141,7 +141,7 @@ const Dense& dense_of(const char* only, Type type) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// The name of the instruction set that would be used; null if none takes this head size.
+// Returns the name of the instruction set that is used, or null if none supports this head size.
 const char* pensieve_kernel(int32_t head_size, const char* only) {
   const pensieve::Kernel* kernel = pensieve::kernel_for(head_size, only);
   return kernel ? kernel->name : nullptr;

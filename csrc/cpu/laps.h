@@ -1,4 +1,4 @@
-// Measure the time of each stage of layers: the calling thread adds up nanoseconds.
+// Measure the time of each stage of the layers, in nanoseconds, in the calling thread.
 //
 // The clock is read only if an array for the sums is set (`pensieve bench step --parts`). The array may be set or
 // removed only while no thread computes.

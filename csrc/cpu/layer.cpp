@@ -1,6 +1,7 @@
 // The C interface of a decoder layer on CPUs.
 //
-// It has the whole layer, and the dense parts (products, norms, rotation) for callers that compute the attention.
+// There are functions for the whole layer, and functions for its dense parts (products, norms, rotation). Callers of
+// the latter compute the attention themselves.
 #include "layer.h"
 
 #include <algorithm>
@@ -17,8 +18,8 @@
 namespace pensieve {
 namespace {
 
-constexpr int kRowsOfDecodes = 64;    // up to this number, the bandwidth of weights is the limit, so there are no blocks
-constexpr int kRowBytes = 512 << 10;  // of all rows; up to this size, rows stay in the cache from panel to panel
+constexpr int kRowsOfDecodes = 64;    // up to this number of rows, reading weights is the limit, so blocks do not help
+constexpr int kRowBytes = 512 << 10;  // up to this size, all rows together stay in the cache from panel to panel
 constexpr int kPiecesOfThread = 4;    // minimum number of blocks, so that a late block costs little
 
 struct Worker {
@@ -70,7 +71,7 @@ struct Worker {
     });
   }
 
-  // For rows that do not stay in the cache from one panel to the next. A piece is some rows and several panels.
+  // Multiplies rows that do not stay in the cache from one panel to the next. A piece is some rows and several panels.
   void multiply_in_blocks(MultiplyBlock act, Product product, const Linear* then) const {
     const Linear& linear = *product.linear;
     static thread_local std::vector<char> copied;
@@ -109,13 +110,13 @@ struct Worker {
 
 }  // namespace
 
-// One layer. Buffers have room for the call's rows.
+// One layer. The buffers have room for all rows of the call.
 struct Layer {
   int32_t type, index, hidden;
   int32_t num_heads, num_kv_heads, head_size;
   Norm attention_before, query_norm, key_norm, attention_after, mlp_before, mlp_after;
   Linear attention_in, attention_out, mlp_in, mlp_out;
-  float factor;  // of what is added to the residual
+  float factor;  // multiplies outputs that are added to the residual
   AttentionKind kind;
   const Linear* then;  // the product that is computed after this layer; null: not known
   const Experts* experts;  // replace mlp_in and mlp_out; null: no experts
@@ -143,11 +144,11 @@ struct Pages {
   int64_t num_groups, pages_max, num_pages;
   char* arena;  // (layers, pages, keys and values, KV heads, slots, row)
   int32_t slots, num_threads;
-  Stored stored;  // what a row is
+  Stored stored;  // the format of a row
 };
 
-// Runs work that may fail to allocate copies of rows. Returns 0, or 3 (as attention does) if memory was short; the
-// output is then undefined.
+// Runs work that may fail to allocate copies of rows. Returns 0, or 3 if there was too little memory. Then the output
+// is undefined.
 template <typename Work>
 int32_t answered(Work work) {
   try {
@@ -176,7 +177,7 @@ int32_t pensieve_multiply(const char* only, int32_t type, const Product* product
   });
 }
 
-// Adds up nanoseconds by Stage from now on (null: stops); returns the number of stages.
+// From now on, adds the nanoseconds of each Stage to the given array. Null stops this. Returns the number of stages.
 int32_t pensieve_measure_parts(int64_t* sums) {
   g_parts = sums;
   return int32_t(Stage::kNumStages);
@@ -234,7 +235,7 @@ static void after_attention(const char* only, const Layer* layer, const Buffers*
   Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
                layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
   if (layer->parallel) {
-    // A row's sum comes before its norm: `residual` may be `normed`, which holds the gathered rows.
+    // Each row's sum is computed before its norm, because `residual` and `normed` may be the same buffer.
     middle.before = {};
     middle.out = nullptr;
     const Joint beside{residual, layer->type == 0, nullptr, {}, layer->mlp_before, 1.0f, nullptr, buffers->normed, hidden};
@@ -278,7 +279,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
                        int32_t num_kept, void* out) {
   const int64_t bytes = layer->type == 0 ? 4 : 2;
   const bool codes = pages->stored == Stored::kCodes;
-  const int64_t stored_bytes = codes ? 1 : bytes;  // what strides of pages count
+  const int64_t stored_bytes = codes ? 1 : bytes;  // the unit of page strides
   const int64_t row = layer->head_size + (codes ? kScaleBytes : 0);
   const int64_t head = pages->slots * row, half = head * layer->num_kv_heads;
   char* keys = pages->arena + layer->index * pages->num_pages * 2 * half * stored_bytes;
@@ -309,7 +310,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   laps.lap(Stage::kAttend);
   const void* attended = buffers->attended;
   int32_t num_rows = pages->num_rows;
-  if (num_kept >= 0) {  // gathered in buffers that are not used any more
+  if (num_kept >= 0) {  // gather the kept rows in buffers that are no longer used
     const int64_t wide = layer->num_heads * size * bytes, narrow = layer->hidden * bytes;
     char *to = static_cast<char*>(buffers->turned), *base = static_cast<char*>(buffers->normed);
     for (int32_t i = 0; i < num_kept; ++i) {
@@ -324,8 +325,8 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
                                   pages->num_threads);
 }
 
-// Runs one layer after another; `state` (rows, hidden) has the residuals between them. The last layer keeps only some
-// rows.
+// Runs the layers in sequence. `state` (rows, hidden) holds the residuals between layers. The last layer computes only
+// the kept rows after its attention.
 int32_t pensieve_layers(const char* only, const Layer* const* layers, int32_t num_layers,
                         const Buffers* buffers, const Pages* pages, const void* residual,
                         const int64_t* kept, int32_t num_kept, void* state, void* out) {
@@ -346,7 +347,7 @@ void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const 
   worker.each_row(num_rows, [&](int row) { worker.dense.join(joint, row); });
 }
 
-// Returns each row's first column of its largest value, or -1 if any value is not finite.
+// Returns, for each row, the first column with the largest value, or -1 if any value of the row is not finite.
 void pensieve_argmax(const char* only, const float* rows, int64_t row_stride, int32_t num_rows,
                      int32_t width, int64_t* out, int32_t num_threads) {
   const Worker worker(only, 0, num_threads);

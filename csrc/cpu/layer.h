@@ -10,19 +10,20 @@
 
 namespace pensieve {
 
-// Weights in panels of two vectors of outputs. A panel is ordered by steps (one input, or a pair of bfloat16 inputs).
-// In each step, the weights of all its outputs are side by side. So a product reads a panel from front to back.
+// Weights in panels. A panel has the weights of two vectors of outputs. It is a sequence of steps. A step has the
+// weights of one input (two bfloat16 or four int8 inputs) for all outputs of the panel, side by side. So a product
+// reads a panel from front to back.
 struct Linear {
   const void* panels;
   const float* bias;   // in the order of the panels' outputs, like scales and offsets; null: none
-  const float* scales;  // of int8 weights: the value of 1 in an output's weights; null: weights are Elements
-  const int32_t* offsets;  // of int8 weights: kZero times the sum of an output's weights
+  const float* scales;  // for int8 weights: an output's scale; null: weights are Elements
+  const int32_t* offsets;  // for int8 weights: kZero times the sum of an output's weights
   int64_t panel_bytes;
-  int32_t inputs;      // of bfloat16: even; of int8: a multiple of 4
-  int32_t width;       // of a row: `inputs` without the padding of the last step
+  int32_t inputs;      // even for bfloat16, a multiple of 4 for int8
+  int32_t width;       // row size: `inputs` without the padding of the last step
   int32_t outputs;     // columns of the result
-  int32_t activation;  // 0: none; else of a panel's first vector, which then multiplies the second
-  int32_t pointwise = 0;  // 0: none; else an activation of every output
+  int32_t activation;  // 0: none; otherwise applied to a panel's first vector, which then multiplies the second
+  int32_t pointwise = 0;  // 0: none; otherwise applied to every output
 };
 
 // Returns the first byte of a panel; null after the last panel, or if there is no product.
@@ -37,11 +38,11 @@ enum Activation : int32_t {
   kSilu = 1,
   kGeluTanh = 2,
   kRelu = 3,
-  kGelu = 4,  // by the error function
+  kGelu = 4,  // exact, with the error function
 };
 
-// A norm by the root mean square over `width` (a divisor of the row), with weights; null: none. `centred` first
-// subtracts the mean from each value (LayerNorm).
+// A norm by the root mean square over `width` elements (a divisor of the row size), with weights (null: no norm).
+// `centred` first subtracts the mean from each value (LayerNorm).
 struct Norm {
   const float* weight;
   int32_t width;
@@ -53,26 +54,26 @@ struct Norm {
 struct Product {
   const Linear* linear;
   const void* rows;
-  int64_t row_stride;  // elements; of quantised rows: bytes
+  int64_t row_stride;  // elements; for quantised rows: bytes
   int32_t num_rows;
   void* out;
   int64_t out_stride;
-  int32_t out_float;  // the result is float, else Element
-  const float* row_scales = nullptr;  // of quantised rows
+  int32_t out_float;  // 1: the result is float; 0: Element
+  const float* row_scales = nullptr;  // only for quantised rows
 };
 
-// Multiplies rows first..end by panel `panel`; prefetches as many bytes from `ahead`, unless it is null.
+// Multiplies rows first..end by panel `panel`. Prefetches a panel from `ahead`, unless `ahead` is null.
 using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end,
                           const char* ahead);
 
-// Multiplies rows first..end by panels `panel` to `end_panel`, at most kBlockRows by kBlockPanels, in stretches of
-// inputs whose rows and weights stay in the second-level cache; prefetches the beginning of `ahead`.
+// Multiplies rows first..end (at most kBlockRows) by panels `panel` to `end_panel` (at most kBlockPanels). The inputs
+// are divided into stretches whose rows and weights stay in the second-level cache. Prefetches the start of `ahead`.
 using MultiplyBlock = void (*)(const Product&, int32_t panel, int32_t end_panel, int32_t first,
                                int32_t end, const char* ahead);
 constexpr int kBlockRows = 256, kBlockPanels = 8;
 
 // Computes sum = base + factor * after(added) and out = before(sum). `after` and `before` are norms, and `after` is
-// not centred. `base` is Element or float. Null arguments are left out.
+// not centred. `base` is Element or float. Null arguments are omitted.
 struct Joint {
   const void* base;
   int32_t base_float;
@@ -96,7 +97,7 @@ struct Turning {
 };
 using Turn = void (*)(const Turning&, int32_t row);
 
-// Quantises a row to bytes around kZero; returns the step. Bytes behind the row, up to `padded`, are kZero.
+// Quantises a row to bytes around kZero. Returns the step size. Bytes behind the row, up to `padded`, are kZero.
 using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8_t* out);
 
 // Returns the first column of the largest value, or -1 if any value is not finite.
@@ -115,13 +116,13 @@ struct Choosing {
   int32_t normalised, rounded;  // as in Experts
   int32_t* experts;             // (rows, num_chosen)
   float* shares;                // (rows, num_chosen)
-  Scored* scored;               // (rows, num_experts), to work in
-  // Sorts the largest to the front. It is compiled once, for any processor, because it uses code of the C++ library.
+  Scored* scored;               // (rows, num_experts), scratch memory
+  // Sorts the largest logits to the front. Compiled once, for any processor, because it uses the C++ library.
   void (*take_largest)(Scored* scored, int32_t num_experts, int32_t num_chosen);
 };
 using Choose = void (*)(const Choosing&, int32_t row);
 
-// Converts a row to floats: of fp16, or of bfloat16 if no instruction multiplies pairs of it.
+// Converts a row of fp16 to floats, or a row of bfloat16 if no instruction multiplies pairs of bfloat16.
 using Widen = void (*)(const void* row, int32_t width, float* out);
 
 struct Dense {
@@ -132,11 +133,11 @@ struct Dense {
   Turn turn;
   Largest largest;
   Choose choose;
-  Widen widen = nullptr;  // null: products take rows unconverted
+  Widen widen = nullptr;  // null: products take rows of Elements
   MultiplyBlock multiply_block = nullptr, multiply_block_bytes = nullptr;  // null: panel by panel
 };
 
-// Returns the kernels of the best instruction set here, or of the instruction set named `only`.
+// Returns the kernels of the best supported instruction set, or of the instruction set named `only`.
 const Dense& dense_of(const char* only, Type type);
 
 }  // namespace pensieve

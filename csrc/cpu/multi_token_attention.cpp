@@ -1,17 +1,16 @@
-// Attention of an iteration's slices over their turns' whole contexts, in scattered pages: the division of the work,
-// and the C interface.
+// Plan and run the attention of an iteration's slices over their turns' whole contexts, in scattered pages.
 //
-// An item is the rows of a run of one slice that share a KV head, over the pages of their context. An item is cut into
-// parts after every kPagesMax pages. The thread that finishes an item's last part merges all parts, in order. Threads
-// take parts from one counter, so few long contexts and many short contexts both keep all threads busy.
+// An item is one KV head's attention for consecutive tokens of one slice, over all pages of their context. An item is
+// cut into parts after every kPagesMax pages. The thread that finishes an item's last part merges all parts, in order.
+// Threads take parts from one counter, so few long contexts and many short contexts both keep all threads busy.
 //
-// The same pages of all items of a slice and KV head come one after another. 64 pages are 512 KiB (bfloat16, head size
-// 64), which stay in the second-level cache. So a long prompt reads its history from memory once, and not once per 64
-// rows. The cuts depend only on positions in the context. So a row's result does not depend on the batch, on the
-// length of its slice, or on the number of threads.
+// Parts that read the same pages (of one slice and KV head) are neighbours in the order of work. 64 pages are 512 KiB
+// (bfloat16, head size 64), which stay in the second-level cache. So a long prompt reads its history from memory once,
+// and not once per 64 rows. The cuts depend only on positions in the context. So a row's result does not depend on the
+// batch, on the length of its slice, or on the number of threads.
 //
-// The contexts of a group's slices begin with the same pages, and the slices come after these pages. A *pack* is the
-// rows of several such slices, which process the shared pages together, so these pages are read once. If the shared
+// A *slice group* is several slices whose contexts begin with the same pages, and which start after these pages. A
+// *pack* is the rows of such slices that process the shared pages together, so these pages are read once. If the shared
 // pages end within a part, each slice's own item continues there from the pack's partial results. So a row's steps,
 // and its result, are the same as without sharing. Threads claim the work of packs before any work that waits for it.
 // The work of packs waits for nothing, so no thread waits forever.
@@ -35,7 +34,7 @@ struct Item {
   int num_pages;
   int num_parts;
   int pack = -1;  // the pack that the item is a member of; -1: none
-  int64_t kept = -1;  // offset, in floats, of this item's partials, if it has several or is in a pack
+  int64_t kept = -1;  // offset, in floats, of the item's partial results, if it has several or is in a pack
 };
 
 // Rows of several slices that process `num_pages` shared pages together.
@@ -47,19 +46,19 @@ struct Pack {
 
 struct Member {
   int first_item;  // one for each KV head
-  int first_token, num_tokens;  // of the pack
+  int first_token, num_tokens;  // the member's tokens in the pack
 };
 
 constexpr int kSeesAll = 1 << 30;  // position of rows after all pages
 
-struct Memory {  // of one thread
+struct Memory {  // private to a thread
   alignas(64) float weighted[kRowsMax * kHeadMax];
   float largest[kRowsMax], sum[kRowsMax];
   alignas(64) char scratch[kScratchBytes];
 };
 
 struct Cut {
-  int item;  // -1: of a pack
+  int item;  // -1: the part belongs to a pack
   int part, first_page, end_page;
   int pack = -1, kv_head = 0;  // the pack of this part, or the pack that the item continues from
 };
@@ -69,7 +68,7 @@ struct Plan {
   std::vector<Cut> cuts;
   std::vector<Pack> packs;
   std::vector<Member> members;
-  std::vector<int32_t> rows;  // of the packs' tokens, in the batch
+  std::vector<int32_t> rows;  // the batch row of each token of the packs
   int64_t num_kept = 0;       // floats
 };
 
@@ -83,7 +82,7 @@ struct Call {
   const int32_t* page_table;
   int64_t pages_max;
   const int32_t *slice_offsets, *slice_turns, *slice_starts;
-  const int32_t *slice_groups, *group_pages;  // the slice's group or -1; how many pages a group shares
+  const int32_t *slice_groups, *group_pages;  // each slice's slice group or -1; the number of pages that a group shares
   int32_t num_groups;
   int32_t num_slices, num_heads, num_kv_heads, head_size;
   AttentionKind kind;
@@ -98,7 +97,7 @@ const void* at(const void* base, int64_t elements, Type type) {
   return static_cast<const char*>(base) + elements * element_bytes(type);
 }
 
-// Strides of pages are in stored elements, or in bytes if rows are codes.
+// Returns an address in the pages. Page strides count stored elements, or bytes if rows are quantised (kCodes).
 const void* in_pages(const Call& call, const void* base, int64_t distance) {
   if (call.stored == Stored::kCodes) return static_cast<const char*>(base) + distance;
   return at(base, distance, call.type);
@@ -157,7 +156,7 @@ void write_out(const Call& call, const Kernel& kernel, const Item& item, const P
         call.out_head_stride);
 }
 
-// Floats of one partial of an item, rounded up to whole cache lines.
+// Returns the size of one partial result of an item, in floats, rounded up to whole cache lines.
 int64_t partial_floats(int num_rows, int head_size) {
   return (int64_t(num_rows) * (head_size + 2) + 15) / 16 * 16;
 }
@@ -167,7 +166,7 @@ Partial partial_at(float* memory, int num_rows, int head_size) {
   return {behind, behind + num_rows, memory};
 }
 
-// Merges an item's partials into the first of them.
+// Merges an item's partial results into the first one.
 Partial merge(const Item& item, float* memory, int num_rows, int head_size) {
   const int64_t stride = partial_floats(num_rows, head_size);
   const Partial all = partial_at(memory, num_rows, head_size);
@@ -206,14 +205,14 @@ bool within(const Call& call, int64_t num_pages) {
   return true;
 }
 
-// Returns how many of a group's pages a pack processes: whole parts, and the first pages of the next part. These
+// Returns how many of a slice group's pages a pack processes: whole parts, and the first pages of the next part. These
 // first pages end where an instruction set that processes blocks of pages (amx_attend.h) begins a new block.
 int pages_of_pack(int num_pages) {
   const int whole = num_pages / kPagesMax * kPagesMax, rest = num_pages - whole;
   return whole + (rest <= kBlockPages ? 0 : 1 + (rest - 1) / kBlockPages * kBlockPages);
 }
 
-// Puts the slices of each group into packs of as many rows as an item may have.
+// Puts the slices of each slice group into packs of as many rows as an item may have.
 void pack(const Call& call, Plan& plan, std::vector<int>& pack_of) {
   const int tokens_max = kRowsMax / (call.num_heads / call.num_kv_heads);
   std::vector<std::vector<int>> slices_of(call.num_groups);
@@ -298,7 +297,7 @@ Plan planned(const Call& call) {
   return plan;
 }
 
-// One call's work: its plan, and what is shared between the threads.
+// The work of one call: the plan, and data that the threads share.
 class Work {
  public:
   Work(const Call& call, const Kernel& kernel)
@@ -398,7 +397,7 @@ class Work {
   float* kept_ = nullptr;
 };
 
-// False if there is no memory for partials.
+// Returns false if there is no memory for partial results.
 bool attend_all(const Call& call, const Kernel& kernel) {
   Work work(call, kernel);
   if (!work.has_memory()) return false;
@@ -415,7 +414,7 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Strides of pages are in elements, or in bytes if rows are codes (attention.h).
+// Page strides count elements, or bytes if rows are quantised (kCodes in attention.h).
 // Returns 0; 1: unsupported shapes; 2: an index is outside the arena; 3: out of memory.
 int32_t pensieve_multi_token_attention(
     const char* only, int32_t type, int32_t stored, const void* query, int64_t query_token_stride,

@@ -1,7 +1,7 @@
 // The kernels for ARM with dot products of bytes (most since 2018), in vectors of four floats.
 //
-// Older processors use plain.cpp, which differs only in products of int8 weights: NEON is part of every 64-bit
-// ARM. Compiled with +dotprod.
+// Older processors use plain.cpp, which differs only in products of int8 weights, because every 64-bit ARM processor
+// has NEON. Compiled with +dotprod.
 #define LANES 4
 #define BFLOAT16_DOT 0
 #define SIGNED_DOT 1

@@ -1,4 +1,4 @@
-// The C interface to write rows of keys and values to their slots, and to copy pages between arenas.
+// The C interface for writing rows of keys and values to their slots, and for copying pages between arenas.
 #include <cstring>
 
 #include "attention.h"
@@ -11,7 +11,7 @@ using namespace pensieve;
 extern "C" {
 
 // Strides are in bytes, and row_bytes is the size of a row in a page. A slot number is page * slots + slot. `only` and
-// `type` apply only to rows of codes. Returns 0; 1: unsupported rows; 2: outside the arena, nothing done.
+// `type` apply only to rows of codes. Returns 0, 1 (unsupported rows) or 2 (outside the arena, nothing written).
 int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,
                           int64_t key_token_stride, int64_t key_head_stride, const char* value,
                           int64_t value_token_stride, int64_t value_head_stride,
@@ -44,8 +44,7 @@ int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const 
   return 0;
 }
 
-// A page is `num_tiles` (keys and values, times KV heads) tiles of `slots` rows. Returns 0; 2: out of an
-// arena, nothing done.
+// A page has `num_tiles` tiles (2 * KV heads) of `slots` rows. Returns 0, or 2 (outside an arena, nothing copied).
 int32_t pensieve_copy_pages(const char* source, char* target, const int64_t* source_pages,
                             const int64_t* target_pages, const int64_t* num_slots, int64_t num_copies,
                             int32_t num_tiles, int32_t slots, int64_t row_bytes,

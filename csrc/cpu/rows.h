@@ -1,11 +1,11 @@
-// Work on each row by itself (norms, rotation, a router's choice), shared by the threads of threads.h.
+// Divide work on single rows (norms, rotation, a router's choice) among the threads of threads.h.
 #pragma once
 
 #include "threads.h"
 
 namespace pensieve {
 
-constexpr int kRowsAtOnce = 192;      // of one piece of a product; they fit into the cache together with a panel
+constexpr int kRowsAtOnce = 192;      // rows in one piece of a product; they fit into the cache together with a panel
 constexpr int kRowsWorthThreads = 8;  // with fewer rows, waking a thread takes longer than the work
 
 template <typename Act>

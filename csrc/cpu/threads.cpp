@@ -1,28 +1,28 @@
-// How the team of threads.h shares an operation, and how its threads wait.
+// Implement the team of threads.h: how threads share an operation, and how they wait.
 //
 // An operation (a *round*) ends when its pieces are done, not when every thread has arrived. So a round does not wait
 // for a helper that the operating system has not scheduled. The caller opens the gate, works, and closes the gate.
 // Then the caller waits only for the helpers that are inside. A helper that comes later finds the gate closed. With
 // OpenMP, each thread must arrive at each barrier, and one busy other process makes every barrier cost a time slice.
 //
-//   gate     wanted (helpers that may enter; none while it is closed), inside (that have not left)
-//   round    counts rounds; a helper waits until it has changed
+//   gate     wanted: helpers that may enter (0 while the gate is closed); inside: helpers that have not left
+//   round    number of the round; a helper waits until the number changes
 //
 //   caller   sets act and work; gate = (wanted, 0); ++round; wakes sleepers; works; closes the gate; waits for
 //            inside == 0
 //   helper   waits for another round; enters (a compare-and-swap that fails if the gate is closed); works;
 //            leaves; wakes the caller if it was the last helper inside and the gate is closed
 //
-// `act` and `work` are written only while the gate is closed and no helper is inside, and read only inside, so
-// they need no lock. A helper that was woken for one round may enter the next, and may enter a round twice. Both are
-// harmless, because a helper claims only pieces that are left.
+// `act` and `work` need no lock. They are written only while the gate is closed and no helper is inside, and read only
+// inside. A helper may wake up too late and enter the next round, or enter a round twice. This is harmless, because a
+// helper claims only pieces that are left.
 //
 // Waiting threads spin for kSpin and then sleep. Spinning is the fastest way to wait while every thread has a core. On
-// a shared core it takes time from the thread that is waited for. kSpin is about the cost of a sleep and a wake-up,
-// so a wait costs at most twice as much as the better of spinning and sleeping.
+// a shared core, spinning delays the other thread. kSpin is about the cost of a sleep and a wake-up, so a wait costs at
+// most twice as much as the better of spinning and sleeping.
 //
-// One caller at a time has the team. A second caller, or a caller inside a round, works alone. After a fork the
-// child has no helpers and starts a new team.
+// The team serves one caller at a time. A second caller, or a caller inside a round, works alone. After a fork, the
+// child process has no helpers and starts a new team.
 #include "threads.h"
 
 #include <pthread.h>
@@ -58,9 +58,8 @@ inline void pause() {
 #endif
 }
 
-// Sleeps while a word keeps its value. On Linux no lock is shared between a sleeper and a waking thread: a thread that
-// is suspended while it goes to sleep, or wakes up, delays no other thread. (The library's condition variables have
-// locks, even in variants that claim otherwise.)
+// Sleeps while a word keeps its value. On Linux, the sleeping and the waking thread share no lock. So a thread that is
+// suspended in this code delays no other thread. (The condition variables of the C++ library have locks.)
 class Sleep {
  public:
 #if defined(__linux__)
@@ -121,7 +120,7 @@ class Word {
 
 class Team {
  public:
-  // Returns false if another caller has the team.
+  // Returns false if another caller uses the team.
   bool run(int num_helpers, Act act, void* work) {
     if (taken_.exchange(true, std::memory_order_acquire)) return false;
     if (num_helpers > num_helpers_) hire(num_helpers);
@@ -145,7 +144,7 @@ class Team {
     try {
       for (; num_helpers_ < num_helpers && num_helpers_ < kHelpersMax; ++num_helpers_)
         std::thread([this, number = num_helpers_, seen = round_.value.load()] { help(number, seen); }).detach();
-    } catch (const std::exception&) {  // no thread or memory for another helper; the other threads do the work
+    } catch (const std::exception&) {  // another helper could not be started; the other threads do the work
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }

@@ -23,11 +23,11 @@ void on_threads(int num_threads, Work& work) {
     work();
 }
 
-// Calls `act(piece, following)` for each of `num_pieces`, on threads that claim them one by one. `following` is the
-// thread's probable next piece, so that `act` can prefetch the first bytes of that piece. From `num_pieces` on, it is
-// a piece of the next operation. A thread claims its next piece before it begins a piece. If there are few pieces for
-// each thread, the thread claims the next piece only after the current piece, because a claimed piece waits while
-// other threads are idle.
+// Calls `act(piece, following)` for each of `num_pieces` pieces, on threads that claim pieces one by one. `following` is
+// the thread's probable next piece, so that `act` can prefetch the first bytes of that piece. If `following` is
+// `num_pieces` or more, it is a piece of the next operation. A thread claims its next piece before it begins a piece.
+// With few pieces per thread, it claims the next piece afterwards, because a claimed piece would wait while other
+// threads are idle.
 template <typename Act>
 void each_piece(int num_threads, int num_pieces, Act act) {
   const bool early = num_pieces >= kPiecesToClaimEarly * num_threads;

@@ -1,8 +1,8 @@
-// Sums of up to 32 rows by 32 columns in four tiles, for the products of layers and for attention.
+// Compute sums of up to 32 rows by 32 columns in four tiles, for the products of layers and for attention.
 //
-// A step multiplies two tiles of rows with two tiles of a panel: four tiles are loaded (4 KiB) for four products
-// of 16 clock cycles, the best ratio that eight tiles allow. `more` continues sums that were stored. A tile holds the
-// same floats as memory, so interrupting a sum does not change it.
+// A step multiplies two tiles of rows by two tiles of a panel. It loads four tiles (4 KiB) for four products of 16 clock
+// cycles, which is the best ratio with eight tiles. `more` continues stored sums. A tile holds the same floats as
+// memory, so storing and loading a sum does not change the result.
 //
 //   tile      0 1    sums, rows 0 to 15        4   rows 0 to 15        6 7   columns 0 to 15, 16 to 31
 //             2 3    sums, rows 16 to 31       5   rows 16 to 31
@@ -15,20 +15,20 @@
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;                  // of a row of a tile
+constexpr int kTileBytes = 64;                  // bytes in a row of a tile
 constexpr int kTilePanel = 32;                  // columns
 constexpr int kPanelLine = 4 * kTilePanel;      // bytes of a panel for four bytes of a row's inputs
-constexpr int kStepBytes = 16 * kPanelLine;     // of a panel
+constexpr int kStepBytes = 16 * kPanelLine;     // bytes of a panel in a step
 
 struct TileProduct {
   const char* rows;  // bfloat16, or unsigned bytes
   int64_t row_bytes;
   const char* panel;
-  int64_t steps;  // of kTileBytes of a row
-  float* sums;    // or integers
-  int64_t sums_bytes;  // of a row
+  int64_t steps;  // each is kTileBytes of a row
+  float* sums;    // integers if rows are bytes
+  int64_t sums_bytes;  // bytes between rows of sums
   bool more;
-  const char* ahead = nullptr;  // prefetches as many bytes as it reads of the panel
+  const char* ahead = nullptr;  // address to prefetch: as many bytes as are read from the panel
 };
 
 // Without Down there are at most 16 rows. Without Across there are at most 16 columns.
@@ -74,7 +74,7 @@ void tile_sums(const TileProduct& p) {
   if (Down && Across) TILE_STORE(3, under + kTileBytes, p.sums_bytes);
 }
 
-// Shapes for `num_rows` rows of all 32 columns.
+// Sets the shapes of tiles for `num_rows` rows and all 32 columns.
 inline TileShapes tile_shapes(int num_rows) {
   const int top = num_rows < kTileRows ? num_rows : kTileRows, bottom = num_rows - top;
   const int rows[8] = {top, top, bottom, bottom, top, bottom, 16, 16};

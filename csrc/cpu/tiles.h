@@ -1,12 +1,12 @@
 // The instructions of AMX, the matrix unit of some Intel processors.
 //
-// It has eight tiles of up to 16 rows of 64 bytes. An instruction multiplies a tile of rows (16 x 32 bfloat16, or
-// 16 x 64 bytes) by a tile of weights and adds the product to a tile of 16 x 16 sums. A tile of weights has 16 rows
-// of 16 columns. Each element is the weights of a pair of bfloat16 inputs, or of four bytes.
+// AMX has eight tiles of up to 16 rows of 64 bytes. An instruction multiplies a tile of rows (16 x 32 bfloat16, or
+// 16 x 64 bytes) by a tile of weights and adds the product to a tile of 16 x 16 sums. A tile of weights has 16 rows and
+// 16 columns. Each of its elements holds the weights of two bfloat16 inputs, or of four bytes.
 //
-// With EMULATED_TILES the same operations are plain C++, so that tests can run without AMX; only the rounding
-// differs. If the processor refuses an operation (a tile without a shape, shapes that do not fit), the process ends.
-// TILE_TOUCHED and TILE_COUNTS_ONLY are for tests that count loads.
+// With EMULATED_TILES the same operations are plain C++, so that tests can run without AMX. Only the rounding differs.
+// An invalid operation (a tile without a shape, or shapes that do not match) ends the process. TILE_TOUCHED and
+// TILE_COUNTS_ONLY are for tests that count loads.
 #pragma once
 
 #include <cstdint>
@@ -74,7 +74,7 @@ inline void emulated_store(int tile, void* to, int64_t stride) {
   }
 }
 
-// `Add` (sum, word of a row, word of weights) is one element's part of a product.
+// `Add` (sum, word of a row, word of weights) adds one step of a product to an element of the sums.
 template <typename Add>
 inline void emulated_product(int sums, int a, int b, Add add) {
   const TileShapes& shapes = emulated_shapes;
@@ -104,7 +104,7 @@ inline void emulated_dot(int sums, int a, int b) {
   });
 }
 
-// Unsigned bytes of rows times signed bytes of weights; the sums are whole numbers, and wrap.
+// Multiplies unsigned bytes of rows by signed bytes of weights. The sums are integers, and wrap.
 inline void emulated_dot_bytes(int sums, int a, int b) {
   emulated_product(sums, a, b, [](float& sum, uint32_t left, uint32_t right) {
     uint32_t whole;
@@ -133,8 +133,8 @@ inline bool may_use_tiles() { return true; }
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// These macros replace the compiler's intrinsics. GCC 12's intrinsics do not say which memory a tile is loaded from,
-// so the compiler may move a store to that memory behind the load.
+// These macros replace the compiler's intrinsics. GCC 12's intrinsics do not declare which memory a tile is loaded from.
+// So the compiler may move a store to that memory behind the load.
 #define TILE_SHAPES(shapes) __asm__ volatile("ldtilecfg %0" ::"m"(shapes) : "memory")
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile::)
 #define TILE_LOAD(tile, from, stride)                       \

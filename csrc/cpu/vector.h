@@ -5,8 +5,7 @@
 //   BFLOAT16_DOT  products of pairs of bfloat16
 //   BYTE_DOT      products of four unsigned bytes and four signed bytes (default: BFLOAT16_DOT)
 //   SIGNED_DOT    without BYTE_DOT, products of four signed bytes and four signed bytes (default: 0)
-// Everything is in an anonymous namespace, because each instruction set has its own functions of these names and the
-// linker must not merge them.
+// Everything is in an anonymous namespace. Otherwise the linker would merge functions of different instruction sets.
 #pragma once
 
 #ifndef BYTE_DOT
@@ -50,7 +49,8 @@ inline void store(Element* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
-// Adds the bits as integers. Because 0.0f + -0.0f is 0.0f, the compiler would have to compute a sum of floats.
+// Broadcasts a value. Adds its bits as integers, because the compiler cannot omit a float addition: 0.0f + -0.0f is
+// 0.0f.
 inline Floats splat(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -58,7 +58,7 @@ inline Floats splat(float value) {
 }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// Lanes I of a, where I < LANES, or I - LANES of b.
+// Selects lanes: a number I below LANES selects lane I of `a`; any other number selects lane I - LANES of `b`.
 template <int... I, typename Vector>
 inline Vector picked(Vector a, Vector b) {
 #ifdef __clang__
@@ -68,7 +68,7 @@ inline Vector picked(Vector a, Vector b) {
 #endif
 }
 
-// The other half of each block of 2 * Distance lanes.
+// Swaps the halves of each block of 2 * Distance lanes.
 template <int Distance, int... I>
 inline Floats swapped(Floats v, std::integer_sequence<int, I...>) {
   return picked<(I ^ Distance)...>(v, v);
@@ -210,7 +210,7 @@ inline Floats read(const int8_t* from) {
   return __builtin_convertvector(whole, Floats);
 }
 
-// Numbers from -128 to 127 as bytes.
+// Converts integers from -128 to 127 to bytes.
 inline void store_bytes(int8_t* to, Ints values) {
 #if defined(__aarch64__)
   const int16x4_t halves = vmovn_s32((int32x4_t)values);
@@ -271,12 +271,12 @@ inline Floats exp2_in_range(Floats x) {
   return p * (Floats)(((Ints)shifted << 23) + 0x3f800000);
 }
 
-// The same for x <= 0; below -126 it is 2^-126, which changes no sum.
+// 2 to the power of x, for x <= 0. Below -126 the result is 2^-126, which changes no sum.
 inline Floats exp2_nonpositive(Floats x) {
   return exp2_in_range(x < splat(-126.0f) ? splat(-126.0f) : x);  // NaN stays
 }
 
-// Eklundh: in log2(LANES) stages, each swaps the off-diagonal blocks of pairs of rows.
+// Transposes by Eklundh's method: each of log2(LANES) stages swaps the off-diagonal blocks of pairs of rows.
 template <int Stage, int... I>
 inline void swap_blocks(Words& a, Words& b, std::integer_sequence<int, I...>) {
   Words first = picked<((I & Stage) ? LANES + I - Stage : I)...>(a, b);

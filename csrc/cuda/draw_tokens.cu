@@ -9,17 +9,17 @@
 //   min_p    all weights of at least weight_min (a sum, no search)
 //   token    the running weight exceeds floor(least of the three * draw / 2^62)
 //
-// A search goes down the bits of the value (`key_of`: descending), 11, 11 and 10 at a time.  Each step makes a
-// histogram of the weights of the tokens that agree with the bits found so far, and finds the bin where the sum
-// passes the number.  The remaining tokens have equal values and weights.  So a division finds the position of the
-// token among them, and counting their ids in order finds its id.  All sums are over integers, so the order of
-// threads does not change a result.
+// A search is a radix search over the bits of the value (`key_of`: descending): 11, 11 and 10 bits at a time.  Each step
+// makes a histogram of the weights of the tokens that agree with the bits found so far.  Then it finds the bin where
+// the running sum exceeds the number.  After the last step, the remaining tokens have equal values and weights.  A
+// division finds the position of the token among them, and counting their ids in order finds its id.  All sums are over
+// integers, so the order of threads does not change a result.
 //
-// One block does one row, so a row's token depends on no other row.  The first histogram serves all searches of a
-// row.  A 64-bit sum in shared memory is two words and a carry, because the hardware adds only words.
+// One block does one row, so a row's token depends on no other row.  All searches of a row use the same first
+// histogram.  A 64-bit sum in shared memory is two words and a carry, because the hardware adds only words.
 //
-// The kernel is bound by the adds to shared memory and the double-precision exponentials: one of each for a token
-// with a nonzero weight.  Each search makes three passes over the row, which stays in the cache.
+// The additions in shared memory and the double-precision exponentials take most of the time.  A token with a nonzero
+// weight needs one of each.  Each search makes three passes over the row, which stays in the cache.
 //
 // Measured on an H200: 64 rows of 128,256 take 1.4 ms, including the host's time.  Sorting takes 3.4 ms.
 #include <element.h>
@@ -28,7 +28,7 @@
 namespace {
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int BINS = 2048;  // of the first two digits; the last has half as many
+constexpr int BINS = 2048;  // in each of the first two steps; the last step has half as many
 constexpr int DIGITS = 3;
 constexpr int UNROLLED = 8;
 
@@ -36,11 +36,11 @@ struct RowOptions {
   double temperature, top_p;
   int64 top_k;        // the size of the vocabulary: no limit
   uint64 weight_min;  // at least 1
-  uint64 draw;        // of 62 bits
+  uint64 draw;        // 62 random bits
 };
 
 struct Histogram {
-  uint32 low[BINS], high[BINS];  // of sums of weights
+  uint32 low[BINS], high[BINS];  // words of the sums of weights
   uint32 counts[BINS];
 
   __device__ __forceinline__ uint64 weight(int bin) const { return uint64(high[bin]) << 32 | low[bin]; }
@@ -58,7 +58,7 @@ struct Shared {
   uint64 weights[WARPS], more_weights[WARPS];  // of each warp's tokens, or bins
   uint32 counts[WARPS];
   float largest[WARPS];
-  uint64 weight_before;  // what a search has found: the sums before its bin, and the bin
+  uint64 weight_before;  // the result of a search: the sums before the found bin, and the bin
   uint32 count_before, bin;
 };
 
@@ -85,13 +85,13 @@ struct Row {
   }
 };
 
-// Where a running sum first exceeds a number: in a run of equal values.
+// The run of equal values in which a running sum first exceeds a number.
 struct Place {
   uint64 weight_before;
   uint32 count_before, key;
 };
 
-// Returns the sum over all threads, in each thread; overwrites `each_warps`.
+// Returns the sum over all threads to each thread.  Overwrites `each_warps`.
 __device__ __forceinline__ uint64 sum_of_all(uint64 value, uint64 (&each_warps)[WARPS]) {
   for (int step = 16; step > 0; step /= 2) value += ptx::shuffle_xor(value, step);
   if (threadIdx.x % 32 == 0) each_warps[threadIdx.x / 32] = value;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void find_bin(Shared& shared, const Histogram& histog
   uint64 weight = 0;
   uint32 count = 0;
   for (int i = 0; i < EACH; ++i) weight += histogram.weight(first + i), count += histogram.counts[first + i];
-  uint64 weights = weight, counts = count;  // of this warp's lanes up to this one
+  uint64 weights = weight, counts = count;  // sums over this warp's lanes, up to and including this lane
   for (int step = 1; step < 32; step *= 2) {
     const uint64 other_weights = ptx::shuffle_up(weights, step), other_counts = ptx::shuffle_up(counts, step);
     if (threadIdx.x % 32 >= step) weights += other_weights, counts += other_counts;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void find_bin(Shared& shared, const Histogram& histog
     const uint64 added = histogram.weight(first + i);
     const uint64 before = counted ? count_before : weight_before;
     const uint64 after = before + (counted ? histogram.counts[first + i] : added);
-    if (before <= limit && limit < after) {  // of one bin alone
+    if (before <= limit && limit < after) {  // true for exactly one bin
       shared.weight_before = weight_before;
       shared.count_before = count_before;
       shared.bin = first + i;
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mass = last.weight_before + (option.top_k - last.count_before) * row.weight(value_of(last.key));
   }
   if (option.top_p < 1.0) {
-    // From 1 to mass: a top_p below 1 takes away at least what rounding the mass may have added.
+    // The result is from 1 to mass: a top_p below 1 removes at least as much as rounding the mass may have added.
     const uint64 wanted = uint64(ptx::ceil(option.top_p * double(mass)));
     const Place last = search(shared, row, wanted - 1, false);
     const uint64 weight = row.weight(value_of(last.key));

@@ -1,10 +1,10 @@
-// The work between two products of a decoder layer, in one launch instead of two.
+// Do the work between two matrix products of a decoder layer in one launch instead of two.
 //
 //   add_and_norm        sum <- residual + added,  normed <- sum / rms(sum) · weight      (RMSNorm)
 //   gate_and_multiply   out <- silu(gate) · up,   for rows of a product that hold gate and up side by side
 //
-// Sums are in float.  Values that torch would write to memory between two launches are rounded here, too.  So the
-// results equal those of torch, except for the order of a norm's sum.  A row's result depends on no other row.
+// Sums are in float.  Values that torch would write to memory between two launches are rounded here, too.  So results
+// equal torch's, except that a norm adds its terms in another order.  A row's result depends on no other row.
 //
 // Bound by memory: a thread moves eight neighbouring elements at a time.
 #include <element.h>

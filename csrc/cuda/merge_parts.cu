@@ -1,12 +1,12 @@
-// Merge the parts of contexts that multi_token_attention has cut, or whose first pages belong to a pack.
+// Merge the results of a row's parts.  A row has several parts if multi_token_attention has cut its context, or if the
+// first pages of its context belong to a pack (include/work.h).
 //
 //   out[row] = Σ over parts of 2^(sum[part] - most) · values[part] / Σ of 2^(sum[part] - most)
 //
-// Values are normalised rows.  Sums are log2 of their softmax sums (-infinity if a part saw no key).
-// One warp does one row of one KV head, and a block does four rows.  Block b does the four rows with number b %
-// row_runs of merge b / row_runs / kv_heads.  If the merge has no such rows, the block ends at once.  A lane reads
-// four neighbouring values at a time and loads UNROLLED parts together, because the kernel is short and bound by
-// latency.
+// A part's values are normalised, and `sum` is log2 of its softmax sum (-infinity if the part saw no key).
+// One warp does one row of one KV head, and a block does four rows.  Block b does run b % row_runs (of four rows) of
+// merge b / row_runs / kv_heads.  If the merge has no such rows, the block ends at once.  A lane reads four
+// neighbouring values at a time and loads UNROLLED parts together, because the kernel is short and bound by latency.
 #include <element.h>
 #include <ptx.h>
 #include <work.h>
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int row = blockIdx.x % row_runs * WARPS + threadIdx.x / 32;
   if (row >= item.num_rows) return;
   const auto part = [&](int index) {
-    const int behind = index - item.num_parts;  // among its pack's, or negative
+    const int behind = index - item.num_parts;  // index among the parts of the pack, or negative
     const int first =
         behind < 0 ? item.first_part_row + index * item.num_rows : item.first_pack_row + behind * item.pack_stride;
     return int64(first + row) * kv_heads + head;

@@ -4,33 +4,32 @@
 //
 // One block of four warps does one item of work (include/work.h) for one KV head.  The rows of an item
 // are query tokens times the heads of a group.  Their number decides how the warps share the item:
-//   narrow, at most 32 rows   decodes and short pieces.  All four warps do the same rows.  Each warp does
+//   narrow, at most 32 rows   Decodes and short pieces.  All four warps do the same rows.  Each warp does
 //                             every fourth run of 16 keys, in its own ring buffer, so no warp waits for
-//                             another until their four results are merged.  Bound by the memory.
-//   wide, up to 128 rows      prefill.  Each warp does 32 of the rows (16 if the head size is 256), and
-//                             all warps share a ring buffer of pages.  Bound by the matrix rate, because
-//                             each page in shared memory is used for 32 rows per warp.
+//                             another until their four results are merged.  Memory bandwidth is the limit.
+//   wide, up to 128 rows      Prefill.  Each warp does 32 of the rows (16 if the head size is 256), and
+//                             all warps share a ring buffer of pages.  The matrix units are the limit,
+//                             because a warp uses each page in shared memory for 32 rows.
 //
 // Keys and values are loaded by cp.async, STAGES runs ahead, as groups K V K V … There is one wait before the scores
-// and one wait before the values.  Each wait leaves 2 STAGES - 2 groups pending.  Data that was just read is
-// overwritten only after the next wait, when every reading thread has passed this wait.
+// and one wait before the values.  Each wait leaves 2 STAGES - 2 groups pending.  A buffer that was read is overwritten
+// only after the next wait, because then every thread has finished reading.
 //
 // Scores and values are products on the matrix units (m16n8k16).  The query stays in registers if it fits; otherwise
-// it is read again from shared memory.  Positions that a row does not see are masked in the runs that reach beyond
-// the item's first row; the other runs need no mask.  Slots behind the last key are loaded as zeros, because a slot
-// that was never written may hold NaN.
+// it is read again from shared memory.  Runs with positions after the item's first row are masked; the other runs need
+// no mask.  Slots behind the last key are loaded as zeros, because a slot that was never written may hold NaN.
 //
 // Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run then has 32 keys, so that as many bytes
-// are pending, and a warp unpacks in registers the data that it has loaded.  In wide items the block unpacks a page
-// once for all warps, into a tile of elements behind the query, and continues as for elements.  A NaN among the bytes
-// makes all rows of the warp (narrow) or of the block (wide) NaN.
+// are in flight as with 16-bit elements, and a warp unpacks its data in registers.  In wide items the block unpacks a
+// page once for all warps, into a tile of elements behind the query.  A NaN among the bytes makes all rows of the warp
+// (narrow) or of the block (wide) NaN.
 //
-// A part of a longer context writes normalised rows and log2 of their sums; merge_parts.cu merges them.  A pack (rows
-// of several slices over their common first pages) writes the same.  It differs from a part only in where its queries
-// come from.
+// For a part of a longer context, the kernel writes normalised rows and log2 of their sums, which merge_parts.cu merges.
+// For a pack (rows of several slices over their common first pages), it writes the same.  Only the addresses of the
+// queries differ.
 //
-// Measured on an H200, decodes of 32/8 heads of 128: 99 % of a large copy's bandwidth for 64 contexts of 4,096
-// tokens, 78 % for one context of 65,536 tokens.
+// Measured on an H200 with 32 query heads and 8 KV heads of size 128: decodes reach 99 % of a large copy's bandwidth for
+// 64 contexts of 4,096 tokens, and 78 % for one context of 65,536 tokens.
 #include <e4m3.h>
 #include <element.h>
 #include <ptx.h>
@@ -52,14 +51,14 @@
 namespace {
 
 using Element = ELEMENT;
-using Stored = STORED;  // of keys and values
+using Stored = STORED;  // type of keys and values in pages
 constexpr bool BYTES = sizeof(Stored) == 1;
 constexpr int HEAD = HEAD_SIZE;
 constexpr int PAGE = 32;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
-constexpr int COLUMNS = HEAD / 8;  // of a product with the values, eight elements each
-constexpr int STEPS = HEAD / 16;   // of a product with the keys
+constexpr int COLUMNS = HEAD / 8;  // runs of eight columns in a product with the values
+constexpr int STEPS = HEAD / 16;   // steps of a product with the keys
 using Elements = Tile<HEAD>;
 using StoredTile = Tile<BYTES ? HEAD / 2 : HEAD>;
 
@@ -67,12 +66,12 @@ using StoredTile = Tile<BYTES ? HEAD / 2 : HEAD>;
 template <int ROW_TILES, bool WIDE>
 struct Plan {
   static constexpr int ROWS = 16 * ROW_TILES * (WIDE ? WARPS : 1);
-  static constexpr int KEYS = WIDE || BYTES ? PAGE : 16;  // of a run
+  static constexpr int KEYS = WIDE || BYTES ? PAGE : 16;  // keys in a run
   static constexpr int TEAM = WIDE ? THREADS : 32; // threads that share a ring
   static constexpr int STAGES = WIDE ? (HEAD == 256 ? 2 : 3) : (HEAD == 256 ? 1 : (HEAD == 64 ? 3 : 2));
-  static constexpr bool UNPACKS = BYTES && WIDE;   // once for all warps
-  static constexpr bool MIXES = BYTES && !WIDE;    // each warp by itself, in its own order
-  static constexpr int UNPACKED_BYTES = UNPACKS ? KEYS * Elements::ROW_BYTES : 0;  // of keys, and of values
+  static constexpr bool UNPACKS = BYTES && WIDE;   // the block unpacks bytes once for all warps
+  static constexpr bool MIXES = BYTES && !WIDE;    // each warp unpacks its bytes, in the order of e4m3.h
+  static constexpr int UNPACKED_BYTES = UNPACKS ? KEYS * Elements::ROW_BYTES : 0;  // for keys, and again for values
   static constexpr int RING_BYTES = 2 * STAGES * KEYS * StoredTile::ROW_BYTES;
   static constexpr int RINGS = WIDE ? 1 : WARPS;
   static constexpr int TILE_BYTES = ROWS * Elements::ROW_BYTES + 2 * UNPACKED_BYTES + RINGS * RING_BYTES;
@@ -91,7 +90,7 @@ struct Plan {
 
 constexpr int WIDE_TILES = HEAD == 256 ? 1 : 2;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int BLOCKS = 2;  // of a multiprocessor
+constexpr int BLOCKS = 2;  // per multiprocessor
 constexpr int SHARED_BYTES =
     larger(Plan<WIDE_TILES, true>::SHARED_BYTES,
            larger(Plan<1, false>::SHARED_BYTES, HEAD == 256 ? 0 : Plan<2, false>::SHARED_BYTES));
@@ -103,7 +102,7 @@ struct Pages {
   const Stored* keys;
   const Stored* values;
   int64 stride;
-  int key_end;  // of the item
+  int key_end;  // end of the item's keys
 
   // Starts copying KEYS keys (or values) from position `first` to `target`.
   template <int KEYS, int TEAM>
@@ -146,15 +145,15 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
                                        unsigned char* shared_memory) {
   using P = Plan<ROW_TILES, WIDE>;
   constexpr bool UNPACKS = P::UNPACKS, MIXES = P::MIXES;
-  using Operands = Tile<MIXES ? HEAD / 2 : HEAD>;  // keys and values as the products find them
+  using Operands = Tile<MIXES ? HEAD / 2 : HEAD>;  // layout of keys and values that the products read
   constexpr int KEYS = P::KEYS, STAGES = P::STAGES, KEY_COLUMNS = KEYS / 8;
   const int thread = threadIdx.x, warp = thread / 32;
   const Lane lane(thread);
   const Rows<Element, HEAD, Stored, true> rows{arguments, item, head};
   const int member = WIDE ? thread : lane.lane;
-  const int first_row = WIDE ? warp * 16 * ROW_TILES : 0;  // of this warp, among the item's
+  const int first_row = WIDE ? warp * 16 * ROW_TILES : 0;  // the warp's first row in the item
 
-  // -- the query, once --
+  // -- load the query --
   const uint32 query = ptx::shared_address(shared_memory);
   constexpr int QUERY_PIECES = Elements::PIECES;
   if constexpr (MIXES) {
@@ -221,7 +220,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
   key_page = pages.page(first_of(STAGES));
 
   const int last_row = first_row + 16 * ROW_TILES - 1;
-  const int limit_min = rows.limit(first_row);  // what the warp's first row sees, and its last one
+  const int limit_min = rows.limit(first_row);  // how many positions the warp's first row sees, and its last row
   const int limit_max =
       first_row < item.num_rows ? rows.limit(last_row < item.num_rows ? last_row : item.num_rows - 1) : 0;
 
@@ -234,10 +233,10 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
     const int first = first_of(run);
     ptx::wait_for_all_but<2 * STAGES - 2>();
     P::sync();  // this run's keys have arrived; the previous run's values have been read
-    if constexpr (UNPACKS) {  // its values are there, too
+    if constexpr (UNPACKS) {  // the run's values have arrived, too
       unpack_page(unpacked, keys_of(run), numbers);
       unpack_page(unpacked + P::UNPACKED_BYTES, values_of(run), numbers);
-      P::sync();  // they have been unpacked
+      P::sync();  // keys and values are unpacked
       pages.fetch<KEYS, P::TEAM>(keys_of(run), pages.keys, key_page, first_of(run + STAGES), member);
       ptx::close_copies();
       pages.fetch<KEYS, P::TEAM>(values_of(run), pages.values, key_page, first_of(run + STAGES), member);
@@ -347,7 +346,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
             right, Operands::piece(value_row + step * 16 * Operands::ROW_BYTES, columns * 2 / COLUMNS_EACH));
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {  // eight keys, and the next eight
-          uint32 low[2], high[2];         // of those, for one product and for another
+          uint32 low[2], high[2];         // the operands of two products
           if constexpr (MIXES) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -392,7 +391,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
     ptx::sync_block();  // the rings are no longer read; from here on they hold the four results
     constexpr int STRIDE = P::MERGED_STRIDE;
     float* const merged = reinterpret_cast<float*>(shared_memory);
-    float* const maxima = merged + WARPS * P::ROWS * STRIDE;  // of each warp and row; then the sums
+    float* const maxima = merged + WARPS * P::ROWS * STRIDE;  // for each warp and row; the sums follow
     float* const sums = maxima + WARPS * P::ROWS;
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile)

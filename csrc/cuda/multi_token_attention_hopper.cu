@@ -1,31 +1,31 @@
-// multi_token_attention of wide items on Hopper (sm_90a), with warpgroup products.
+// Compute multi_token_attention for wide items on Hopper (sm_90a), with warpgroup products.
 //
-// A block of three warpgroups stays on its multiprocessor.  Items are in runs of gridDim items, the longest first,
-// and a block does one item of each run.  Runs are taken forwards and backwards in turn (`item_of`): the block with
-// the longest item of a run gets the shortest of the next run, so the blocks end at about the same time.  One
-// warpgroup fetches.  Two warpgroups compute, each for 64 of the item's 128 rows:
+// A block of three warpgroups stays on its multiprocessor.  Items are sorted longest first and divided into runs of
+// gridDim items.  A block does one item of each run.  The block with the longest item of a run gets the shortest item of
+// the next run (`item_of`), so the blocks end at about the same time.  One warpgroup fetches.  Two warpgroups compute,
+// each for 64 of the item's 128 rows:
 //
-//   producer    one thread; page by page, boxes of 64 elements x 32 keys by the tensor memory accelerator, which
-//               permutes eight rows of 128 bytes as the products read them.  It runs ahead by as many stages
-//               as fit into shared memory, also into the next item.
-//   consumers   S = Q Kᵀ of 128 keys, softmax, O += P V.  The product with the values of one stage runs while the
-//               scores of the next become powers:
+//   producer    One thread copies boxes of 64 elements x 32 keys with the tensor memory accelerator, which permutes
+//               eight rows of 128 bytes as the products read them.  The producer runs ahead by as many stages as
+//               fit into shared memory, also into the next item.
+//   consumers   S = Q Kᵀ for 128 keys, softmax, O += P V.  The product with the values of one stage overlaps the
+//               softmax of the next stage:
 //
 //                   issue S(n) ── issue O += P V(n-1) ── wait S ── powers of S ── wait O ── scale O, round P
 //
-//               Q and P are left operands in registers, keys and values right operands in shared memory.
+//               Q and P are left operands in registers.  Keys and values are right operands in shared memory.
 //
 // A stage is 128 keys, stored as halves of 64 elements: [half][key][64].  Keys and values have separate barriers:
-// `full` counts the bytes of a stage, `empty` the warps that are done with the stage.  Producer and consumers count
-// stages from the start of the kernel.  Stage n is in slot n % STAGES, in phase n / STAGES.
+// `full` counts the bytes of a stage that have arrived, and `empty` the warps that no longer need the stage.  Stages are
+// counted from the start of the kernel.  Stage n is in slot n % STAGES, in phase n / STAGES.
 //
 // The last stage of an item may hold fewer than 128 keys.  Scores after the last key are masked.  The consumers set
 // the rows of values after the last key to zero, because a slot that was never written may hold NaN.
 //
 // This kernel never gets items of packs (work.h): their rows may be few, and CUDA graphs have no list of wide items.
 //
-// Measured on an H200, 32/8 heads of 128: 59 % of a large product's rate for 4,096 queries from position 0 on, 76 %
-// for 512 queries over a context of 16,384 tokens.
+// Measured on an H200 with 32 query heads and 8 KV heads of size 128: 59 % of the rate of a large matrix product for
+// 4,096 queries from position 0 on, 76 % for 512 queries over a context of 16,384 tokens.
 #include <element.h>
 #include <hopper.h>
 #include <ptx.h>
@@ -41,7 +41,7 @@
 #define ELEMENT Bf16
 #endif
 
-// On other architectures, and for other head sizes, there is nothing here: multi_token_attention.cu does it.
+// On other architectures, and for other head sizes, this file is empty and multi_token_attention.cu is used.
 #if (HEAD_SIZE == 64 || HEAD_SIZE == 128) && (defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(EMULATED))
 
 namespace {
@@ -51,18 +51,18 @@ constexpr int HEAD = HEAD_SIZE;
 constexpr int PAGE = 32;
 constexpr int CONSUMERS = 2;  // warpgroups
 constexpr int THREADS = 128 * (1 + CONSUMERS);
-constexpr int KEYS = 128;      // of a stage
+constexpr int KEYS = 128;      // keys in a stage
 constexpr int STAGES = HEAD == 64 ? 4 : 3;
 constexpr int HALVES = HEAD / 64;
 constexpr int ROW_BYTES = 128;
 constexpr int BOX_BYTES = PAGE * ROW_BYTES;
 constexpr int HALF_BYTES = KEYS * ROW_BYTES;
-constexpr int STAGE_BYTES = HALVES * HALF_BYTES;  // of keys, or of values
+constexpr int STAGE_BYTES = HALVES * HALF_BYTES;  // for keys, or for values
 constexpr int SHARED_BYTES = 2 * STAGES * STAGE_BYTES + 1024;
-constexpr int STEPS = HEAD / 16;         // of a product with the keys
-constexpr int KEY_COLUMNS = KEYS / 8;    // of the scores
-constexpr int COLUMNS = HEAD / 8;        // of the values
-constexpr int CONSUMERS_MEET = 1;        // a named barrier
+constexpr int STEPS = HEAD / 16;         // steps of a product with the keys
+constexpr int KEY_COLUMNS = KEYS / 8;    // runs of eight columns in the scores
+constexpr int COLUMNS = HEAD / 8;        // runs of eight columns in the values
+constexpr int CONSUMERS_MEET = 1;        // number of a named barrier
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
 constexpr int UNUSED = 1000;             // an offset behind the barriers
 
@@ -90,8 +90,7 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
   return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
 }
 
-// Returns the number (item and KV head) that this block does in its n-th turn.  After the last item there are no
-// more.
+// Returns the number (of an item and KV head) that this block does in its n-th run.
 __device__ __forceinline__ int item_of(int turn) {
   const bool back = turn % 2 != 0;
   return turn * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -99,7 +98,7 @@ __device__ __forceinline__ int item_of(int turn) {
 
 // -- the producer --
 
-// Starts copying one stage of keys (or values), after it announced the number of bytes.
+// Announces the number of bytes of one stage of keys (or values), then starts copying the stage.
 __device__ __forceinline__ void fetch(uint32 target, uint32 barrier, const void* map, const int* pages,
                                       int num_pages, int head) {
   hopper::arrive_expecting(barrier, num_pages * HALVES * BOX_BYTES);
@@ -135,9 +134,9 @@ __device__ __forceinline__ void produce(const Arguments<Element>& arguments, int
 
 struct Consumer {
   const Stages& stages;
-  const int thread;  // of its warpgroup
+  const int thread;  // number in its warpgroup
   const Lane lane;
-  Turn turn;  // of keys
+  Turn turn;  // the current stage of keys
 
   __device__ __forceinline__ explicit Consumer(const Stages& stages)
       : stages(stages), thread(threadIdx.x % 128), lane(threadIdx.x) {}
@@ -169,7 +168,7 @@ struct Consumer {
   __device__ __forceinline__ void await_values(int slot, uint32 phase, int left) const {
     hopper::wait(stages.full_values(slot), phase);
     if (left >= KEYS) return;
-    const int first = 128 * (threadIdx.x / 128 - 1) + thread;  // both consumers share the work
+    const int first = 128 * (threadIdx.x / 128 - 1) + thread;  // each consumer clears a half
     for (int i = left * 8 * HALVES + first; i < KEYS * 8 * HALVES; i += 128 * CONSUMERS) {
       const int row = i / (8 * HALVES), piece = i % (8 * HALVES);
       ptx::store_16_zeros(stages.values(slot) + piece / 8 * HALF_BYTES + row * ROW_BYTES + piece % 8 * 16);
@@ -182,7 +181,7 @@ struct Consumer {
     if (lane.lane == 0) hopper::arrive(barrier);
   }
 
-  // Masks what a row does not see, and turns scores into powers.
+  // Masks scores that a row does not see, and replaces scores by powers of 2.
   __device__ __forceinline__ void weigh(float (&scores)[KEY_COLUMNS][4], Softmax<1>& softmax, float (&corrections)[2],
                                         const Rows<Element, HEAD>& rows, int first_row, int limit_min,
                                         int first) const {
@@ -214,7 +213,7 @@ struct Consumer {
 
   __device__ __forceinline__ void consume(const Arguments<Element>& arguments, const WorkItem& item, int head) {
     const Rows<Element, HEAD> rows{arguments, item, head};
-    const int first_row = (threadIdx.x / 128 - 1) * 64 + thread / 32 * 16;  // of this warp
+    const int first_row = (threadIdx.x / 128 - 1) * 64 + thread / 32 * 16;  // the warp's first row in the item
     uint32 query[STEPS][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -233,7 +232,7 @@ struct Consumer {
     float scores[KEY_COLUMNS][4], values[COLUMNS][4] = {}, corrections[2];
     uint32 powers[KEYS / 16][4];
     const int num_stages = stages_of(item), key_begin = item.key_begin;
-    const int limit_min = rows.limit(first_row);  // what the warp's first row sees
+    const int limit_min = rows.limit(first_row);  // how many positions the warp's first row sees
 
     scores_of(scores, query);
     hopper::wait_for_products_but<0>();
@@ -302,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           const int* slice_offsets,  // (slices + 1)
                           const int* slice_turns,    // (slices)
                           const int* slice_starts,   // (slices)
-                          const WorkItem* items,     // those with more rows than a narrow one
+                          const WorkItem* items,     // only wide items
                           int num_items,             // times kv_heads
                           int kv_heads, int group, int pages_max, int64 query_stride, int64 out_stride,
                           float scale,

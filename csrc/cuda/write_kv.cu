@@ -1,20 +1,22 @@
-// Write the keys and values of an iteration's tokens to their slots; no other slot changes.
+// Write the keys and values of an iteration's tokens to their slots.
 //
-//   key_pages[slot / 32, h, slot % 32] <- key[t, h],  values alike,  slot = slot_mapping[t]
+//   slot = slot_mapping[t]
+//   key_pages[slot / 32, h, slot % 32] <- key[t, h]       and likewise value_pages <- value
 //
 // `rotate_and_write_kv` also applies the rotary embedding.  Query and key rows are rotated,
 //
 //   x[i], x[i + half] <- x[i] cos[i] - x[i + half] sin[i],  x[i + half] cos[i + half] + x[i] sin[i + half]
 //
-// with half = rotated / 2, in float and rounded once.  The query goes to `rotated_query`, the key to its page.
+// where half = rotated / 2.  The computation is in float and rounds once.  The query goes to `rotated_query`, the key
+// to its page.
 //
-// If keys and values are stored as bytes (STORED=E4m3; e4m3.h), each is divided by the scale of its head and
+// If keys and values are stored as bytes (STORED=E4m3; e4m3.h), each number is divided by the scale of its head and
 // rounded once.
 //
-// One block does one token.  A thread moves four neighbouring elements at a time, or two if half a rotation is not a
-// multiple of four.
+// One block does one token.  A thread moves four neighbouring elements at a time, or two if `half` is not a multiple of
+// four.
 //
-// Bound by the launch: 16 tokens of 8 KV heads of 128 are 128 KB, a tenth of a microsecond's bandwidth.
+// The launch takes most of the time: 16 tokens with 8 KV heads of size 128 are only 128 KB.
 #include <e4m3.h>
 #include <element.h>
 #include <ptx.h>
@@ -49,7 +51,7 @@ __device__ __forceinline__ void read(float (&values)[COUNT], const Element* sour
   for (int i = 0; i < COUNT; ++i) values[i] = ptx::widen(some.each[i]);
 }
 
-// Rounds; if the target is bytes, multiplies by `factor` first.
+// Rounds values.  If the target is bytes, multiplies them by `factor` first.
 template <int COUNT>
 __device__ __forceinline__ void write(Element* target, const float (&values)[COUNT], float) {
   Some<uint32, COUNT / 2> some;
@@ -80,7 +82,7 @@ __device__ __forceinline__ void move(E4m3* target, const Element* source, float 
   write(target, values, factor);
 }
 
-// `first` and `second` are half a rotation apart in `row`.
+// `first` and `second` are `half` elements apart in `row`.
 template <int COUNT, class Type>
 __device__ __forceinline__ void rotate(Type* target, const Element* row, const Element* cosine,
                                        const Element* sine, int first, int second, float factor) {
@@ -115,7 +117,7 @@ __device__ __forceinline__ void rotate_rows(int num_rows, int rotated, const Ele
   }
 }
 
-// Returns the factor for a head's values before they become bytes; scales are powers of two.
+// Returns the factor by which a head's values are multiplied before they become bytes.  Scales are powers of two.
 __device__ __forceinline__ float factor_of(const float* kv_scales, int index) {
   return BYTES ? 1.0f / kv_scales[index] : 1.0f;
 }

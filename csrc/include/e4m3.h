@@ -1,17 +1,17 @@
-// Keys and values that are stored as one byte each: e4m3, that is a sign, four bits of exponent and three of
-// mantissa.  There is no infinity; 0x7f and 0xff are NaN, the largest number is 448, the smallest 2^-9.
+// Keys and values that are stored as one byte per number, in the e4m3 format: a sign bit, four bits of exponent and
+// three bits of mantissa.  0x7f and 0xff are NaN.  There is no infinity.  The largest number is 448, the smallest 2^-9.
 //
-// A byte's number is multiplied by the scale of its layer, its head and its side (keys or values).  Scales are
-// powers of two, so scaling does not round.  A kernel multiplies scores by the keys' scale and a result by the
-// values' scale.  In between it uses the bytes' own numbers, which bfloat16 and float16 hold exactly.
+// The stored numbers are multiplied by a scale.  There is a scale for each layer, each head, and keys or values.  Scales
+// are powers of two, so scaling does not round.  A kernel multiplies scores by the keys' scale and a result by the
+// values' scale.  In between it uses the unscaled numbers, which bfloat16 and float16 hold exactly.
 //
-// A word holds four neighbours of a row.  Unpacking gives bytes 0 and 2 as one pair and bytes 1 and 3 as another,
-// which needs no permutation of bytes.  So products get the elements in another order than memory has:
+// A word holds four neighbours of a row.  Unpacking gives bytes 0 and 2 as one pair, and bytes 1 and 3 as another pair,
+// because this needs no permutation of bytes.  So products get the elements in another order than in memory:
 //
-//   keys     products sum over the row, so the order does not matter if the query has the same order: `mixed`
+//   keys     A product sums over the row, so the order does not matter if the query has the same order.  `mixed`
 //            puts sixteen elements of a query row into the order in which lanes find a key's elements.
-//   values   two neighbouring keys of a pair of columns make a word after they are transposed by pairs of bytes.  So
-//            of two products with eight columns each, one has the even and the other the odd columns of sixteen.
+//   values   A transposition by pairs of bytes puts two neighbouring keys of two columns into a word.  So of two
+//            products with eight columns each, one has the even columns and the other has the odd columns.
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -21,10 +21,10 @@ namespace e4m3 {
 constexpr float LARGEST = 448.0f;
 constexpr float SMALLEST_NORMAL = 0.015625f;  // 2^-6; below it are multiples of 2^-9
 
-// Four bytes as pairs of elements: bytes 0 and 2, and bytes 1 and 3.  A NaN becomes 480: see `Numbers`.
+// Unpacks four bytes to two pairs of elements: bytes 0 and 2, and bytes 1 and 3.  A NaN becomes 480: see `Numbers`.
 template <class Element>
 __device__ __forceinline__ void unpack(uint32 word, uint32& even, uint32& odd) {
-  // In an element's place the bits mean 2^-120 (of bfloat16) or 2^-8 (of float16) of the number, subnormal or not.
+  // Read as an element, the bits mean the number times 2^-120 (bfloat16) or 2^-8 (float16), also if it is subnormal.
   constexpr bool BF16 = same<Element, Bf16>;
   constexpr int SHIFT = BF16 ? 4 : 1;
   constexpr uint32 SIGNS = 0x80008000u, SIZES = BF16 ? 0x07f007f0u : 0x3f803f80u;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void unpack(uint32 word, uint32& even, uint32& odd) {
   odd = ptx::multiply_pairs<Element>((word >> SHIFT & SIZES) | (word & SIGNS), FACTORS);
 }
 
-// Four bytes as two words of neighbours.
+// Unpacks four bytes to two words of neighbours.
 template <class Element>
 __device__ __forceinline__ void unpack_in_order(uint32 word, uint32& first, uint32& second) {
   uint32 even, odd;
@@ -50,8 +50,8 @@ struct Numbers {
   __device__ __forceinline__ bool all() const { return (seen & 0x80808080u) == 0; }
 };
 
-// Sixteen elements of a row in the order of `unpack`: the lane l % 4 = i finds elements 4 i and 4 i + 2, and eight
-// places further 4 i + 1 and 4 i + 3, where it would find 2 i and its successor.
+// Puts sixteen elements of a row into the order of `unpack`.  Where a lane with l % 4 = i otherwise finds elements 2 i
+// and 2 i + 1, it then finds elements 4 i and 4 i + 2.  Eight places further, it finds elements 4 i + 1 and 4 i + 3.
 __device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) 
   }
 }
 
-// The column, of a head's, that element `side` of a lane's pair has in the `index`-th product with values.
+// Returns the column (of a head) of element `side` of a lane's pair, in the `index`-th product with values.
 __device__ __forceinline__ int column_of(int index, int pair, int side) {
   return index / 2 * 16 + 2 * (pair + side) + index % 2;
 }

@@ -1,5 +1,5 @@
-// The types of rows (bfloat16 and float16), the further type of stored keys and values (e4m3.h), and
-// integers of known width.  No library header is included, so a kernel compiles with this folder alone.
+// The types of rows (bfloat16 and float16) and of stored keys and values (also E4m3; see e4m3.h), and integers of known
+// width.  No library header is included, so a kernel compiles with this folder alone.
 #pragma once
 
 using uint8 = unsigned char;

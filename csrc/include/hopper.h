@@ -1,5 +1,5 @@
 // PTX instructions that only Hopper (sm_90a) has: barriers in shared memory that count bytes, boxes copied by
-// the tensor memory accelerator, and products of a whole warpgroup.  The tests' folder has the same for a CPU.
+// the tensor memory accelerator, and products of a whole warpgroup.  The tests have the same functions for a CPU.
 #pragma once
 #include <ptx.h>
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ void arrive_expecting(uint32 barrier, uint32 bytes) {
 }
 
 #ifdef WATCHDOG
-__device__ __forceinline__ uint32 long_ticks() {  // of 4.3 seconds
+__device__ __forceinline__ uint32 long_ticks() {  // in units of 4.3 seconds
   uint32 ticks;
   asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(ticks));
   return ticks;
@@ -105,8 +105,8 @@ __device__ __forceinline__ void meet(int index, int threads) {
 
 // -- products of a warpgroup --
 //
-// The right operand is in shared memory, in rows of 128 bytes, eight rows permuted as one (the 128-byte swizzle).  A
-// descriptor names its first byte and two strides.
+// The right operand is in shared memory, in rows of 128 bytes.  Every eight rows have the 128-byte swizzle.  A
+// descriptor has the address of the first byte and two strides.
 
 __device__ __forceinline__ uint64 descriptor(uint32 address, uint32 leading_bytes, uint32 stride_bytes) {
   constexpr uint64 SWIZZLE_128 = 1ull << 62;
@@ -128,7 +128,7 @@ __device__ __forceinline__ void wait_for_products_but() {
 }
 
 // Keeps the computation of `never_negative` before the next wait. ptxas moves waits for products ahead of other
-// instructions, but not ahead of a store, even a store (to `address`) that never happens.
+// instructions, but not ahead of a store. The store to `address` never happens.
 __device__ __forceinline__ void finish_before_waiting(float never_negative, uint32 address) {
   asm volatile(
       "{\n"
@@ -157,9 +157,9 @@ __device__ __forceinline__ void pin(uint32 (&left)[STEPS][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(left[step][i])::"memory");
 }
 
-// sums (64 x 8 COLUMNS) += left (64 x 16) times right (16 x 8 COLUMNS).  Each warp has 16 of the rows, lanes
-// and registers as in ptx::multiply, one column of eight after another.  With KEYS_DOWN, the rows in memory are the
-// right operand's rows (values); without it, they are its columns (keys).  If `add` is false, sums are overwritten.
+// sums (64 x 8 COLUMNS) += left (64 x 16) times right (16 x 8 COLUMNS).  Each warp has 16 of the rows.  For each eight
+// columns, lanes and registers are as in ptx::multiply.  With KEYS_DOWN, a row in memory is a row of the right operand
+// (values), otherwise a column (keys).  If `add` is false, sums are overwritten.
 template <class Element, bool KEYS_DOWN>
 __device__ __forceinline__ void multiply(float (&sums)[8][4], const uint32 (&left)[4], uint64 right, bool add);
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint64 shuffle_xor(uint64 value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-// Returns the value of the lane with a number lower by `delta`; without such a lane, the own value.
+// Returns the value of the lane whose number is lower by `delta`.  If there is no such lane, returns `value`.
 __device__ __forceinline__ uint64 shuffle_up(uint64 value, int delta) {
   return __shfl_up_sync(0xffffffffu, value, delta);
 }
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32 ballot(bool value) { return __ballot_sync(0xff
 
 __device__ __forceinline__ bool any(bool value) { return __any_sync(0xffffffffu, value) != 0; }
 
-// Whether `value` is true in any thread of the block; the threads wait for each other.
+// Whether `value` is true in any thread of the block.  Synchronizes the block.
 __device__ __forceinline__ bool any_of_block(bool value) { return __syncthreads_or(value) != 0; }
 
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
@@ -40,7 +40,7 @@ __device__ __forceinline__ void sync_block() { __syncthreads(); }
 
 // -- numbers --
 
-// -infinity: the largest of no scores.
+// Returns -infinity, the maximum of an empty set of scores.
 __device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
 
 __device__ __forceinline__ float exp2(float value) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ double ceil(double value) { return ::ceil(value); }
 
 __device__ __forceinline__ float reciprocal_root(float value) { return 1.0f / sqrtf(value); }
 
-// Two floats rounded to nearest even; `low` lies first in memory.
+// Rounds two floats to nearest even.  `low` comes first in memory.
 template <class Element>
 __device__ __forceinline__ uint32 pack(float low, float high) {
   uint32 packed;
@@ -88,7 +88,7 @@ __device__ __forceinline__ float widen(Element value) {
   return wide;
 }
 
-// Two pairs multiplied; with a power of two it is exact, of subnormal numbers too.
+// Multiplies two pairs of elements.  Products with a power of two are exact, also for subnormal numbers.
 template <class Element>
 __device__ __forceinline__ uint32 multiply_pairs(uint32 first, uint32 second) {
   uint32 product;
@@ -101,7 +101,7 @@ __device__ __forceinline__ uint32 multiply_pairs(uint32 first, uint32 second) {
 
 // -- memory --
 
-// Adds, and returns what was there before; threads take turns.
+// Adds atomically and returns the previous value.
 __device__ __forceinline__ uint32 add(uint32* place, uint32 value) { return atomicAdd(place, value); }
 
 // Copies 16 bytes from global to shared memory, asynchronously; writes zeros if `there` is false.
@@ -111,7 +111,7 @@ __device__ __forceinline__ void copy_16_async(uint32 target, const void* source,
                : "memory");
 }
 
-// Closes a group of copies; `wait_for_all_but<N>` returns when all but the last N groups have arrived.
+// Ends a group of copies.  `wait_for_all_but<N>` returns when all but the last N groups have arrived.
 __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int N>
@@ -136,8 +136,8 @@ __device__ __forceinline__ void store_16_zeros(uint32 target) {
 
 // -- matrices --
 
-// Four matrices of 8 x 8 elements; lanes 8i to 8i + 7 name the rows of the i-th.  Lane l gets elements
-// 2 (l % 4) and its successor of row l / 4 of each.
+// Loads four matrices of 8 x 8 elements.  Lanes 8i to 8i + 7 give the row addresses of matrix i.  From each matrix,
+// lane l gets elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4.
 __device__ __forceinline__ void load_matrices(uint32 (&fragments)[4], uint32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_matrices(uint32 (&fragments)[4], uint32 row
                : "memory");
 }
 
-// As above, each matrix transposed.
+// Like load_matrices, but each matrix is transposed.
 __device__ __forceinline__ void load_matrices_transposed(uint32 (&fragments)[4], uint32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -153,8 +153,8 @@ __device__ __forceinline__ void load_matrices_transposed(uint32 (&fragments)[4],
                : "memory");
 }
 
-// sums (16 x 8) += left (16 x 16) times right (16 x 8).  Lane l holds of the sums elements 2 (l % 4) and
-// its successor of rows l / 4 and l / 4 + 8.
+// sums (16 x 8) += left (16 x 16) times right (16 x 8).  In rows l / 4 and l / 4 + 8 of the sums, lane l holds elements
+// 2 (l % 4) and 2 (l % 4) + 1.
 template <class Element>
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32 (&left)[4], uint32 right_low,
                                          uint32 right_high) {

@@ -1,4 +1,4 @@
-// The arguments of multi_token_attention, and where an item's rows (work.h) are in them.
+// The arguments of multi_token_attention, and the addresses of an item's rows (work.h).
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -9,7 +9,7 @@ struct Arguments {
   const Element* query;
   const Stored* key_pages;
   const Stored* value_pages;
-  const float* kv_scales;  // where keys and values are bytes (e4m3.h): (2, kv_heads), those of keys first
+  const float* kv_scales;  // (2, kv_heads): keys', then values'; used only if keys and values are bytes (e4m3.h)
   const int* page_table;
   const int* slice_offsets;
   const int* slice_turns;
@@ -18,21 +18,21 @@ struct Arguments {
   const int* pack_rows;
   int kv_heads, group, pages_max;
   int64 page_stride, query_stride, out_stride;  // elements
-  float scale;                                  // holds log2(e)
+  float scale;                                  // includes the factor log2(e)
   float* part_values;
   float* part_sums;
   Element* out;
 };
 
-// The rows of an item: where they come from and where they go.  Values that are seldom needed are read from memory
-// each time, which saves registers for the products.  Items of packs are for kernels that say PACKS.
+// The addresses of an item's query rows and results.  Values that are seldom needed are read from memory each time,
+// which saves registers for the products.  Only kernels with PACKS get items of packs.
 template <class Element, int HEAD, class Stored = Element, bool PACKS = false>
 struct Rows {
   const Arguments<Element, Stored>& arguments;
   const WorkItem& item;
   int head;
 
-  // Returns how many positions the row sees; a pack's rows see all of the item's, because they come after them.
+  // Returns how many positions the row sees.  A pack's rows see all positions of the item, because they come later.
   __device__ __forceinline__ int limit(int row) const {
     if (row >= item.num_rows) return item.key_end;
     const int position = arguments.slice_starts[item.slice] + (item.row_begin + row) / arguments.group;
@@ -53,12 +53,12 @@ struct Rows {
     return token * arguments.query_stride + int64(head * arguments.group + member) * HEAD;
   }
 
-  // Row `row` of the partial results, for this head.
+  // Returns the index of row `row` in the partial results, for this head.
   __device__ __forceinline__ int64 part(int row) const {
     return int64(item.part_row + row) * arguments.kv_heads + head;
   }
 
-  // Two neighbouring elements of a finished row.
+  // Writes two neighbouring elements of a finished row.
   __device__ __forceinline__ void write(int row, int column, float first, float second) const {
     if (item.part_row < 0) {
       uint32* target = reinterpret_cast<uint32*>(arguments.out + offset(row, arguments.out_stride) + column);
@@ -70,7 +70,7 @@ struct Rows {
     }
   }
 
-  // log2 of the row's sum, for the merge.
+  // Writes log2 of the row's sum, for the merge.
   __device__ __forceinline__ void write_sum(int row, float sum) const {
     if (item.part_row >= 0) arguments.part_sums[part(row)] = sum;
   }

@@ -3,9 +3,9 @@
 // Each row keeps the largest score so far and the sum of 2^(score - largest).  When the largest score grows, earlier
 // sums are scaled down.
 //
-// Scores are multiplied by `scale`, which includes log2(e).  A lane holds two rows of 16 (row l / 4 and the row 8
-// below) and shares them with the three neighbouring lanes.  A row that has seen no key has maximum -infinity and
-// sum 0.  A NaN among the scores makes only its own row's sum NaN.
+// Scores are multiplied by `scale`, which includes log2(e).  Lane l holds elements of rows l / 4 and l / 4 + 8, and
+// shares these rows with three neighbouring lanes.  A row that has seen no key has maximum -infinity and sum 0.  A NaN
+// among the scores makes only its own row's sum NaN.
 #pragma once
 #include <ptx.h>
 
@@ -21,7 +21,7 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) largest[tile][half] = ptx::nothing(), sum[tile][half] = 0.0f;
   }
 
-  // Turns `scores` into powers; returns the factor for the sums of values so far.
+  // Replaces `scores` by powers of 2.  Returns the factor by which the previous sums of values must be multiplied.
   template <int COLUMNS>
   __device__ __forceinline__ float take(float (&scores)[COLUMNS][4], int tile, int half, float scale) {
     float most = largest[tile][half];
@@ -31,8 +31,8 @@ struct Softmax {
     most = fmaxf(most, ptx::shuffle_xor(most, 1));
     most = fmaxf(most, ptx::shuffle_xor(most, 2));
     const float base = most == ptx::nothing() ? 0.0f : most * scale;
-    // Computed from the difference, so that it is exactly 1 if the maximum stays, although products are fused with
-    // sums.
+    // The factor is computed from the difference.  So it is exactly 1 if the maximum stays, even with fused
+    // multiply-add.
     const float correction = ptx::exp2((largest[tile][half] - (most == ptx::nothing() ? 0.0f : most)) * scale);
     largest[tile][half] = most;
     float added = 0.0f;
@@ -54,7 +54,7 @@ struct Softmax {
     for (int tile = 0; tile < ROW_TILES; ++tile) sum[tile][0] = sum[tile][1] = ptx::float_of(0x7fc00000u);
   }
 
-  // The sum over the four lanes of a row.
+  // Returns the sum over the four lanes that share a row.
   __device__ __forceinline__ float whole_sum(int tile, int half) const {
     float whole = sum[tile][half];
     whole += ptx::shuffle_xor(whole, 1);

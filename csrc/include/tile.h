@@ -1,7 +1,7 @@
 // The layout of a tile of keys, values or query rows in shared memory.
 //
 // A tile is stored row by row, and the 16-byte pieces of a row are permuted.  So reading one column of eight rows, or
-// one whole row, uses every bank once.  Rows of HEAD bytes (e4m3.h) are those of a Tile<HEAD / 2>.
+// one whole row, uses every bank once.  Rows of HEAD bytes (e4m3.h) have the layout of a Tile<HEAD / 2>.
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -14,31 +14,31 @@ struct Tile {
   static constexpr int EVERY = 8 / GROUP;                                        // rows permuted alike
   static constexpr uint32 ROW_BYTES = HEAD * 2;
 
-  // The address of a row's first piece; a tile begins at a multiple of 128 bytes.
+  // Returns the address of a row's first piece.  A tile must begin at a multiple of 128 bytes.
   static __device__ __forceinline__ uint32 row(uint32 tile, int row) {
     return (tile + row * ROW_BYTES) ^ (uint32(row) / EVERY % GROUP << 4);
   }
 
-  // The address of the row's piece `piece`.  A lane's part of the number may be added first, because the permutation
-  // is an exclusive or of address bits that are zero at the start of a row.
+  // Returns the address of piece `piece` of a row.  `row` may already include a lane's part of the piece number, because
+  // the permutation is an exclusive or of address bits that are zero at the start of a row.
   static __device__ __forceinline__ uint32 piece(uint32 row, int piece) {
     return (row ^ (piece % GROUP << 4)) + piece / GROUP * (GROUP * 16);
   }
 };
 
-// Several fragments of the same rows, as ldmatrix and mma number them.
+// A lane's rows and elements in the fragments of ldmatrix and mma.
 //
-//   lane l, matrix m = l / 8:     its row of the 16 x 16 left operand at piece `step`
+//   lane l, matrix m = l / 8:     the lane's row of the 16 x 16 left operand at piece `step`
 struct Lane {
-  int lane, row, pair;  // row l / 4 and first element 2 (l % 4) of what a lane holds
+  int lane, row, pair;  // lane l holds row l / 4, from element 2 (l % 4) on
 
   __device__ __forceinline__ explicit Lane(int thread)
       : lane(thread % 32), row((thread % 32) / 4), pair((thread % 32) % 4 * 2) {}
 
-  // Left operand: rows 0-7 and 8-15 of one piece, then of the next.
+  // Left operand: rows 0-7 and 8-15 of one piece, then the same rows of the next piece.
   __device__ __forceinline__ int left_row() const { return lane % 16; }
   __device__ __forceinline__ int left_piece() const { return lane / 16; }
-  // Right operand from rows that are its columns (keys): two pieces of eight rows, then of the next eight.
+  // Right operand whose columns are rows in memory (keys): two pieces of eight rows, then two pieces of the next eight.
   __device__ __forceinline__ int right_row() const { return lane / 16 * 8 + lane % 8; }
   __device__ __forceinline__ int right_piece() const { return lane / 8 % 2; }
 };

@@ -185,10 +185,10 @@ async def check_turns(
     *,
     near_ties: bool,
 ) -> None:
-    """Run a conversation, then each turn again with its first context; PensieveError if a reply changes.
+    """Run a conversation, then repeat each turn. Raise PensieveError if a reply changes.
 
-    Turns run again in reverse order. A rewind to a turn keeps the first run's replies before this turn. So
-    every turn is compared, even if an earlier reply changes when it runs again. With `near_ties` a reply may
+    Turns are repeated in reverse order. A rewind to a turn keeps the first run's replies before this turn. So
+    every turn is compared, even if an earlier reply changes when it is repeated. With `near_ties` a reply may
     change at a token that was about as likely as its alternative. Its later tokens have another context, and
     are not compared.
     """

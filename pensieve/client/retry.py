@@ -26,8 +26,8 @@ class Retry:
     server is retried for 11 to 23 seconds, 17 on average.
 
     While a server is loading its model, it is asked again every one to two seconds, for `loading_seconds` in
-    total. These requests do not count as retries. So a turn survives a restart, however long the model takes
-    to load. The daemon only has to listen again before the retries end.
+    total. These requests do not count as retries. So a turn survives a restart if the daemon listens again
+    before the retries end. The model may take longer to load.
 
     A client with several addresses sends a request to each address before it counts a failure. The pauses
     for which it avoids a failed address grow in the same way.

@@ -9,7 +9,7 @@ iteration is filled with interactive turns first. Then the number of background 
     no interactive turn                as many as take SECONDS, because an interactive turn may arrive;
                                        any number, if there was no interactive turn for QUIET_SECONDS
 
-**Beside generating turns**, the cost of one more token depends on the machine. If reading the weights takes
+**With generating turns**, the cost of one more token depends on the machine. If reading the weights takes
 most of the time, a token costs almost nothing. On a CPU with two cores, it may cost a tenth of the iteration.
 So the cost is measured:
 
@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pensieve.core.iteration_builder import TOKENS_MIN, IterationBuilder
 from pensieve.core.time_budget import second_highest
 
-SHARE = 0.05  # of an iteration
+SHARE = 0.05  # maximum fraction by which background tokens lengthen an iteration
 SECONDS = 0.08
 QUIET_SECONDS = 30.0
 NUM_KEPT = 7  # measurements
@@ -48,16 +48,18 @@ class BackgroundRoom:
     def __init__(self, ratios: Sequence[float]) -> None:
         """`ratios`: r of the latest NUM_KEPT iterations with only decodes of interactive turns."""
         self._ratios = ratios
-        self._costs: deque[tuple[int, float]] = deque(maxlen=NUM_KEPT)  # tokens, seconds of each
+        self._costs: deque[tuple[int, float]] = deque(
+            maxlen=NUM_KEPT
+        )  # (number of tokens, seconds per token)
         self._num_beside = self._num_without = (
             0  # successive iterations with background turns, and without
         )
-        self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
+        self._pace = TOKENS_MIN  # token limit of an iteration without interactive turns
 
     def limit(self, builder: IterationBuilder, quiet_seconds: float) -> None:
-        """Limit the tokens that the builder takes from now on, which belong to background turns.
+        """Limit the background tokens that the builder takes from now on.
 
-        `quiet_seconds`: the time since there was an interactive turn.
+        `quiet_seconds`: the time since the last interactive turn ended.
         """
         builder.num_interactive = builder.num_tokens
         if (num_tokens := self._tokens(builder, quiet_seconds)) is not None:
@@ -97,6 +99,8 @@ class BackgroundRoom:
     def _set_pace(self, num_tokens: int, seconds: float) -> None:
         if not num_tokens or seconds <= 0.0:
             return
-        if num_tokens >= self._pace or seconds > SECONDS:  # a smaller iteration shows no limit
+        if (
+            num_tokens >= self._pace or seconds > SECONDS
+        ):  # a smaller iteration does not show whether the limit is right
             within = num_tokens * min(SECONDS / seconds, GROWTH)
             self._pace = max(int(within), TOKENS_MIN)

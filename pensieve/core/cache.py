@@ -16,9 +16,9 @@ A turn calls `begin`, `extend` and `end`:
     extend    gives the next chunk a page
     end       unpins all chunks, which may be evicted from then on
 
-`begin` reserves either all pages or none. If it reserves none, it returns how many are needed. No turn holds
-some of its pages while it waits for the rest, so turns cannot block each other. `discard` makes holes of the
-chunks that a failed turn has computed.
+`begin` reserves either all pages or none. If it reserves none, it returns how many are needed. So a turn that
+waits for `begin` holds no pages, and turns cannot block each other. `discard` drops the KV that a failed turn
+has computed.
 
 A host page whose bytes have changed since the copy (`is_intact`) counts as dropped, so its chunk is a hole.
 Each swap-in checks its page first. If another copy still reads the page, that copy has already checked it.
@@ -213,7 +213,7 @@ class KVCache:
                 break
         conversation.turn_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
-        if turn.finish is not None and not turn.is_background:  # else it is suspended
+        if turn.finish is not None and not turn.is_background:  # not suspended
             ended = EndedTurn(
                 turn.prompt_end - turn.history_tokens,
                 turn.num_output_tokens,
@@ -237,9 +237,9 @@ class KVCache:
         self.tree.forget_if_empty(conversation)
 
     def discard(self, turn: Turn, now: float) -> list[Chunk]:
-        """Make holes, for all holders, of the chunks that a failed turn has computed. Return the chunks.
+        """Drop the chunks that a failed turn has computed, for all holders. Return the chunks.
 
-        Chunks that only the turn's conversation holds also become holes, because they may have caused the
+        Also drop the chunks that only the turn's conversation holds, because they may have caused the
         failure.
         """
         alone = [c for c in turn.chunks if c.branch is not None and len(c.branch.holders) == 1]
@@ -262,7 +262,7 @@ class KVCache:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until enough pages will be available: `required_pages` and the mark.
+        """Plan copies to the host until enough pages will be available (see `Eviction.plan_swap_outs`).
 
         Also plan copies of chunks that streamed turns will share with running turns. Chunks that this
         iteration writes (`written`) are not copied.
@@ -298,7 +298,7 @@ class KVCache:
             self.tree.forget_if_empty(conversation)
 
     def evict(self, conversation_id: str, now: float) -> int:
-        """Drop every idle page that only this conversation holds; return how many chunks lost theirs."""
+        """Drop every idle page that only this conversation holds. Return how many chunks lost a page."""
         conversation = self.conversations.get(conversation_id)
         return 0 if conversation is None else self.eviction.evict(conversation, now)
 
@@ -364,7 +364,10 @@ class KVCache:
         return len(chunk.branch.holders) == 1 and chunk.filled <= num_used
 
     def _required_pages(self, turn: Turn, chunks: list[Chunk], tail: Tail | None) -> int:
-        """Return how many pages the turn needs: the missing pages, and its own that count as available."""
+        """Return how many available pages the turn takes.
+
+        These are the missing pages, and pages of its own context that count as available.
+        """
         num_missing = -(-len(turn.tokens) // self.config.chunk_tokens) - len(chunks)
         num_reclaimable = 0
         for chunk in chunks:

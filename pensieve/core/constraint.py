@@ -6,15 +6,15 @@
     regex         a regular expression (Rust's syntax)         text that the whole expression matches
     choice        a JSON list of strings                       one of the strings
     grammar       a grammar in the Lark format of llguidance   a sentence of the grammar
-    tool_calls    JSON; see text/call_grammars.py              calls of tools by their schemas, and text
+    tool_calls    JSON; see text/call_grammars.py              text, and calls that match the tools' schemas
 
 Clients cannot name the kind `tool_calls`: it is made from a request's tools.
 
 `problem` checks only the text, in time proportional to its length. text/grammars.py knows the model's tokens
-and checks whether the text can be compiled. The limits of the compiler (its fuel) do not cover all of its
-work. So this module limits whatever makes the cost grow faster than the length of the text: the number of
-values in a schema (the cost of properties is quadratic), and the number of patterns that must match at the
-same time (each doubles the cost).
+and checks whether the text can be compiled. The compiler's own limit (its fuel) does not cover all of its
+work. For some features, the cost grows faster than the length of the text. This module limits these: the
+number of values in a schema (the cost is quadratic), and the number of patterns that must match at the same
+time (each pattern doubles the cost).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 TEXT_BYTES_MAX = 64 << 10
 OBJECTS_MAX = 1_000  # JSON objects within a schema: about 50 ms of compiling
 VALUES_MAX = 4_000  # values of all kinds within a schema
-MEMBERS_MAX = 1_000  # of one object or list within a schema
+MEMBERS_MAX = 1_000  # members of one object or list within a schema
 INTERSECTED_MAX = 4  # patterns that must hold at once
 EMBEDDED = "%json"  # a schema within a grammar, which would evade the bounds of schemas
-DEPTH_MAX = 64  # of lists and objects within a schema
+DEPTH_MAX = 64  # nesting of lists and objects within a schema
 CHOICES_MAX = 1_000
 
 

@@ -25,7 +25,7 @@ points. Attention first reads and then computes, so the times of keys and pairs 
 
     seconds = dense(tokens) + decoding(decodes) + b · keys + c · pairs
 
-The rates are also known in this case: each token that is added to a full batch costs `a`.
+The rates are also known in this case. `a` is the cost of a token that is added to a full batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CostProfile:
     attention_seconds: tuple[tuple[int, float], ...]  # (context tokens, seconds), ascending
     other_seconds: float
     measured: bool = False  # timed on this machine; False: computed from the model's shape
-    copy_seconds: float = 0.0  # to copy a chunk from one tier to the other; 0: unknown
+    copy_seconds: float = 0.0  # time to copy a chunk from one tier to the other; 0: unknown
 
     def __post_init__(self) -> None:
         contexts = [context for context, _ in self.attention_seconds]
@@ -115,7 +115,7 @@ class CostProfile:
 
 
 class CostSteps(dict[int, float]):
-    """By chunk index: log(cost / cost of the cheapest chunk) / log(class_ratio).
+    """For each chunk index, log(cost / cost of the cheapest chunk) / log(class_ratio).
 
     A value is computed when it is first read. Later reads are only dict lookups, because every decision of
     the cache needs these values.
@@ -175,12 +175,12 @@ class IterationCost:
     """Seconds of an iteration, for one model on one machine."""
 
     dense_seconds_per_token: float
-    dense_seconds_min: float  # reading the weights
-    attention_seconds_per_pair: float  # computing
-    attention_seconds_per_key: float  # reading a context's KV once
+    dense_seconds_min: float  # time to read the weights
+    attention_seconds_per_pair: float  # time to compute a pair
+    attention_seconds_per_key: float  # time to read the KV of a key once
     overhead_seconds: float
-    dense_points: Points = field(default=(), kw_only=True)  # by tokens; (): rates are used
-    decode_points: Points = field(default=(), kw_only=True)  # by decodes, from 0 on
+    dense_points: Points = field(default=(), kw_only=True)  # by number of tokens; (): use the rates
+    decode_points: Points = field(default=(), kw_only=True)  # by number of decodes, starting at 0
 
     def __post_init__(self) -> None:
         for name in ("dense_points", "decode_points"):

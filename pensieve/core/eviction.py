@@ -10,22 +10,23 @@ device pages to take, host pages to take. It updates queues and counts whenever
     the tree changes                     `branch_split`, `holders_changed`, `branch_removed`
 
 A pinned branch stays in its queues, but the queues skip it. When a branch is unpinned, its chunks are counted
-again and it is queued again. So a turn costs one pass over its chunks when it begins, one when it ends, and
-none in between.
+again and the branch is queued again. So a turn costs one pass over its chunks when it begins, and one pass
+when it ends.
 
-**A device page** for a chunk is an empty page. If there is none, the page of the least valuable reclaimable
-chunk is taken. If a conversation returns before its pages are taken, its chunks are still on the device.
+**When a chunk needs a device page**, it gets an empty page. If there is none, it gets the page of the least
+valuable reclaimable chunk. If a conversation returns before its pages are taken, its chunks are still on the
+device.
 
-**Ahead of need**, when `available` falls below a mark, the least valuable dirty chunks are copied to the host
-(`plan_swap_outs`). If the host is full, the chunk to be copied is compared with the least valuable chunk on
-the host. The chunk that is worth less is dropped:
+**Ahead of need**, when fewer than a configured number of pages is available, the least valuable dirty chunks
+are copied to the host (`plan_swap_outs`). If the host is full, the chunk to be copied is compared with the
+least valuable chunk on the host. The chunk that is worth less is dropped:
 
     the host chunk is worth less     its host page is taken for the copy
     the device chunk is worth less   it is marked to drop: reclaimable without a copy
 
-So every idle dirty chunk can become available, whatever the host holds, and no turn waits for ever. A less
-valuable chunk may become idle before the page of a marked chunk is taken. Then the mark is removed, and the
-less valuable chunk is dropped instead (`_cheaper_to_drop`).
+So the page of every idle dirty chunk can become available, whatever the host holds, and no turn waits for
+ever. A less valuable chunk may become idle before the page of a marked chunk is taken. Then the marked chunk
+is unmarked, and the less valuable chunk is dropped instead (`_cheaper_to_drop`).
 
 While a swap-in is in flight, no swap-out starts.
 
@@ -87,7 +88,7 @@ class Candidates:
                 self.tiers.free_device(chunk)
 
     def scan_again(self) -> None:
-        """Call this after branches were pinned, or a turn's begin or end has changed the policy."""
+        """Call this after branches were pinned, or after the policy has learned of a turn's begin or end."""
         for queue in self.queues:
             queue.scan_again()
 
@@ -270,7 +271,7 @@ class Eviction:
     def plan_swap_outs(
         self, now: float, required_pages: int, written: Collection[Chunk] = ()
     ) -> list[SwapOut]:
-        """Plan copies to the host until enough pages will be available: `required_pages` and the mark.
+        """Plan copies to the host until `required_pages` and the configured minimum will be available.
 
         `written`: the chunks that this iteration writes.
         """
@@ -322,7 +323,7 @@ class Eviction:
         return True
 
     def take_host_page_for(self, value: float, now: float) -> int | None:
-        """Take a host page for a chunk of this value: an empty page, or that of a less valuable chunk.
+        """Take a host page for a chunk of this value: an empty page, or the page of a less valuable chunk.
 
         None if there is no such page.
         """
@@ -367,10 +368,10 @@ class Eviction:
         self._counters.marked_to_drop += 1
         self.candidates.requalify(chunk, now)
 
-    # -- by hand --
+    # -- on request --
 
     def evict(self, conversation: CachedConversation, now: float) -> int:
-        """Drop every idle page that only this conversation holds; return how many chunks lost theirs."""
+        """Drop every idle page that only this conversation holds. Return how many chunks lost a page."""
         num_dropped = 0
         for branch in reversed(conversation.path()):
             if branch.num_running or len(branch.holders) > 1:
@@ -404,7 +405,7 @@ class Eviction:
         return num_moving
 
     def copy_out(self, chunks: Iterable[Chunk], now: float) -> None:
-        """Have chunks copied to the host, as far as the host has empty pages or less valuable chunks."""
+        """Request copies of chunks to the host, as far as it has empty pages or less valuable chunks."""
         for chunk in chunks:
             if chunk.marked_to_drop:
                 self._tiers.count_reclaimable(chunk, -1)

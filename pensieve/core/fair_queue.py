@@ -10,12 +10,12 @@ Models", OSDI 2024):
 * **Charge.** A share is charged for each position of a prefill when the position enters a batch, and for each
   sampled token. Cached tokens cost nothing.
 * **Lift.** A share accumulates no credit while it does not wait. When a share begins to wait, its counter is
-  raised to the lowest counter of the other shares that have turns. If no other share has turns, the counter
-  is raised to that of the share that was admitted last.
+  raised to the lowest counter of the other shares that have turns. If no other share has turns, its counter
+  is raised to the counter of the share that was admitted last.
 
 So a share that submits a thousand turns delays another share's next turn by one turn, not by a thousand.
 While two shares wait, they get tokens in proportion to their weights. Turns that already run continue to
-sample, which can shift this ratio. A prefill that has begun also gets its further tokens in this order.
+sample, which can shift this ratio. The order also applies to the further tokens of prefills that have begun.
 
 **Within a share**, turns wait in lines, first come, first served. Each priority has two lines: one for short
 prompts, which fit into an iteration, and one for longer prompts. Higher priorities go first. Within a
@@ -23,7 +23,7 @@ priority, short prompts go first. So a document of a hundred thousand tokens doe
 even if the document does not fit into memory. A line is overdue if too many turns that arrived later were
 admitted from other lines. Then its first turn is next. The limits are:
 
-    TURNS_A_PRIORITY      turns of the next higher priority (twice as many for the priority above it, …)
+    TURNS_A_PRIORITY      turns of the next higher priority (twice as many for the priority above that, …)
     SHORT_TURNS           turns with short prompts, of the same priority
 
 (Other turns may also pass turns that do not fit into memory: `BlockedTurns` in scheduler.py.)
@@ -38,10 +38,10 @@ and no share can get a lower counter. Within a share, the limits keep each line 
 Within a level, the **shortest remaining prefill** goes first. So a message that needs one iteration does not
 wait for a document that needs a hundred iterations. The document ends one iteration later. This order
 minimizes the mean time to the first token, but alone it would starve long prompts. So a part of each
-iteration is **held back for the oldest prefill**: younger prefills leave HELD_BACK of the prompt tokens to
-it, and at least TOKENS_MIN (iteration_builder.py). The oldest prefill therefore takes at most 1 / HELD_BACK
-times as long as it would take alone. If there is room for only one tile (TOKENS_MIN tokens), the oldest
-prefill gets the tile in every TILE_EVERY-th iteration.
+iteration is **held back for the oldest prefill**: the fraction HELD_BACK of the prompt tokens, and at least
+TOKENS_MIN tokens (iteration_builder.py). The oldest prefill therefore takes at most 1 / HELD_BACK times as
+long as it would take alone. If there is room for only one tile (TOKENS_MIN tokens), the oldest prefill gets
+the tile in every TILE_EVERY-th iteration.
 
 While prefills of its share are running, a waiting turn is admitted only if it goes before all of them.
 Otherwise it would take pages and get no tokens.
@@ -71,9 +71,9 @@ class Share:
     is_background: bool = False
     weight: float = 1.0
     used: float = 0.0  # computed tokens divided by the weight
-    num_tokens: int = 0  # computed for the share
-    num_turns: int = 0  # not ended
-    lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # those with turns
+    num_tokens: int = 0  # tokens computed for the share
+    num_turns: int = 0  # turns that have not ended
+    lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # only lines with turns
     passed: dict[Line, int] = field(default_factory=dict)  # turns that passed a line since it moved
 
     def in_order(self, excluded: Collection[Turn]) -> list[Turn]:
@@ -121,9 +121,11 @@ class FairQueue:
         self._short_tokens_max = short_tokens_max
         self._shares: dict[str, Share] = {}
         self._with_turns: dict[str, Share] = {}  # by name
-        self._latest: dict[bool, Share] = {}  # admitted last; by whether it is a background share
+        self._latest: dict[
+            bool, Share
+        ] = {}  # the share admitted last, by whether it is a background share
         self._num_turns = 0
-        self.num_prompt_tokens = 0  # of the waiting interactive turns
+        self.num_prompt_tokens = 0  # tokens of the waiting interactive turns
 
     def __len__(self) -> int:
         return self._num_turns
@@ -143,7 +145,7 @@ class FairQueue:
         may_run: Callable[[Turn], bool],
         excluded: Collection[Turn] = (),
     ) -> Turn | None:
-        """Return the next waiting turn that may run: of the share that has used least, the highest level.
+        """Return the next waiting turn that may run: the highest level of the share that has used least.
 
         `suspended` turns are in `resume_order`. A suspended turn goes before new turns of its level, except
         if it was suspended because its time was used up (`Turn.moved_back`). If a share's first suspended

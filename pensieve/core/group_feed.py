@@ -1,9 +1,8 @@
 """Choose the next request of a batch, so that requests with a common prefix run together.
 
 All requests, and the groups that share a prefix (prefix_groups.py), are known in advance. Groups are
-submitted in order, and all requests of a group before those of the next group. So a prefix is computed once,
-is used by all requests of its group while it is cached, and is dropped after the last of these requests
-(BatchLLM, section 4.3.1).
+submitted one after another. So a prefix is computed once and stays cached while the requests of its group use
+it. It is dropped after the last of these requests (BatchLLM, section 4.3.1).
 
 **The first submitted request of a group, the *opener*, computes the prefix.** The others wait for the prefix:
 
@@ -11,10 +10,10 @@ is used by all requests of its group while it is cached, and is dropped after th
        ^                              │                          │
        └─────────── no request of the group is active ───────────┘
 
-No separate turn computes the prefix. So no page is taken for a prefix before a request uses the prefix. The
-opener queues, waits for pages and is suspended like every turn. While no request of a group is active, its
-prefix may be evicted. Then the next submitted request becomes the opener and uses the part of the prefix that
-is still cached.
+No separate turn computes the prefix. So a prefix takes no pages before a request uses it. The opener queues,
+waits for pages and is suspended like every turn. While no request of a group is active, the group's prefix
+may be evicted. Then the next submitted request becomes the opener and uses the part of the prefix that is
+still cached.
 
     A request is waiting, active or done.
     A group whose prefix is not computed has at most one active request, the opener.
@@ -25,7 +24,7 @@ prefixes of groups with active requests. For each active request, it also counts
 tokens after the prefix and the expected reply. The next request is submitted if it fits into `pages_max`. No
 later request overtakes it. If no other request is active, the next request is submitted even if it does not
 fit. So a group with too many requests runs in parts. While a group is opening, the next group may also open
-if pages are left after the needs of the first group. So prefixes are computed while earlier groups finish.
+if the first group leaves enough pages. So prefixes are computed while earlier groups finish.
 
 The expected length of a reply is the mean of the ended replies' lengths plus one standard deviation, but at
 most the reply's maximum. Until NUM_LEARNED_MIN replies have ended, it is the maximum. If the estimate is too
@@ -56,8 +55,8 @@ class FeedConfig(NamedTuple):
 class Submit(NamedTuple):
     request: int
     group: int
-    prefix_tokens: int  # shared with the other requests of the group; 0: none
-    opens: bool  # the request computes them
+    prefix_tokens: int  # tokens shared with the other requests of the group; 0: none
+    opens: bool  # the request computes the prefix
 
 
 class DropPrefix(NamedTuple):
@@ -72,13 +71,13 @@ Action = Submit | DropPrefix
 @dataclass(slots=True)
 class _Group:
     index: int
-    prefix_tokens: int  # shared by its requests; 0: none
+    prefix_tokens: int  # tokens that its requests share; 0: none
     num_left: int  # requests that have not ended
     waiting: list[int]  # the next request is last
     num_active: int = 0
     opener: int | None = None  # the active request that computes the prefix
     is_open: bool = False
-    own_pages: int = 0  # planned for the requests that wait for the opener
+    own_pages: int = 0  # pages planned for the requests that wait for the opener
 
 
 @dataclass(slots=True)
@@ -119,7 +118,7 @@ class GroupFeed:
         max_tokens: Sequence[int],
         config: FeedConfig,
     ) -> None:
-        """`num_tokens`, `max_tokens`: by request, the tokens of its prompt and the most of its reply."""
+        """`num_tokens`, `max_tokens`: each request's prompt tokens and maximum reply tokens."""
         assert min(config.pages_max, config.turns_max) > 0
         self._config = config
         self._num_tokens, self._max_tokens = num_tokens, max_tokens
@@ -134,7 +133,7 @@ class GroupFeed:
                 self._group_of[member] = self._groups[-1]
         self._ready = list(range(len(self._groups)))  # a heap: every group with a request to submit
         self._planned = _Planned()
-        self._coming = _Planned()  # for the requests that wait for an opener
+        self._coming = _Planned()  # pages and turns of the requests that wait for an opener
         self._lengths = _Lengths()
         self._dropped: deque[int] = deque()
         self._done: set[int] = set()

@@ -1,10 +1,10 @@
-"""The plan of one step as plain values (`Iteration`), and its result (`Outcome`).
+"""The plan of one step (`Iteration`) and its result (`Outcome`), as plain values.
 
-An iteration is data. It contains no live object of the scheduler: a slice holds copies of everything that its
-execution needs. So the same value serves the model, the other ranks, the simulator and a journal.
+An iteration contains no live object of the scheduler: a slice holds copies of everything that its execution
+needs. So the same value serves the model, the other ranks, the simulator and a journal.
 
-An executor is told about each turn once: `Iteration.started` lists the turns that have their first slices
-here, and `Iteration.ended` the turns that the executor may forget. (vLLM: `scheduled_new_reqs` and
+An executor is told about each turn once. `Iteration.started` lists the turns with their first slices in this
+iteration. `Iteration.ended` lists the turns that the executor may forget. (vLLM: `scheduled_new_reqs` and
 `finished_req_ids` of a `SchedulerOutput`.)
 
 The bookkeeping relies on this contract of the executor:
@@ -29,7 +29,7 @@ The bookkeeping relies on this contract of the executor:
 * A slice with `needs_token` gives exactly one `SampledToken` or one `TurnFailure`. Other slices give a result
   only if they fail.
 * A turn may be in `ended` while a slice of the turn is not collected. Results for that turn are ignored.
-* A turn may start and end in one iteration (a warm with nothing to compute). The executor forgets it.
+* A turn may start and end in one iteration, if it is a warm with nothing to compute. The executor forgets it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Slice(NamedTuple):
     turn_id: int
     start: int
     stop: int
-    token_ids: array[int]  # 'I': of these positions; without the last token if it is awaited
+    token_ids: array[int]  # 'I': tokens of these positions; without the last token if it is awaited
     # 'i': device page of each chunk up to `stop`; in a group, see `PageGroup`
     page_table: array[int]
     needs_token: bool = False  # the logits of position stop - 1 are sampled
@@ -128,7 +128,7 @@ class Iteration:
     swap_outs: tuple[SwapOut, ...] = ()
     started: tuple[TurnStart, ...] = ()
     ended: tuple[int, ...] = ()  # turn ids
-    predicted_seconds: float = 0.0  # duration (time_budget.py); 0: unknown
+    predicted_seconds: float = 0.0  # predicted duration (time_budget.py); 0: unknown
     groups: tuple[PageGroup, ...] = ()
 
     @property
@@ -154,7 +154,7 @@ class SampledToken:
     stopped: bool = False  # ends the reply: an end-of-turn token, stop token or stop string
     logprob: float | None = None
     top_logprobs: tuple[Logprob, ...] = ()
-    repeats: bool = False  # it stopped the reply because the reply only repeats itself
+    repeats: bool = False  # stopped because the reply only repeats itself
 
 
 class TurnFailure(NamedTuple):

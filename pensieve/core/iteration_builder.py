@@ -30,8 +30,8 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.tiers import PageReservation
 from pensieve.core.turn import Turn
 
-TOKENS_MIN = 16  # of a prompt, even if time is short: one tile
-HELD_BACK = 0.25  # of the room for prompts, for the oldest prefill
+TOKENS_MIN = 16  # minimum number of tokens of a prompt, even if time is short: one tile
+HELD_BACK = 0.25  # fraction of the room for prompts that is left to the oldest prefill
 TILE_EVERY = 4  # if only one tile fits, the oldest prefill gets it once in TILE_EVERY iterations
 
 _new_tuple = tuple.__new__
@@ -42,25 +42,27 @@ class IterationBuilder:
         self.num_tokens_max = config.batch_tokens_max
         self.num_tokens_left = config.batch_tokens_max
         self.planned_at = 0.0
-        self.num_decodes = 0  # of interactive turns
-        self.others_generate = False  # in uncommitted iterations; see pipeline_stages.py
-        self.predicted_without = 0.0  # seconds of its decodes alone; see time_budget.py
+        self.num_decodes = 0  # decodes of interactive turns
+        self.others_generate = False  # uncommitted iterations have decodes; see pipeline_stages.py
+        self.predicted_without = 0.0  # predicted seconds of the decodes alone; see time_budget.py
         self.num_interactive: int | None = None  # tokens before background turns; None: all tokens
-        self.holds_back = holds_back  # for the oldest prefill, even if there is room for one tile
+        self.holds_back = holds_back  # even if there is room for only one tile
         self.seconds_max: float | None = None  # predicted seconds that prompts may add; None: any
         self.seconds_added = 0.0  # predicted seconds added by prompts
-        self.predicted_seconds = 0.0  # of the whole iteration; 0: unknown
+        self.predicted_seconds = 0.0  # prediction for the whole iteration; 0: unknown
         self._cost, self._copy_seconds = config.cost, config.copy_seconds
         self._pairs = self._keys = self._num_ones = 0  # see `Work`
         self.streamed: dict[int, Turn] = {}  # streamed turns with a slice, by turn_id
         self.num_staged = 0  # pages of the streamed turns
         self.slices: list[Slice] = []
-        self.groups: tuple[PageGroup, ...] = ()  # of the streamed turns' slices
+        self.groups: tuple[PageGroup, ...] = ()  # groups of the streamed turns' slices
         self.copies: list[PageCopy] = []
         self.swap_ins: list[SwapIn] = []
-        self.sources: list[Chunk] = []  # of `copies`
-        self.turns: list[Turn] = []  # with a slice, each once
-        self.filled_before: dict[Chunk, int] = {}  # of the chunks that it writes
+        self.sources: list[Chunk] = []  # the source chunks of `copies`
+        self.turns: list[Turn] = []  # turns with a slice, each once
+        self.filled_before: dict[
+            Chunk, int
+        ] = {}  # for each chunk that the iteration writes: `filled` before it
         self.num_recomputed = 0  # positions that had KV before
         self.num_ranges_max = 0  # most disconnected slices of one turn
         self.required_pages = 0  # pages that should become available
@@ -71,7 +73,7 @@ class IterationBuilder:
         return not (self.slices or self.copies or self.swap_ins)
 
     def require_pages(self, num_pages: int) -> None:
-        """Note that `num_pages` should become available, for a turn that found none."""
+        """Note that `num_pages` should become available for a turn that lacks pages."""
         self.required_pages = max(self.required_pages, num_pages)
 
     def admit(self, admission: PageReservation) -> None:
@@ -202,7 +204,7 @@ class IterationBuilder:
         position, num_ranges = turn.frontier, 0
         within = self._within(position, held_for)
         allowed = left = min(self.num_tokens_left, max(within, TOKENS_MIN))
-        start = None  # of the current run of missing positions
+        start = None  # start of the current run of missing positions
         while position < end and left:
             chunk = turn.chunks[position // size]
             base = chunk.index * size

@@ -5,8 +5,8 @@ token, and the last stage samples this token. So a turn whose token is not known
 cannot be in the next iteration. Generating turns are therefore divided into *micro-batches* that alternate. A
 prompt needs no sampled token, so its pieces follow each other through the stages without waiting.
 
-    stage 1    A  B  A  B  …        A, B: micro-batches of two stages; the tokens of A are known
-    stage 2       A  B  A  …        when A begins again in stage 1
+    stage 1    A  B  A  B  …        A, B: micro-batches. The tokens of A are known when A begins again
+    stage 2       A  B  A  …        in stage 1.
 
 If micro-batches take different times, stages are idle in between (*bubbles*). `MicroBatches` chooses turns so
 that all micro-batches take about the same time. `StageTimes` tells the time budget how long the next
@@ -86,13 +86,13 @@ class StageTimes:
 
         left[i] = max(left[i-1], free[i]) + c
 
-    where left[-1] is the time when the iteration was planned, and free[i] the time when the previous
-    iteration has left stage i.
+    left[-1] is the time when the iteration was planned. free[i] is the time when the previous iteration has
+    left stage i.
 
-    `committed` infers c from the time of the commit: the largest c with which the iteration would have left
-    the last stage by then. So a bubble is not mistaken for slow compute. `longest` returns the largest c with
-    which this iteration meets the objective. The iterations in flight after it must also meet the objective
-    if they take c. Otherwise one micro-batch would use up the whole objective.
+    `committed` infers c from the time of the commit: the largest c such that the iteration would have left
+    the last stage by then. So a bubble is not mistaken for slow compute. `longest` returns the largest c such
+    that this iteration meets the objective. The iterations in flight after this one must also meet the
+    objective if they take c. Otherwise one micro-batch would use up the whole objective.
 
     The j-th iteration after this one leaves the last stage at most (S - i + j) · c after this iteration
     enters stage i. So both functions compute the minimum of a few quotients. All stages are assumed equally
@@ -100,8 +100,11 @@ class StageTimes:
     """
 
     def __init__(self, num_stages: int) -> None:
-        self._free = [float("-inf")] * num_stages  # after the iterations that are committed
-        self._uncommitted: deque[tuple[float, float]] = deque()  # planned at; seconds in each stage
+        self._free = [
+            float("-inf")
+        ] * num_stages  # when each stage is free after the committed iterations
+        # (time of the plan, seconds in each stage)
+        self._uncommitted: deque[tuple[float, float]] = deque()
 
     def planned(self, now: float, seconds: float) -> None:
         """Note the launch of an iteration that is predicted to take `seconds` in each stage."""

@@ -1,9 +1,8 @@
 """Choose running turns to preempt: by priority within a share, by need between shares.
 
-A *share* is an owner of turns, usually a tenant (fair_queue.py). A *place* is the right to run. Before an
-iteration is planned, there may be no place for the next turn: the maximum number of turns runs, or the
-running turns leave too few pages. Then running turns are preempted if the next turn is *entitled* to their
-places:
+A *share* is an owner of turns, usually a tenant (fair_queue.py). A *place* is the right to run. There may be
+no place for the next turn, because the maximum number of turns runs, or because the running turns leave too
+few pages. Then running turns are preempted if the next turn is *entitled* to their places:
 
 * **Same share, lower level.** A turn's level is its priority, plus one for each time that it was preempted by
   this rule. So a turn is preempted only a few times. When it resumes, it goes before new turns of the level
@@ -13,15 +12,16 @@ places:
   if there are more turns than places, no turn waits for whole replies before its first token.
 * **Background turns** (background_room.py) are preempted for any interactive turn. All of them are preempted
   at once, because more interactive turns may be waiting. No turn is preempted for a background turn.
-* **Another share** loses a turn if two conditions hold. It has used at least as much as the waiting share
-  (fair_queue.py). And it holds more of the missing resource (pages or places) than the waiting share would
-  hold afterwards; holdings are divided by weights. So a share that has filled the memory gives a part back
-  when another share arrives. The second condition then forbids the reverse, so places do not alternate.
+* **Another share** loses a turn if two conditions hold. First, it has used at least as much as the waiting
+  share (fair_queue.py). Second, it holds more of the missing resource (pages or places) than the waiting
+  share would hold afterwards. Holdings are divided by weights. So a share that has filled the memory gives
+  up a part when another share arrives. The second condition keeps the shares from preempting each other in
+  turn.
 
 Victims are chosen in this order: background turns, turns of the other share that holds most, warms, and the
-latest turn of the lowest level. No turn is preempted for a warm. No turn is preempted in vain: after the
-preemption, the next turn must have its pages, and all running turns together must meet the objective. The
-reserve for generating turns is kept if possible.
+latest turn of the lowest level. No turn is preempted for a warm. Turns are preempted only if the next turn
+then gets its pages and all running turns together meet the objective. The reserve for generating turns is
+kept if possible.
 
 The turn for which others were preempted is the *claimant*. It is next until it runs, even before its victims,
 which may have risen to its level. It loses the claim in three cases: a turn of a higher level waits, a share
@@ -42,7 +42,7 @@ from pensieve.core.fair_queue import FairQueue
 from pensieve.core.prefix_tree import Branch
 from pensieve.core.turn import PRIORITY_MIN, Turn
 
-Place = tuple[str, int]  # a share, and a level of it
+Place = tuple[str, int]  # (share, level)
 
 
 class Preemption:
@@ -90,7 +90,7 @@ class Preemption:
         assert not claims, "a turn that runs still claims a place"
 
     def is_impossible(self, suspended: Collection[Turn]) -> bool:
-        """Whether no preemption can happen: one share, and no waiting turn above a running one. Fast."""
+        """Whether no turn can be preempted: one share, and no waiting turn above a running turn. Fast."""
         if not suspended and not len(self._queued):
             return True
         if self.claimant is not None or self._time_share or len(self._num_running) > 1:
@@ -138,7 +138,7 @@ class Preemption:
     def _chosen(
         self, waiting: Turn, running: Collection[Turn], num_pages: int, pages_over: int, spare: int
     ) -> list[Turn]:
-        """Return the victims for a turn that lacks `pages_over` pages; it can run without `spare` of them."""
+        """Return the victims for a turn that lacks `pages_over` pages, `spare` of which are optional."""
         by_pages = pages_over > 0  # otherwise the turn lacks a place
         left = {turn.turn_id: turn for turn in running}
         if by_pages:  # streamed turns hold no device pages
@@ -148,7 +148,7 @@ class Preemption:
         used = self._used(waiting)
 
         def goes_after(turn: Turn) -> tuple[bool, int, int, int]:
-            """Sort key; the greatest is chosen first: warms, lowest level, most tokens, latest."""
+            """Sort key of victims. The greatest is chosen first: warms, lowest level, most tokens, latest."""
             had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
             return turn.warm, -turn.level, had, turn.arrival
 
@@ -189,7 +189,7 @@ class Preemption:
 def turn_to_suspend(running: Collection[Turn]) -> Turn:
     """Choose the turn to suspend for a missing page.
 
-    The choice, in this order: a background turn, a warm, a turn of the share that holds most. Of several, the
+    The order is: background turns, warms, turns of the share that holds most. Of several such turns, the
     latest turn of the lowest level is chosen.
     """
     held = _held(running)
@@ -203,7 +203,7 @@ def turn_to_suspend(running: Collection[Turn]) -> Turn:
 
 
 def _held(running: Collection[Turn], by_pages: bool = True) -> dict[str, float]:
-    """Return, by share, the pages (or the number) of its running turns, divided by its weight."""
+    """Return the pages (or the number) of each share's running turns, divided by the share's weight."""
     held: dict[str, float] = {}
     for turn in running:
         taken = (len(turn.chunks) if by_pages else 1) / turn.weight

@@ -24,11 +24,11 @@ depends only on d.
   worth choosing, so more requests count and F falls more steeply. So F is concave and piecewise linear.
 * If the node is chosen, the cost is the node's depth plus F at that depth, whatever d is.
 
-So there is a *threshold*: the node is chosen if d is below it. The cost is constant up to the threshold, and
-F(d) after it. So the threshold becomes a corner of the cost function, and the corners of F before the
-threshold are removed. The functions are added from the leaves up; the shorter list of corners is inserted
-into the longer one. Then, from the root down, d decides which nodes are chosen. With sorting, this takes O(n
-log n) steps and memory proportional to the number of requests.
+So there is a *threshold*: the node is chosen if d is below the threshold. The cost is constant up to the
+threshold, and F(d) after it. So the threshold becomes a corner of the cost function, and the corners of F
+before it are removed. The functions are added from the leaves up. The shorter list of corners is inserted
+into the longer list. Then the nodes are chosen from the root down. With sorting, this takes O(n log n) steps
+and memory proportional to the number of requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
-RUN = 2048  # requests sorted at once
+RUN = 2048  # number of requests that are sorted at once
 
 
 class PrefixGroup(NamedTuple):
@@ -171,7 +171,7 @@ class _Cost:
     slope_at_top: int
     at_zero: float
     slope_at_zero: int
-    corners: list[tuple[float, int]]  # ascending: (depth, how much steeper after it)
+    corners: list[tuple[float, int]]  # ascending: (depth, increase of the slope at this depth)
 
     def lower(self, top: int) -> None:
         """Restrict the function to depths up to `top`."""

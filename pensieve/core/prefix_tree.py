@@ -20,9 +20,9 @@ A chunk's pages determine its location:
     page         page          clean if the host copy has all filled slots, otherwise dirty
     -            page          host
 
-* `filled` counts the leading slots that have KV, or whose KV a launched iteration computes. If the chunk has
-  a device page, the slots of this page count. The slots after them are a hole. There is no hole between
-  filled slots, because missing positions are computed from the lowest upward.
+* `filled` counts the leading slots that have KV, or whose KV a launched iteration computes. It describes the
+  chunk's device page, if there is one. The slots after the first `filled` slots are a hole. There is no hole
+  between filled slots, because missing positions are computed from the lowest upward.
 * A host copy has the first `host_filled` slots. Chunks are append-only, so an old copy may lack slots, but
   its slots are correct.
 * At most one turn at a time appends to a partly used chunk. A turn appends only if its conversation was the
@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-HOLDERS_SUMMED_MAX = 64  # holders of a branch whose own idle times and ratios are used
+HOLDERS_SUMMED_MAX = 64  # per branch: holders that count with their own idle times and ratios
 
 
 class Chunk:
@@ -136,7 +136,7 @@ class CachedConversation:
     def __init__(self, conversation_id: str, now: float) -> None:
         self.conversation_id = conversation_id
         self.leaf: Branch | None = None
-        self.log = array("I")  # its token ids; while a turn holds its pages, the turn's tokens
+        self.log = array("I")  # token ids; while a turn runs, the same array as `turn.tokens`
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, but not necessarily KV
         self.idle_since = now  # end of its last turn
         self.ratio = 1.0  # how much likelier than others it is to return; from the policy
@@ -163,9 +163,9 @@ class CachedConversation:
 class Branch:
     """A run of chunks with the same holders: the unit of retention.
 
-    Its chunks have the same idle time, and later chunks cost more. So the first chunk that qualifies for
-    eviction is the least valuable chunk that does. There are three kinds of eviction, the roles swap out,
-    reclaim and drop (policies/queue.py). For each role, a cursor finds the first chunk that qualifies.
+    Its chunks have the same idle time, and later chunks cost more. So the first chunk that qualifies for an
+    eviction is the least valuable one. There are three kinds (roles) of eviction: swap out, reclaim and drop
+    (policies/queue.py). For each role, a cursor finds the first chunk that qualifies.
     """
 
     __slots__ = (
@@ -194,9 +194,9 @@ class Branch:
         self.idle_since = since  # of the most recently active holder
         self.num_running = 0  # running turns that hold it, which pins its pages
         self.num_streamed = 0  # running turns that use its host pages
-        self.num_resident = 0  # chunks with a page in some tier; kept while idle
-        self.num_reclaimable = 0  # kept while idle
-        self.cursors = [0] * num_roles  # no chunk before it qualifies
+        self.num_resident = 0  # chunks with a page in any tier; updated only while idle
+        self.num_reclaimable = 0  # updated only while idle
+        self.cursors = [0] * num_roles  # for each role: no chunk before this index qualifies
         self.entries: list[QueueEntry | None] = [None] * num_roles  # owned by the queues
 
     @property
@@ -288,7 +288,7 @@ class QueueEntry:
         self.start = branch.start
 
     def __lt__(self, other: QueueEntry) -> bool:
-        """Sort the longest idle first, and of one conversation's branches the leading branch first."""
+        """Sort the longest idle branch first. In one conversation, sort the earlier branch first."""
         if self.since != other.since:
             return self.since < other.since
         if self.start != other.start:

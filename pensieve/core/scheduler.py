@@ -4,10 +4,10 @@ Start reading with `Scheduler.plan`. It fills an iteration step by step. The met
 `plan` in the same order. As long as tokens, seconds and pages last, an iteration takes
 
 1. **decodes**: one token of each generating turn;
-2. **prefills** that have begun, and waiting turns. They get as many tokens as do not delay the decodes for
-   long (time_budget.py). The share (usually a tenant) that has used least goes first. Within a share, the
-   shortest prefill goes first (fair_queue.py). An admitted turn adds its swap-ins, and its holes are
-   recomputed like a prompt;
+2. **prefills** that have begun, and waiting turns. Their number of tokens is limited, so that they delay the
+   decodes only a little (time_budget.py). The share (usually a tenant) that has used least goes first. Within
+   a share, the shortest prefill goes first (fair_queue.py). An admitted turn adds its swap-ins, and its holes
+   are recomputed like a prompt;
 3. **streamed turns**: turns for which the device has no room may run with their KV on the host;
 4. **background turns** of batch jobs, planned by the same three steps in the remaining room;
 5. **swap-outs**, so that pages become available for turns that lack pages, and ahead of need.
@@ -16,8 +16,8 @@ Prefills, recomputed holes and decodes are all slices of a turn (iteration_build
 
 Before an iteration is filled, running turns may be preempted for the next turn (preemption.py). A generating
 turn may need a page when none is available. If idle pages are being copied out, the turn waits one iteration.
-Otherwise a running turn is suspended (`turn_to_suspend`). The suspended turn keeps its tokens, and each chunk
-whose page no other turn takes.
+Otherwise a running turn is suspended (`turn_to_suspend`). The suspended turn keeps its tokens. Its chunks
+stay cached until another turn takes their pages.
 
 Features plug in at named points and are not created while they are off:
 
@@ -28,8 +28,8 @@ Features plug in at named points and are not created while they are off:
 **States.** The scheduler moves turns between these collections:
 
     queued      waiting for their first iteration (fair_queue.py)
-    running     holding pages, of the device or of the host; in order of admission
-    suspended   have held pages before; in `resume_order`
+    running     holding device or host pages; in order of admission
+    suspended   without pages, after they have run; in `resume_order`
 
 **Uncommitted iterations.** `plan` may be called while an iteration is uncommitted. With pipeline stages, one
 iteration per stage may be uncommitted. An uncommitted iteration will sample tokens that `plan` does not know
@@ -91,11 +91,11 @@ class Scheduler:
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
-        self._ended: list[Ended] = []  # cancelled or warmed turns, which are in no outcome
-        self._started: list[TurnStart] = []  # since the last iteration
+        self._ended: list[Ended] = []  # cancelled or warmed turns, whose ends are in no outcome
+        self._started: list[TurnStart] = []  # turns that have started since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._disturbed: list[Turn] = []  # streamed turns whose chunks were discarded
-        self._pending_cuts: dict[str, int] = {}  # by conversation: the tokens to keep
+        self._pending_cuts: dict[str, int] = {}  # by conversation: number of tokens to keep
         self._pending_evictions: dict[
             str, bool
         ] = {}  # by conversation: whether to move to the host
@@ -401,7 +401,7 @@ class Scheduler:
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
         if found.copied is not None:
-            # If a turn that wrote to the source chunk fails, the copy is discarded, too.
+            # If a turn that wrote to the source chunk fails, the copied chunk is discarded, too.
             source, target = found.copied
             for writer in self._turns.values():
                 if source in writer.written:
@@ -483,7 +483,7 @@ class Scheduler:
         return len(self._ended), counters.suspensions, self.cache.counters.damaged
 
     def _has_place(self, turn: Turn) -> bool:
-        """Whether a turn runs and is not about to give up its pages."""
+        """Whether a turn runs and is not releasing its pages."""
         return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing
 
     def _with_place(self) -> list[Turn]:
@@ -568,7 +568,7 @@ class Scheduler:
                 self.streaming.committed(builder, seconds)
 
     def _discard(self, turn: Turn, now: float) -> None:
-        """Make holes of the chunks that the turn has computed, for every turn that uses them."""
+        """Drop the chunks that the turn has computed, for every turn that uses them."""
         for chunk in self.cache.discard(turn, now):
             for other in self.running.values():
                 if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
@@ -690,7 +690,7 @@ class BlockedTurns:
         self._cache = cache
         self.background = background  # whether background turns are being planned
         self.turns: list[Turn] = []
-        self.required_pages = 0  # of the first blocked turn
+        self.required_pages = 0  # pages that the first blocked turn needs
         self.may_admit = may_admit  # whether any turn may still be admitted
 
     def add(self, turn: Turn, shortage: Shortage | None, is_claimant: bool) -> None:

@@ -10,23 +10,23 @@ from pensieve.core.cost import IterationCost
 # the predictions (time_budget.py).
 SOME_COST = IterationCost(0.001, 0.02, 1e-7, 2.5e-6, 0.0)
 STREAM = ("auto", "on", "off")
-COPY_SECONDS = 1e-4  # on a generic machine
-GROUP_SECONDS = 1e-3  # on a generic machine
+COPY_SECONDS = 1e-4  # for `copy_seconds`, on a generic machine
+GROUP_SECONDS = 1e-3  # for `group_seconds`, on a generic machine
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    batch_tokens_max: int = 512  # tokens of one iteration
-    turns_max: int = 256  # running at once
-    prompt_seconds_max: float = 0.0  # added by prompts while other turns generate; 0: no limit
+    batch_tokens_max: int = 512  # maximum tokens in an iteration
+    turns_max: int = 256  # maximum number of running turns
+    prompt_seconds_max: float = 0.0  # limit for prompts while other turns generate; 0: no limit
     tbt_seconds: float = 0.0  # objective for the time between two tokens of a reply; 0: none
-    cost: IterationCost = SOME_COST  # of iterations
+    cost: IterationCost = SOME_COST  # predicts the time of iterations
     time_share: int = 0  # tokens of a reply until a waiting turn may take its place; 0: never
 
     stream: str = "auto"  # one of STREAM: whether turns run with their KV on the host; streaming.py
     copy_seconds: float = COPY_SECONDS  # to copy a chunk from the host to the device
     group_seconds: float = GROUP_SECONDS  # added to an iteration by a group of streamed turns
-    stages: int = 1  # of a pipeline: iterations in flight at once; see pipeline_stages.py
+    stages: int = 1  # pipeline stages, and iterations in flight (pipeline_stages.py)
 
     def __post_init__(self) -> None:
         if self.stream not in STREAM:

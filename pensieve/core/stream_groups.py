@@ -7,8 +7,8 @@ chunks are copied once.
 Packing takes milliseconds. So groups are kept from one iteration to the next and *mended*: turns that no
 longer stream are removed. New turns, and turns that no longer fit into their group, are added to the group
 with the fewest pages, or to a new group. Mended groups are as correct as packed groups, but less balanced.
-Groups are packed again every PACK_EVERY iterations. They are also packed again when as many turns have come
-or left as half of the turns that stream now.
+Groups are packed again every PACK_EVERY iterations. They are also packed again when the number of added and
+removed turns reaches half of the turns that stream now.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pensieve.core.turn import Turn
 
 PACK_EVERY = 512
 CHANGED_SHARE = 0.5
-MENDED_TWICE = 2  # once for turns that came and left, once for contexts that have grown
+MENDED_TWICE = 2  # once for added and removed turns, once for contexts that have grown
 GROWING = 8  # a group has room for one more page for every GROWING of its turns
 SLACK = 1 / 16  # fraction of an arena that is left free when a full group is mended
-MANY_GROUPS = 40  # more groups gain nothing: idle time at the ends is 1 / MANY_GROUPS of a lane
+MANY_GROUPS = 40  # more groups gain little: the idle time at both ends is 1 / MANY_GROUPS of a lane
 SOME_GROUPS = 12
 FEW_ITEMS = 7  # up to so many items, all divisions are tried: at most 877, in about 8 ms
 FEW_GROUPS = 4  # up to so many groups, all orders are tried
@@ -50,7 +50,7 @@ class StreamGroups:
         self.full = array("i", [chunk_tokens]) * pages_max
         self.none = array("i", [0]) * pages_max
         self._kept: list[list[int]] = []  # the turn ids of each group
-        self._sizes: list[int] = []  # pages of each group in the previous iteration
+        self._sizes: list[int] = []  # number of pages of each group in the previous iteration
         self._age = self._num_changed = 0  # iterations, and changed turns, since the last packing
 
     def arranged(
@@ -59,7 +59,7 @@ class StreamGroups:
         streamed: Mapping[int, Turn],
         filled_before: Mapping[Chunk, int],
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
-        """Return the iteration's slices, with those of streamed turns last, and the groups."""
+        """Return the iteration's slices (those of streamed turns last), and the groups."""
         resident: list[Slice] = []
         pieces: dict[int, list[Slice]] = {turn_id: [] for turn_id in streamed}
         for piece in slices:
@@ -232,7 +232,7 @@ class _GroupBuilder:
             self.slices.append(_with_table(each, table[: -(-each.stop // groups.size)]))
 
     def _add(self, pages: array[int], chunks: Sequence[Chunk], is_decode: bool) -> None:
-        """Add the pages of a branch's first chunks. A decode writes only to the last of them."""
+        """Add the pages of a branch's first chunks. A decode writes only to the last page."""
         groups, before = self._groups, self._filled_before
         self._host_pages += pages
         if is_decode:

@@ -1,6 +1,6 @@
 """The pages of streamed turns.
 
-The KV of a streamed turn is on the host. Each layer copies the layer's part of it to a staging arena on the
+The KV of a streamed turn is on the host. Each layer copies its part of this KV to a staging arena on the
 device (iteration.py).
 
 A running turn is either *resident* (each chunk of its context has a device page) or *streamed* (each chunk
@@ -12,8 +12,8 @@ No turn reads slots that another turn writes at the same time:
 * A resident turn writes only device pages, and a streamed turn only host pages. For a chunk without a device
   page, `filled` equals `host_filled`. So a chunk that both kinds of turns use must be *complete*: before the
   planned iteration, both tiers have all slots that any of these turns uses.
-* If a streamed turn uses a chunk that is not complete, no other turn uses this chunk. A second turn waits
-  (`is_clear_of_streamed`, `may_take`). So if two groups (iteration.py) share a page, neither writes it.
+* If a streamed turn uses a chunk that is not complete, any other turn that needs this chunk waits
+  (`is_clear_of_streamed`, `may_take`). So if two groups (iteration.py) share a page, neither group writes it.
 * A discarded chunk (`KVCache.discard`) is not complete: the scheduler suspends the streamed turns that hold
   the chunk.
 * Host pages of a running turn are pinned: the retention queues skip its branches.

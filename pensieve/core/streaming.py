@@ -3,17 +3,17 @@
 Only attention needs KV on the device, so an iteration may have more turns than fit on the device. The weights
 are read once for all turns. While few turns generate, reading the weights takes most of the iteration. A
 streamed turn adds the copies of its pages to every iteration. So streaming pays as long as another turn
-raises n / seconds: n is the number of running turns, and `seconds` the time of an iteration (`StreamCost`
-learns it).
+raises n / seconds. Here n is the number of running turns, and `seconds` is the time of an iteration, which
+`StreamCost` learns.
 
 The first streamed turn adds a fixed cost, so waiting turns are considered together. The setting `auto` takes
 them in order and streams the number of turns that is predicted to deliver the most tokens per second. This
 rate must be at least GAIN times the current rate, and the objective for the time between tokens (`--tbt`)
 must be met. The setting `on` streams every turn that can be streamed. With `off`, this module is not used.
 
-Background turns stream only while no interactive turn runs. Beside interactive turns, they get only a few
-percent of an iteration (background_room.py), and the copies of streaming may take more. So they stop
-streaming and wait for device pages.
+Background turns stream only while no interactive turn runs. Otherwise they get only a few percent of an
+iteration (background_room.py), and the copies may take longer. So they stop streaming and wait for device
+pages.
 
 If a turn will fit on the device after idle pages are copied out, it waits for these pages instead.
 
@@ -43,8 +43,8 @@ TRIED_FOR = 16
 PAUSE_MIN, PAUSE_MAX = 64, 1024
 LOOKED_AT_MAX = 32  # waiting turns considered in one plan
 FADING = 0.97  # each observation multiplies the weights of earlier observations by this
-PULL = 1.5  # weight of the configured factors, in observations of a term
-NEVER_SEEN = 1e-12  # pull of a term without observations
+PULL = 1.5  # weight of the configured factors, as a number of observations of a term
+NEVER_SEEN = 1e-12  # weight of the configured factor of a term without observations
 CONFIGURED = (1.0, 0.0, 1.0, 1.0)
 
 
@@ -67,7 +67,7 @@ class Streaming:
         self._paused = 0  # iterations left of this pause
         self._pause = PAUSE_MIN  # iterations of the next pause
         self._num_streamed = 0  # iterations since streaming began
-        self.required_pages = 0  # for a streamed turn that could return
+        self.required_pages = 0  # pages for a streamed turn that could return to the device
         self.lacked = False  # a turn lacked pages in the last plan
 
     # -- which turns begin, stop and return --
@@ -200,7 +200,7 @@ class StreamLoad(NamedTuple):
 
     num_turns: int
     num_positions: int
-    num_pages: int  # of streamed turns
+    num_pages: int  # pages of streamed turns
 
     def with_turn(self, num_tokens: int, num_pages: int = 0) -> StreamLoad:
         return StreamLoad(
@@ -219,13 +219,13 @@ class StreamCost:
 
     Each term is in seconds by the configured costs (a pass, its dense part per token, `group_seconds`,
     `copy_seconds`). The factors a to d are fitted to the last iterations by least squares of the relative
-    error. Old iterations fade. A pull of weight PULL draws the factors towards 1, 0, 1, 1, their values
-    before any measurement. No factor is negative. A single late iteration changes little: its relative error
-    is below 1, and it weighs less than the pull.
+    error. Old iterations fade. Before any measurement, the factors are 1, 0, 1, 1. A regularization of weight
+    PULL draws them towards these values. No factor is negative. A single late iteration changes little: its
+    relative error is below 1, and it weighs less than the regularization.
     """
 
     def __init__(self, config: SchedulerConfig, pages_max: int) -> None:
-        """`pages_max`: the most pages of a group."""
+        """`pages_max`: the maximum number of pages in a group."""
         self._config, self._pages_max = config, max(pages_max, 1)
         size = len(CONFIGURED)
         # Sums of products of two terms, over the seconds squared.

@@ -1,8 +1,7 @@
-"""Limit the prompt tokens of an iteration for which generating turns wait.
+"""Limit the prompt tokens of an iteration, because generating turns wait for the whole iteration.
 
-A generating turn waits for the whole iteration, so a long piece of one client's prompt delays all other
-replies. `TimeBudget` predicts the time of an iteration (cost.py). Prompts join as long as the prediction is
-within both limits:
+A long piece of one client's prompt delays all other replies. `TimeBudget` predicts the time of an iteration
+(cost.py). Prompts join as long as the prediction is within both limits:
 
     tbt_seconds           the longest time of an iteration: the objective for the time between two tokens of
                           a reply
@@ -21,23 +20,24 @@ admitted anyway.
 **A closed loop.** The time of generating turns and the time added by prompts are predicted separately, and
 measurements correct both:
 
-    seconds = a · predicted without prompts + b · predicted of the prompts' pieces
+    seconds = `a` · (predicted seconds without prompts) + `b` · (predicted seconds of the prompts' pieces)
 
-**a** is measured seconds / predicted seconds of the last iteration without prompts. So the prediction needs
-to know only how iterations differ, not how fast the machine is at the moment. a is measured before any prompt
-joins. If there are always prompts, one iteration in PROBE_AFTER has none. Without such iterations, a wrong
-prediction for more turns or longer contexts would count as time of the prompts, and their pieces would become
-shorter and shorter. If an iteration with prompts takes clearly less time than predicted without them, a is
-measured again.
+**The factor `a`** is measured seconds / predicted seconds of the last iteration without prompts. So the
+prediction needs to know only how iterations differ, not how fast the machine is at the moment. The factor is
+measured before any prompt joins. If there are always prompts, one iteration in PROBE_AFTER has none. Without
+such iterations, a wrong prediction for more turns or longer contexts would count as time of the prompts, and
+pieces would become shorter and shorter. If an iteration with prompts takes clearly less time than predicted
+without them, `a` is measured again.
 
-**b** is the second highest of the last few ratios measured / predicted of the time that prompts added. Before
-the first measurement, b is a. So one late iteration changes nothing, but two do. If the times of a machine
-vary, pieces become shorter. This is intended, because the objective is about the P99 and not the median.
+**The factor `b`** compares measured with predicted seconds that prompts added. It is the second highest ratio
+of the last few iterations. So one late iteration changes nothing, but two do. Before the first measurement,
+`b` equals `a`. If the times of a machine vary, pieces become shorter. This is intended, because the objective
+is about the P99 and not the median.
 
-**Growth.** If reading the weights takes most of the time, a few prompt tokens cost nothing. A b learned from
-them would allow far too long pieces. So an iteration may have at most GROWTH times the largest prompt time
-that was measured recently (in predicted seconds). If the last iteration was slow, the limit is lower. So
-pieces double until they take time, or reach the limit.
+**Growth.** If reading the weights takes most of the time, a few prompt tokens cost nothing. A factor `b` that
+was learned from them would allow far too long pieces. So the predicted seconds of an iteration's prompts are
+at most GROWTH times the largest recently measured value. If the last iteration was slow, the limit is lower.
+So pieces double until they take time, or reach the limit.
 
 `plan` and `commit` get the times as arguments, so a replayed journal has the same pieces. With S pipeline
 stages, a turn's next token comes after S iterations. So each iteration may add an S-th of prompt_seconds_max.
@@ -57,11 +57,11 @@ from pensieve.core.pipeline_stages import StageTimes
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 
-NUM_KEPT = 7  # measurements of what prompts add
-TYPICAL = 256  # tokens of a typical piece
+NUM_KEPT = 7  # measurements of the time that prompts add
+TYPICAL = 256  # tokens in a typical piece
 PROBE_AFTER = 16  # successive iterations with prompts, before one without
 GROWTH = 2.0  # largest factor for the predicted seconds of prompts, over recent iterations
-BACKLOG_SECONDS = 2.0  # corrected prediction for the prompts that wait or have begun
+BACKLOG_SECONDS = 2.0  # predicted seconds of the prompts that wait or have begun
 BACKLOG_FACTOR = 2.0
 STALE_SHARE = 0.75  # of the time without prompts; an iteration below it shows that `a` is outdated
 
@@ -84,7 +84,7 @@ class TimeBudget:
         self._limits = self._tbt > 0.0 or self._added_max > 0.0
         self._predict = config.cost.pass_seconds
         self._seconds_per_token = config.cost.piece_seconds(0, TYPICAL) / TYPICAL  # of prompts
-        self._without: float | None = None  # measured over predicted seconds; None: to be measured
+        self._without: float | None = None  # the factor `a`; None: to be measured
         self._added: deque[_Measured] = deque(maxlen=NUM_KEPT)
         self._num_with = 0  # iterations with prompts since the last one without
         self._committed_at = float("-inf")
@@ -182,7 +182,7 @@ class TimeBudget:
         return second_highest([each.ratio for each in self._added])
 
     def _predicted_within(self, seconds: float, a: float) -> float:
-        """Return the predicted seconds that prompts may have so that they really take `seconds`."""
+        """Return the limit for the prompts' predicted seconds, so that they really take `seconds`."""
         if not self._added:
             return seconds / a
         b, most = self._slowness, max(each.predicted for each in self._added)

@@ -23,13 +23,13 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
-BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns, also warms
+BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns and warms
 QUEUE_ORDER = attrgetter("queue_order")  # sort key for turns of one share
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-turn token, a stop token or a stop string
-    LENGTH = "length"  # max_tokens, or the context's limit
+    LENGTH = "length"  # the limit of max_tokens or of the context
     REPETITION = "repetition"  # the reply only repeated itself
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -110,23 +110,23 @@ class Turn:
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # fill the holes, sample nothing
     share: str = ""  # its owner in fair queueing, usually a tenant; see fair_queue.py
-    weight: float = 1.0  # of that share
-    shared_tokens: int = 0  # first tokens that its conversation got as a fork of another one
+    weight: float = 1.0  # the share's weight
+    shared_tokens: int = 0  # leading tokens that its conversation got when it was forked
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # its number in the order of arrival
     streamed: bool = False  # its KV is on the host while it runs; see streamed_pages.py
     moved_back: bool = False  # suspended because its `time_share` was used up
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
-    outputs_before: int = 0  # its output tokens when it was last admitted
+    outputs_before: int = 0  # number of output tokens when it was last admitted
     level: int = 0  # its priority, plus one for each time that it was preempted by a higher level
     queue_order: tuple[int, int] = (0, 0)  # within a share: by level, then by arrival
     frontier: int = 0
-    chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
+    chunks: list[Chunk] = field(default_factory=list)  # chunks of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # host pages if `streamed`
     written: dict[Chunk, None] = field(default_factory=dict)  # chunks that it has computed in part
     num_uncommitted: int = 0  # launched iterations with a slice of this turn
-    pending_tokens: int = 0  # sampled by uncommitted iterations
+    pending_tokens: int = 0  # number of tokens that uncommitted iterations sample
     computed_to: int = 0  # positions below this were computed before, by this or an earlier turn
     finish: FinishReason | None = None
     keep_tokens: int | None = None  # after a cancel: the log's length
@@ -148,7 +148,7 @@ class Turn:
 
     @property
     def num_missing(self) -> int:
-        """The most positions of its context that must be computed before its next token.
+        """The maximum number of positions that must be computed before its next token.
 
         While the turn is not running, it is unknown which part of its context has KV. Then only the prompt
         of a queued turn counts, and nothing of a suspended turn.

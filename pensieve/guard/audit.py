@@ -16,8 +16,8 @@ of a conversation. Values from clients are quoted as JSON and shortened.
 
 A slow or full disk never delays a call. Lines wait in a queue of at most LINES_MAX, and further lines are
 lost. The next line that can be written is {"event": "lost"} with the number of lost lines. Lines are written
-in batches; a batch that cannot be written whole is removed. If the file was moved away (logrotate), a new one
-is created, readable by its owner only. Lines are not synced.
+in batches. A partly written batch is removed again. If the file was moved away (logrotate), a new file is
+created, readable by its owner only. Lines are not synced.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from pensieve.guard.limits import Bucket
 log = logging.getLogger("pensieve")
 LINES_MAX = 10_000
 BATCH_LINES_MAX = 500
-CHARACTERS_MAX = 128  # per value
+CHARACTERS_MAX = 128  # maximum per value
 CLOSE_SECONDS = 5.0
 AGAIN_SECONDS = 3600.0
 USES_MAX = 10_000  # remembered pairs of token and connection; the oldest are forgotten
-REFUSED_PER_SECOND = 1.0  # with bursts of ten seconds' worth
+REFUSED_PER_SECOND = 1.0  # bursts have up to ten seconds' worth of lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@
 
 A call counts from authentication until its client has received the end of the answer, or has disconnected. A
 call above the tenant's limit `calls_max` is refused before its request is received. For methods that clients
-retry after a disconnect, the limit is twice as high. Calls and errors of a tenant in debt are delayed
-(limits.py).
+retry after a disconnect, the limit is twice as high. If a tenant has used more than its rates allow, its
+calls and errors are delayed (limits.py).
 
 The daemon that forwards a call authenticates, counts, admits and audits it. The owner of the conversation
 applies only the limits of request bodies. If the daemons share no secret, the owner audits the call, too.
@@ -57,9 +57,9 @@ class CallKind(NamedTuple):
     """Properties of a method or endpoint that the guard uses."""
 
     access: Access = Access.CALLER
-    is_counted: bool = True  # towards the tenant's limits
+    is_counted: bool = True  # counts towards the tenant's limits
     is_repeated: bool = False  # clients retry it after a disconnect
-    is_watch: bool = False  # it may never end
+    is_watch: bool = False  # a call may never end
 
 
 class Guard:
@@ -131,7 +131,7 @@ class GuardedCall:
         self._tell, self._audited = tell, audited
         self._began = _now() if audited is not None else 0.0
         self._allowance: Allowance | None = None  # set if the call is counted
-        self._num_unread_bytes = 0  # of an unstreamed answer, until the call ends
+        self._num_unread_bytes = 0  # bytes of an unstreamed answer, until the call ends
         self._received: ReceivedBytes | None = None
         self._is_held_to_the_end = False
 
@@ -167,7 +167,7 @@ class GuardedCall:
     def enter_forwarded(self, by: Caller) -> Caller:
         """Admit the caller of a forwarded call. The forwarding daemon has authenticated and counted the call.
 
-        A call from a peer was audited by that peer. Any other forwarded call is audited here.
+        If the daemons share a secret, the forwarding daemon audits the call. Otherwise it is audited here.
         """
         self.caller = by
         if by.is_peer:

@@ -12,9 +12,10 @@
     weight                share of the engine if more turns wait than can run; see core/fair_queue.py
 
 A turn is charged when it ends: for its new tokens and its reply, but not for cached tokens. A tenant can save
-up BURST_SECONDS of its rates. A tenant in debt may only read and delete. Errors about exceeded limits are
-delayed, to at most REFUSALS_PER_SECOND. So are all errors of a tenant in debt. Calls of a tenant in debt are
-delayed, to at most CALLS_PER_SECOND. No call waits longer than PAUSE_SECONDS_MAX.
+up BURST_SECONDS of its rates. A tenant that has spent more than it had saved is *in debt*. Such a tenant may
+only read and delete. Its calls are delayed to at most CALLS_PER_SECOND, its errors to at most
+REFUSALS_PER_SECOND. Errors about exceeded limits are delayed for every tenant. No call waits longer than
+PAUSE_SECONDS_MAX.
 
 Use allowances only on the event loop. Changed limits take effect at once. Saved amounts and debts stay, and
 running turns and calls continue.
@@ -96,7 +97,7 @@ class Bucket:
             self.saved -= amount
 
     def pause(self, now: float) -> float:
-        """Return how long to wait until 1 is saved, at most PAUSE_SECONDS_MAX, and spend it in advance."""
+        """Spend 1. Return how many seconds to wait until it is saved, at most PAUSE_SECONDS_MAX."""
         wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)
         if wait < PAUSE_SECONDS_MAX:  # otherwise the debt would grow without limit
             self.spend(1.0, now)
@@ -122,7 +123,7 @@ class Allowance:
         self.tokens = Bucket(limits.tokens_per_second, now)
         self.requests = Bucket(limits.requests_per_second, now, least=1.0)
         self._refusals = Bucket(REFUSALS_PER_SECOND, now)
-        self._calls = Bucket(CALLS_PER_SECOND, now)  # while in debt
+        self._calls = Bucket(CALLS_PER_SECOND, now)  # used while in debt
 
     def change(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -148,7 +149,7 @@ class Allowance:
         self.tokens.spend(num_tokens, now)
 
     def has_spare(self, now: float) -> bool:
-        """Return whether background turns may run: at least half of the maximum is saved."""
+        """Return whether background turns may run, because at least half of the maximum is saved."""
         return not self.tokens.seconds_until(self.tokens.most / 2, now)
 
     def request(self, now: float) -> QueueFull | None:

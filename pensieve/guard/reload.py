@@ -1,10 +1,9 @@
 """Reload tokens and certificates when their files change.
 
-The token file is checked every second, TLS files at every handshake. A changed file may be unusable: half
-written, writable by others, or a key that does not match the certificate. Then the log names the problem, and
-the old values stay in force. After an error, the token file is read again every second. Otherwise a removed
-token could stay valid because the daemon had no free file descriptor. If the watcher itself fails, the daemon
-stops.
+The token file is checked every second, and TLS files at every handshake. A changed file may be unusable, for
+example half written or writable by others. Then the log names the problem, and the old values stay in force.
+After an error, the token file is read again every second. Otherwise a temporary error (no free file
+descriptor) could keep a removed token valid. If the watcher itself fails, the daemon stops.
 
 The token file also has the tenants' limits. When they change, saved amounts and debts stay, and running turns
 continue.

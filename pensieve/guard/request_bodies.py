@@ -1,7 +1,7 @@
 """Receive request bodies, with limits for each group of callers.
 
-For a unary method, gRPC receives the whole request before our code can authenticate the caller. Anybody could
-make the daemon hold bodies that never end. So we register all methods as client streams, which look the same
+For a unary method, gRPC receives the whole request before our code can authenticate the caller. Unknown
+callers could fill the memory with requests. So we register all methods as client streams, which look the same
 on the wire. gRPC then receives only a window of the body. We authenticate the caller, and then read one
 message. HTTP bodies are also read after authentication.
 
@@ -68,7 +68,7 @@ class BodyLimits:
 class StrangerLimits:
     """Limits of all unknown callers together."""
 
-    receiving_max: int = 8  # bodies; if another one arrives, the oldest is dropped
+    receiving_max: int = 8  # bodies at a time; if another body arrives, the oldest is dropped
     seconds: float = 2.0  # for receiving a body
     calls_max: int = 16  # per connection; a call counts until its answer is read
     watches_max: int = 64

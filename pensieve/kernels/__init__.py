@@ -5,8 +5,8 @@
     copy_pages              copies pages between arenas, or inside an arena
     layer/                  the parts of a decoder layer around its attention: products, norms, rotation
 
-`attention.input` defines the value that a layer's attention reads.  Each attention kernel has a Python
-function (`attention.paged`) that checks shapes as algebra (`shapes`) and calls the implementation for the
+`attention.input` defines the input object of a layer's attention.  Each attention kernel has a Python
+function (`attention.paged`).  The function checks shapes (`shapes`) and calls the implementation for the
 tensors' device:
 
     attention.cpu         csrc/cpu through ctypes, loaded by `cpu_library`

@@ -43,7 +43,7 @@ current = of_text(os.environ.get(VARIABLE, ""))
 @contextmanager
 def chosen(choices: Choices) -> Iterator[None]:
     """Use these choices inside the block."""
-    global current  # of the process, like its kernels
+    global current  # process-wide, like the compiled kernels
     before, current = current, choices
     try:
         yield

@@ -104,7 +104,7 @@ class ErasureSteps:
         """Called in a deleting transaction, before its commit."""
 
     def in_reserve(self, delete: Callable[[], T]) -> T:
-        """Run a deletion. If the disk is full, free the reserved disk space and run the deletion again."""
+        """Run a deletion. If the disk is full, free the reserved space and run the deletion again."""
         return delete()
 
     def has_room(self) -> bool:

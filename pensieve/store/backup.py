@@ -97,7 +97,7 @@ class Base:
     page_bytes: int
     num_pages: int
     schema: int
-    sha256: str  # of base.db
+    sha256: str  # SHA-256 of base.db
     format: int = BASE_FORMAT
 
     @property
@@ -110,7 +110,7 @@ class RestorePoints(NamedTuple):
 
     generation: int
     path: Path
-    times: tuple[float, ...]  # the base first, then each segment
+    times: tuple[float, ...]  # the time of the base, then of each segment
     num_bytes: int
     damage: str = ""  # the damage that makes later moments unusable
 

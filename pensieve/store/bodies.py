@@ -9,7 +9,7 @@ cells between pages. The old copies stay in unused parts of a page, where no lat
 random traffic, about one text in 500 survived its deletion.) So the cells of this table must never move
 between pages:
 
-    insert   appends at the largest rowid; SQLite then adds a new rightmost leaf and moves no existing cell
+    insert   appends after the largest rowid; SQLite then adds a new rightmost leaf and moves no existing cell
     shorten  replaces the JSON by a shorter JSON; the row stays in its page
     wipe     sets the columns to NULL; the row stays in its page, its old cell is zeroed, and its overflow
              pages are zeroed and freed
@@ -92,7 +92,7 @@ def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: byt
 
 
 def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | None:
-    """Return the last key before the total length exceeds `bytes_max`, but at least the first key.
+    """Return the last key up to which the total length is at most `bytes_max`, or else the first key.
 
     Callers use this key to limit a query, because a database server sends all rows that a query finds.
     """

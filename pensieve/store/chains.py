@@ -9,9 +9,9 @@ and including that reply. This digest is called a *state*:
                session    a digest of the client's own name for the conversation; empty: none
 
 A state belongs to a reply, not to a conversation. Every conversation that holds the reply has the same
-history up to it. So a fork needs no new rows here, and forks are found after the original is deleted. A
-rewind deletes no rows, because the shortened history no longer holds the reply. When no history and no turn
-holds the reply any more, it is deleted with its states (ON DELETE CASCADE).
+history up to that reply. So a fork needs no new rows here, and forks are found after the original is deleted.
+A rewind deletes no rows, because the shortened history no longer holds the reply. When no history and no turn
+holds the reply any more, the reply is deleted with its states (ON DELETE CASCADE).
 
 A row holds only digests and numbers. Old rows are deleted, a few per transaction. A history whose rows were
 deleted is no longer found: the client's next request begins a new conversation.

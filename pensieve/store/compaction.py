@@ -5,7 +5,7 @@
 
 Each step is one transaction. Between steps, the history is fully usable and verifiable.
 
-    fence    append rows that each fill a whole leaf of the B-tree: the fence
+    fence    append a few rows (the fence), each of which fills a whole leaf of the B-tree
     move     append a copy of each live row before the fence, change the references to the copy, and wipe the
              original; appending moves no existing cell. At the end, all rows before the fence are wiped.
     remove   delete the rows before the fence, from the first on. SQLite then balances the first leaf with the
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 COMPACT_BYTES_MIN = 16 * 2**20
-FENCE_ROWS = 4  # enough, because balancing involves only the next two leaves
+FENCE_ROWS = 4  # more than the two leaves that balancing involves
 FENCE_BYTES = LOCAL_BYTES_MAX - 100  # so large that no two rows fit into one leaf
 STEP_ROWS = 128
 STEP_BYTES = 256 * 2**10
@@ -75,7 +75,7 @@ class Compaction:
         first: CompactionPhase,
         may_go_on: Callable[[Connection], bool] = lambda conn: True,
     ) -> None:
-        """`may_go_on` is called in each step's transaction. If it returns False, the pass stops."""
+        """`may_go_on` is called in each step's transaction. The pass stops when it returns False."""
         self._writer = writer
         self._may_go_on = may_go_on
         self._state = CompactionState(first)

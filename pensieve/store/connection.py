@@ -17,8 +17,8 @@ while it holds the writers' lock. Other operations are safe, too:
     truncating   needs the writers' lock, so no other daemon writes or checkpoints meanwhile. SQLite
                  truncates the log only if every frame is in the database and no process reads the log.
                  Otherwise SQLite reports that it did not truncate, and we try again.
-    wiping       `secure_delete` wipes the pages of the transaction, whichever process wrote them. After a
-                 commit by another process, SQLite reads cached pages again.
+    wiping       `secure_delete` wipes the pages that the transaction changes, whichever process wrote them
+                 before. After a commit by another process, SQLite reads cached pages again.
     migrations   run while only one daemon has the file open. Any deletion removes the copies that they make.
     closing      The last connection moves the log into the database and removes the log.
 

@@ -10,9 +10,9 @@ These parts are in the conversation's body, so each change writes a new body and
 **Pending messages are used exactly once.** The transaction that begins a turn with the pending messages
 records the current revision as `taken_at`. The messages stay pending while the conversation is at that
 revision. So neither a failed turn nor a crash loses them. The commit that ends the turn increases the
-revision, and the messages are no longer pending. Any other change of the revision (a turn without the
-pending messages, a rewind) resets `taken_at` in its transaction, so the messages stay pending. If a turn has
-already used the messages, that change instead removes them from the body.
+revision, and the messages are no longer pending. Other changes of the revision are a rewind and a turn
+without the pending messages. Such a change resets `taken_at`, so unused messages stay pending. If a turn has
+already used the messages, the change removes them from the body.
 """
 
 from __future__ import annotations
@@ -206,10 +206,10 @@ def take_pending(
     conversation: StoredConversation,
     messages: Sequence[NewMessage] | None = None,
 ) -> None:
-    """Mark the pending messages as taken by a turn. Remove messages that an ended turn has taken.
+    """Record that a turn takes the pending messages. Remove messages that an ended turn has taken.
 
-    `messages` are the pending messages that the turn brings. If others are pending, raise StaleRevision and
-    change nothing. None: the turn or rewind takes no messages; the mark is reset.
+    `messages` are the pending messages that the turn includes. If other messages are pending, raise
+    StaleRevision and change nothing. None: the turn or rewind takes no messages, and `taken_at` is reset.
     """
     held = _held(conn, number, conversation)
     if messages is not None:

@@ -47,7 +47,7 @@ COLUMNS = {  # by table; a table comes after the tables that it refers to
     "chains": "chain key message session at",
     "responses": "response key conversation revision last_revision is_ours body",
 }
-GIVEN_OUT = (  # highest turn number: in SQLite, in PostgreSQL
+GIVEN_OUT = (  # query for the highest turn number, in SQLite and in PostgreSQL
     "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'turns'",
     "SELECT last_value FROM turns_turn_id_seq",
 )
@@ -123,7 +123,7 @@ def _copy_table(old: Connection, new: Connection, table: str) -> None:
                 new.count_bytes(*row)
             else:
                 new.execute(insert, tuple(row))
-        new.execute("SELECT 1").fetchall()  # wait, to limit the statements in flight
+        new.execute("SELECT 1").fetchall()  # wait for the server, to limit the statements in flight
 
 
 def _batches(old: Connection, table: str, columns: list[str]) -> Iterator[list[Any]]:
@@ -159,7 +159,7 @@ def _highest(conn: Connection) -> int:
 
 
 def _go_on_from(conn: Connection, highest_turn: int) -> None:
-    """Make new rows get higher numbers than all copied rows, and new turns than any turn ever had."""
+    """Number new rows after all copied rows, and new turns after all turns that ever existed."""
     if isinstance(conn, ServerSession):
         for table, key in NUMBER_COLUMNS.items():
             found = conn.execute(f"SELECT coalesce(max({key}), 0) FROM {table}").fetchone()

@@ -1,17 +1,17 @@
 """Lock the data folder for one process, and record whether that process closed it cleanly.
 
-Both are done with the file `lock`. The process takes an advisory lock on the file. The operating system frees
-that lock when the process ends in any way. The text of the file names the process, for example
-"123 pensieve chat". It is written when the folder is opened, and removed on a clean close. If a process takes
-the lock and finds text, the last holder did not close the history.
+Both use the file `lock`. The process takes an advisory lock on the file. The operating system frees that lock
+when the process ends in any way. The text of the file names the process, for example "123 pensieve chat". The
+text is written when the folder is opened, and removed on a clean close. If a process takes the lock and finds
+text, the last holder did not close the history.
 
-A daemon with a shared history also locks its data folder, but does not use the history in the folder. So it
-must not change what the folder records about its own history (`Marks` of backend.py). It adds a second line
-to `lock`, which says whether that history was closed cleanly, and restores that state on close. If the daemon
-is killed, the next holder reads the second line.
+A daemon with a shared history also locks its data folder, but does not use the history in the folder. So the
+daemon must not change the folder's record of that history's condition (`Marks` of backend.py). It adds a
+second line to `lock`, which says whether that history was closed cleanly, and restores this state on close.
+If the daemon is killed, the next holder reads the second line.
 
 If the folder's `conversations.db` is a symbolic link, the lock beside the linked file is taken, too. So only
-one process at a time has the history open, under any path.
+one process at a time can open the history, under any path.
 
 The folder is private. If other users may read an existing folder (systemd creates such folders), their
 permissions are removed. A folder that contains files of other programs is left unchanged.

@@ -61,7 +61,7 @@ class JobOwners:
     def keep(
         self, jobs: Iterable[tuple[str, str]], since: float, forget_before: float | None = None
     ) -> None:
-        """Make this daemon's rows match `jobs` (tenant and id). Rows written after `since` stay.
+        """Make this daemon's rows match `jobs` (tenant and id). Keep rows that were written after `since`.
 
         `forget_before`: also remove the rows of folders that no daemon has had open since that time.
         """

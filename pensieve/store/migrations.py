@@ -24,9 +24,9 @@ tables:
     housekeeping    one row: the session of the housekeeper (housekeeper.py)
     job_owners      which daemon's data folder has a batch job (job_owners.py)
 
-A message exists while a row of `history` or the turn that made it refers to it (a turn may be replayed). Both
-references are indexed, so a lookup replaces a reference count, which could be wrong. A fork copies rows of
-`history`, but no texts or tokens. A rewind deletes rows of `history`.
+A message exists while a row of `history` refers to it, or while the turn that made it exists (a turn may be
+replayed). Both references are indexed, so a reference count, which could be wrong, is not needed. A fork
+copies rows of `history`, but no texts or tokens. A rewind deletes rows of `history`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ STEPS: Steps = {
         " keep_warm INTEGER NOT NULL, PRIMARY KEY (tenant, conversation)) STRICT, WITHOUT ROWID",
     ),
     "m006_chains": (
-        # States are deleted with their reply, when nothing holds it any more.
+        # A row is deleted together with its message.
         """
         CREATE TABLE chains (
             chain INTEGER PRIMARY KEY,
@@ -195,7 +195,7 @@ STEPS: Steps = {
         "INSERT INTO epochs (last) VALUES (0)",
     ),
     "m009_idempotency_keys": (
-        # Before this step, keyed requests were rows of `chains`: the first message, session "request".
+        # Until this migration, a request's idempotency key was a row of `chains` with the session "request".
         "ALTER TABLE turns ADD COLUMN idempotency_key BLOB",
         "UPDATE turns SET idempotency_key = c.key FROM chains c JOIN messages m USING (message)"
         " WHERE length(c.session) = 7 AND m.turn_id = turns.turn_id AND length(request_key) = 16",

@@ -218,7 +218,7 @@ class StoredMessage:
     revision: int
     first_token: int
     num_tokens: int
-    finish_reason: str | None  # for replies; None for other messages
+    finish_reason: str | None  # only for replies
     token_ids: array[int] | None  # 'I'; None unless requested
 
 

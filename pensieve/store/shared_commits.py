@@ -11,8 +11,8 @@ each in a savepoint. One COMMIT ends the transaction for all of them:
 * Only a thread that is already waiting may join, and only until GROUP_SECONDS after BEGIN. Then another
   daemon may write.
 * If a call fails, its savepoint is rolled back, and the other calls are unaffected. The error may depend on a
-  row that the group has not committed yet. So the call raises its error after the commit. If the commit
-  fails, the call raises Conflict instead, and the store repeats the call.
+  row that the group has not committed yet. So the call raises its error only after the commit. If the commit
+  fails, the call raises Conflict instead of its error, and the store repeats the call.
 * If the database fails at a statement, SQLite may have rolled back the whole transaction. The call with that
   statement fails, and the connection is closed. The other calls raise Conflict, and the store repeats them
   (transactions.py).
@@ -66,7 +66,7 @@ class Waiter:
         self._lock.acquire()
 
     def wait(self) -> None:
-        """Wait until woken. Return immediately if that has already happened."""
+        """Wait until woken. Return immediately if `wake` was already called."""
         with self._lock:
             pass
 
@@ -148,7 +148,7 @@ class ConnectionTurns:
             raise
 
     def _withdraw(self, queue: deque[Waiter], waiter: Waiter) -> None:
-        """Remove the calling thread from the queue. If it has already got the connection, pass that on."""
+        """Remove the calling thread from the queue. If it already has the connection, pass it on."""
         with self._lock:
             if waiter in queue:
                 queue.remove(waiter)

@@ -58,7 +58,7 @@ def with_titles(
         (1, [number for number, each in unnamed if each.prefix_id]),
     ):
         titles |= _from_messages(conn, FIRST_OF_HISTORY, numbers, revision)
-    # The message of the first turn is not part of the history before that turn ends.
+    # The first turn's message joins the history only when that turn ends.
     running = [
         each.running_turn_id
         for number, each in unnamed

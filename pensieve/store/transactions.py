@@ -12,11 +12,11 @@ turn is not live, its `running` row is called *dead*. Dead rows have two causes:
 
 Turns in conversations of other daemons are not changed.
 
-**Reads** cannot wait for that repair: a client that sees a running turn waits, so there may be no next write.
-So a read returns a dead row as `interrupted`. For reads, a turn of another daemon is dead if that daemon's
-session has ended or its lease has expired. After the end of a turn was committed, a read with an older
-snapshot may still see the `running` row. The read must not return such a turn as `interrupted`. So the last
-ENDED_MAX ended turns are remembered.
+**Reads** cannot wait for that repair, because there may be no next write: a client that sees a running turn
+only waits. So a read returns a dead row as `interrupted`. For reads, a turn of another daemon is dead if that
+daemon's session has ended or its lease has expired. After the end of a turn was committed, a read with an
+older snapshot may still see the `running` row. The read must not return such a turn as `interrupted`. So the
+last ENDED_MAX ended turns are remembered.
 
 **Threads.** Several threads may write concurrently, each in a transaction (PostgreSQL) or in a savepoint of a
 shared transaction (shared_commits.py). They share the set of live turns. A turn becomes live before its
@@ -75,7 +75,7 @@ class _Role(Enum):
 class _ThreadTurn(NamedTuple):
     turn_id: int
     role: _Role
-    token: object = None  # for BEGINS and UNDECIDED
+    token: object = None  # only for BEGINS and UNDECIDED
 
 
 class _ThreadState(threading.local):

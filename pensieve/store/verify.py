@@ -129,7 +129,7 @@ class Walks(NamedTuple):
     """The steps of a scrub for one kind of database, and an estimate of their number."""
 
     walks: tuple[Walk, ...]
-    num_steps: Callable[[Connection], int]  # an estimate that is rather too high than too low
+    num_steps: Callable[[Connection], int]  # an estimate, usually too high
 
 
 class Scrub:

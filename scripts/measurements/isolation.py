@@ -1,7 +1,7 @@
-"""Measure how a tenant that sends as much load as it can affects another tenant.
+"""Measure how one tenant's maximum load affects another tenant.
 
-A real `pensieve serve` runs on one core, with arithmetic instead of a model, and serves two tenants. The
-quiet tenant talks in a few conversations. The noisy tenant (noisy_tenant.py) may run one turn at a time and
+A real `pensieve serve` runs on one core, with a fake model, and serves two tenants. The
+quiet tenant has a few conversations. The noisy tenant (noisy_tenant.py) may run one turn at a time and
 use ten tokens per second. A round has some seconds without noise, and as many seconds with a new noisy
 tenant, whose quota is unused. The measurement compares the quiet tenant's first-token times and gaps. The
 noisy tenant's process computes only while the core is idle, because in reality it would run on another

@@ -1,6 +1,6 @@
 """Measure how many tokens the service itself delivers, or how much CPU time a turn takes.
 
-A real `pensieve serve` runs on one core, with arithmetic instead of a model. The engine and the clients have
+A real `pensieve serve` runs on one core, with a fake model. The engine and the clients have
 the other cores. Every stream is one conversation with one long turn. The measurement counts the tokens that
 arrive at the clients, from the first to the last, and the gaps between the messages of a stream.
 

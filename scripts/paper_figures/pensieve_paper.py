@@ -57,7 +57,7 @@ GAINS = {
 
 
 def gains(study: Study, figure: str) -> Iterator[Line]:
-    """Yield the throughput over each of the other systems at equal latency."""
+    """Yield the ratio of Pensieve's throughput to each other system's, at equal latency."""
     gain = GAINS[figure]
     model = gain.model
     systems = {

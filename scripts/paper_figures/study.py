@@ -2,9 +2,9 @@
 
 Results of simulations are kept, so that none runs twice.
 
-Models and memory are those of the Pensieve paper: 40 GB of KV and 220 GB of host memory per A100-80GB. Its
-text compares throughputs at equal P90 normalized latency without a limit. Here the limit is `LIMIT_MS`, where
-all curves have left their flat part.
+Models and memory are those of the Pensieve paper: 40 GB of KV and 220 GB of host memory per A100-80GB. The
+paper compares throughputs at equal P90 normalized latency, but names no latency. Here it is `LIMIT_MS`, which
+is above the flat part of every curve.
 
 Every figure is computed once per seed. A ratio compares two systems under the same conversations, seed by
 seed. The report shows the median over the seeds, with the least and the most.
@@ -100,13 +100,13 @@ class Extent:
     seeds: int = 3
     warm_seconds: float = 100.0
     seconds: float = 600.0  # counted, per simulation
-    grouped_seconds: float = 300.0  # with grouped query heads: more conversations in the same time
-    halvings: int = 2  # of the interval on the grid
+    grouped_seconds: float = 300.0  # with grouped query heads: more turns in the same time
+    halvings: int = 2  # bisection steps between two rates of the grid
     scanned_max: int = SCANNED_MAX
     crowding: tuple[float, ...] = (0.9, 1.0, 1.1, 1.2, 1.35)  # figure 3.14: times the limit rate
     requests: int = 128  # table 4
     queries: int = 120  # of Baton's table 1
-    capacity_warm_seconds: float = 30.0  # figures 9 and 10: before figures count
+    capacity_warm_seconds: float = 30.0  # figures 9 and 10: not counted
     capacity_seconds: float = 150.0  # figures 9 and 10: counted
     capacity_resolution: float = 1.1  # ratio of rates at which the search ends
     faster: float = 1.0  # multiplies the guess at which the search for a rate begins
@@ -146,7 +146,7 @@ class Study:
         )
 
     def seconds_of(self, model: str) -> float:
-        """Return the counted seconds of a simulation: about as many turns for every model."""
+        """Return how many seconds of a simulation count, so that each model runs about as many turns."""
         grouped = MODELS[model].kv_heads < MODELS[model].heads
         return self.extent.grouped_seconds if grouped else self.extent.seconds
 

@@ -41,7 +41,7 @@ from tests.store.postgres_server import serving
 
 RECOVERY_SECONDS = 30.0  # from the last fault until all talkers get answers
 OWN_SERVER = "postgresql"  # used instead of a database address: start a private server
-HANG_SECONDS = 150.0  # a request without an answer for longer gets none
+HANG_SECONDS = 150.0  # after this time, a request counts as unanswered
 
 
 @dataclass(frozen=True)

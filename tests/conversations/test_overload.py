@@ -19,7 +19,7 @@ TURN = pb.Sampling(max_tokens=20, ignore_eos=True)
 
 
 async def load(address: str, turns_per_second: float | None, seconds: float) -> dict[str, Any]:
-    """Send turns at a fixed rate, whatever happens to them. With None, keep CARRIED turns running."""
+    """Send turns at a fixed rate, even if turns fail. With None, keep CARRIED turns running instead."""
     delivered, completed, refused, codes, retries = 0, 0, [], set(), True
     began = time.monotonic()
     end = began + seconds

@@ -31,7 +31,7 @@ ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
 
 
 class Parts(PartMarker):
-    """Marks each token as a part that follows from its id."""
+    """Mark each token as text, thinking or tool call, depending on its id."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer, [])

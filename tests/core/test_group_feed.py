@@ -1,4 +1,4 @@
-"""When each request is submitted: with its group, within memory, and until it has a result."""
+"""GroupFeed submits requests group by group, within memory, and again until they have a result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_next_prefix_is_computed_while_the_group_before_it_opens_and_drains(
     one.prefix_computed(0)
     assert requests(now(one)) == [1]
     one.ended(2, 4)
-    assert now(one) == []  # 6 + 4 + 4 pages are planned and request 5 takes 2; group 3 needs 4 more
+    assert now(one) == []  # with request 5, 16 of 19 pages are planned; group 3 needs 4
     one.ended(3, 4)
     assert now(one) == [DropPrefix(1), Submit(6, 3, 8, opens=True)]
 

@@ -366,7 +366,7 @@ FAULTS: dict[str, Plant] = {
     "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),
 }
 
-ONLY_THE_AUDIT_SEES = {  # bugs that make no reply wrong, or need more seeds to do so
+ONLY_THE_AUDIT_SEES = {  # bugs that change no reply, or change one only with more seeds
     "a pinned chunk stays marked to drop",
     "a dropped host page leaks",
     "the places of turns that ended are counted for ever",
@@ -377,7 +377,7 @@ FIRST_SEED = {"a page copy's source is let go at once": 700}  # one world in abo
 
 
 def found_within(seeds: int, first: int = 0, shapes: Sequence[Shape] = SHAPES) -> int | None:
-    """Return the first seed that notices the bug. Only these errors count; others are raised."""
+    """Return the first seed that reveals the bug by an assertion, a KeyError or an IndexError."""
     for seed in range(first, first + seeds):
         try:
             run(seed, shapes[seed % len(shapes)], actions=40)
@@ -405,7 +405,7 @@ def test_a_planted_fault_of_streaming_is_found(fault: str, monkeypatch: pytest.M
 
 
 def test_a_page_copy_of_unwritten_slots_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a case too rare for random traffic, a fork is copied in the iteration that repairs its source."""
+    """Copy a fork's page in the iteration that recomputes the source. Random traffic rarely does this."""
     copy_a_chunk_that_is_being_repaired()
     around(KVCache, "begin", ignore_before)(monkeypatch)
     with pytest.raises(AssertionError, match="the KV of another prefix"):
@@ -413,7 +413,7 @@ def test_a_page_copy_of_unwritten_slots_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def copy_a_chunk_that_is_being_repaired() -> None:
-    """a has chunks [0 1 | 2 3], b has [0 1'] and ends inside chunk 1. Chunks 0 and 1 are lost."""
+    """Conversation "b" is a fork of "a" and ends inside chunk 1. Chunks 0 and 1 are lost."""
     stage = Stage(16, 0, policy="value")
     stage.say("a", 12, 1)
     stage.fork_at("a", 6, "b")

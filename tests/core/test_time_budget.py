@@ -69,7 +69,7 @@ def test_where_seconds_of_prompts_wait_they_get_up_to_twice_as_much() -> None:
         took.append(sum(stop - at for who, at, stop in world.slices() if who != "writer"))
         missing.append(missing[-1] - took[-1])
     assert writer.finish is None
-    # Leave out ends of prompts and measurements.
+    # Leave out measurements and the last pieces of prompts.
     most = [each for each in took if each and each % 16 == 0]
     assert most[0] == 96
     assert most[-1] == 48
@@ -232,7 +232,8 @@ def test_behind_a_long_context_pieces_are_shorter() -> None:
     world = paced(key_seconds=0.0001)
     world.ask("reader", 480, 4)
     took = pieces(world, "reader")
-    assert took[0] == 48  # after 11 ms without the prompt and 5 ms for its own context
+    # An iteration takes 11 ms without the piece. The piece's own context takes 5 ms.
+    assert took[0] == 48
     assert took[-2] == TOKENS_MIN  # reading the context takes the rest of the time
 
 
@@ -278,7 +279,7 @@ def test_what_is_done_between_iterations_counts_because_whoever_generates_waits_
 
 
 def test_where_few_tokens_cost_nothing_pieces_double_until_they_take_time() -> None:
-    """Up to 40 tokens take no extra time (reading the weights). So short pieces teach nothing about more."""
+    """Up to 40 tokens take no extra time, because reading the weights takes longer than computing them."""
     world = paced()
 
     def seconds_of(iteration: Iteration) -> float:

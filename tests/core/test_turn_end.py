@@ -59,7 +59,7 @@ def test_a_conversation_is_deleted_although_its_turn_is_in_flight() -> None:
 
 
 def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log() -> None:
-    """The store could not keep the first turn. The second turn's prompt is stored without any KV."""
+    """The store lost the first turn. The second turn, cancelled in the queue, keeps its prompt but no KV."""
     stage = Stage(12, 10)
     stage.say("a", 6)
     stage.logs["a"], stage.commits["a"] = [], [0]

@@ -28,9 +28,8 @@ def test_a_warm_uses_only_pages_above_the_mark_and_ends_when_there_are_none() ->
     running = stage.ask("b", 24, 9)
     stage.next()
     assert stage.cache.available == 4
-    warm = stage.warm(
-        "a"
-    )  # b's next token takes a page; a third page for a would leave 2, which is the minimum
+    # The next token of "b" takes a page. A third page for "a" would leave 2 pages, which is the minimum.
+    warm = stage.warm("a")
     stage.next()
     assert warm.finish is FinishReason.WARMED
     assert stage.where("a") == "dd"

@@ -1,4 +1,4 @@
-"""Run the service's process in a fault world: the real store and daemon, from start to death."""
+"""Run the service's process in a fault simulation: the real store and daemon, from start to crash."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Process:
             self.link.deliver(num_frames)
 
     def work(self, other: bool) -> None:
-        """Run one job of each of several store threads. With `other`, prefer one job of another thread."""
+        """Run one job on each of several store threads. With `other`, prefer a job of a non-store thread."""
         loop = self.loop
         if loop.other_jobs and (other or not loop.store_jobs):
             loop.work(loop.other_jobs)

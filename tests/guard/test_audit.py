@@ -1,4 +1,4 @@
-"""The audit log has one valid line per event, with hostile names and a failing disk."""
+"""The audit log has one valid line per event, even with hostile names or a failing disk."""
 
 from __future__ import annotations
 

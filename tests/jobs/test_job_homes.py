@@ -310,7 +310,7 @@ def test_jobs_of_a_home_that_does_not_come_back_are_forgotten_when_jobs_are(
 def test_a_home_that_was_killed_is_named_when_its_lease_is_over(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before that, the daemon may restart."""
+    """Until the lease expires, the killed daemon may restart."""
     file_id = both.upload(ONE)
     find, num_looks = both.rigs[TWO].daemon.store.job_owners.find, 0
 

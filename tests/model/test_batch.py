@@ -80,7 +80,7 @@ def test_slices_that_begin_with_the_same_pages_are_grouped() -> None:
         [*front, 5, 6],
         [7, 8, 9, 10, 11, 12],
         [*front, 13],
-        [*document, 14],  # not the first of those that share the document
+        [*document, 14],  # the document is not after the front
     ]
     turns = [turn_of(i, list(range(4 * len(pages))), pages) for i, pages in enumerate(tables)]
     slices = [slice_of(turn, len(turn.tokens) - 2, len(turn.tokens), True) for turn in turns]
@@ -109,7 +109,7 @@ def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
 
 @pytest.mark.parametrize("changed", [1, 5, 11])
 def test_what_was_shared_is_searched_again_when_one_later_page_is_another(changed: int) -> None:
-    """The first page of a context stays, but a later page was recomputed on another page."""
+    """A context keeps its first page, but a later chunk was recomputed into another page."""
     search, front = SharedSearch(), list(range(1000, 1012))
 
     def of(pages_of_second: list[int]) -> list[Slice]:

@@ -150,7 +150,7 @@ class Repository:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
-    # With this project's plugins, pytest would need ten times as long as the tests here.
+    # Loading this project's plugins would take much longer than these tests.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p pytest_timeout")
     return Repository(tmp_path)

@@ -1,4 +1,4 @@
-"""The wheel of only the SDK: complete, installable by its RECORD, and without any server code."""
+"""The SDK's wheel is complete, matches its RECORD file, and has no server code."""
 
 from __future__ import annotations
 

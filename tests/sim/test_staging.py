@@ -39,7 +39,7 @@ def test_one_group_is_loaded_into_both_arenas_by_turns() -> None:
 
 
 def test_loads_are_hidden_behind_a_device_that_is_slower() -> None:
-    """The first load runs beside the first dense part. Each later load runs beside the step before it."""
+    """Each load runs while the device computes something else, so loads add no time."""
     assert end_of(2, 1.0, GroupSeconds(1.0, 1.0, 0.0), GroupSeconds(1.0, 1.0, 0.0)) == 6.0
 
 
@@ -49,7 +49,7 @@ def test_a_slow_link_sets_the_pace() -> None:
 
 
 def test_an_arena_is_free_when_its_store_is_through() -> None:
-    """Stores at 2-6 and 6-10. So load 2 runs at 6-7, load 3 at 10-11, and its attention at 11-12."""
+    """Stores run at 2-6 and 6-10. So load 2 runs at 6-7, load 3 at 10-11, and the last attention at 11-12."""
     group = GroupSeconds(1.0, 1.0, 4.0)
     ends, links = staged(0.0, 2, 1.0, [group, group], Links(), NOTHING)
     assert ends == 12.0
@@ -59,7 +59,7 @@ def test_an_arena_is_free_when_its_store_is_through() -> None:
 
 
 def test_a_layer_waits_for_its_swap_ins_and_loads_come_behind_them_all() -> None:
-    """Swap-ins end at 2 and 4. Loads run at 4-5 and 5-6; layers at 2-3 and 6-7, each before its attention."""
+    """Swap-ins end at 2 and 4. Loads run at 4-5 and 5-6. The layers' dense parts run at 2-3 and 6-7."""
     group = GroupSeconds(1.0, 1.0, 0.0)
     ends, _ = staged(0.0, 2, 1.0, [group], Links(4.0), LayerArrivals(2.0, 2.0))
     assert ends == 8.0

@@ -80,7 +80,7 @@ def test_whence_a_conversation_came_is_remembered_for_its_next_turn_and_of_no_ot
         create(a, name)
     b.take("tea")
     b.take("cup")
-    b.claim("tea")  # keeps the epoch
+    b.claim("tea")  # b owns tea already, so nothing changes
     assert b.came_from == {("", "tea"): "a:1", ("", "cup"): "a:1"}
     b.delete_conversation("cup")
     create(b, "cup")

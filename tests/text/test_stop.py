@@ -1,4 +1,4 @@
-"""The stop string that is complete first counts. Of several that end together, the longest counts."""
+"""The stop string that is completed first ends the reply. If several end together, the longest counts."""
 
 import sys
 from collections.abc import Callable

@@ -112,7 +112,7 @@ def test_any_other_difference_is_quoted() -> None:
 
 
 def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed() -> None:
-    """This vocabulary begins every section with a space, and only turns divide this log into sections."""
+    """The tokenizer puts a space before each section of text. In this log, each turn is a section."""
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}assistant:{% endif %}"
     assert report_on(source).same_tokens

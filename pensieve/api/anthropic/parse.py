@@ -14,8 +14,8 @@ Adjacent messages with the same role are merged. The result is, by role:
     user         a tool message for each `tool_result`, then a user message with the text
     assistant    one message with thinking, text and tool calls
 
-Text blocks are joined with line ends. Text blocks of the assistant are joined without line ends, because a
-reply has several text blocks only if calls or thinking are between them. A `tool_result` must answer a
+Text blocks are joined with line ends. Only text blocks of the assistant are joined without line ends, because
+a reply has several text blocks only if calls or thinking are between them. A `tool_result` must answer a
 `tool_use` of the preceding assistant message. With `is_error`, the text of the tool message begins with
 "Error: ". `redacted_thinking` is dropped. If the last message is from the assistant, the reply continues its
 text.
@@ -251,7 +251,7 @@ class RoleRun:
 
 
 def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
-    """Read the system prompt and messages. Return the text of a last assistant message (prefill) apart."""
+    """Read the system prompt and messages. Return a last assistant message's text (prefill) separately."""
     system = _system(fields)
     given, where = fields.items("messages"), fields.where("messages")
     if given is None:

@@ -4,9 +4,9 @@
     Text                        {"type": "text", "text": …}
     CallBegan, CallArguments    {"type": "tool_use", "id": "toolu_…", "name": …, "input": {…}}
 
-Adjacent pieces of one kind become one block. Each call is a block. The signature is a placeholder, because
-clients send thinking without a signature back as text. If a call is incomplete because of the length limit,
-`input` has only the complete members of its arguments.
+Adjacent pieces of thinking become one block, and so do adjacent pieces of text. Each call is a block. The
+signature is a placeholder: clients would send thinking without a signature back as text. If the length limit
+cuts a call, `input` has only the complete members of its arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def message(
     prompt: PromptTokens,
     ending: MessageEnding,
 ) -> dict[str, Any]:
-    """Return the body. `pieces`: of the whole reply."""
+    """Return the body of a response that is not streamed. `pieces`: all pieces of the reply."""
     return {
         "id": message_id(heading),
         "type": "message",
@@ -73,7 +73,9 @@ def ending_of(
 def stopped_by(
     reply: ReplyTokens, tokenizer: Tokenizer, stops: Sequence[str], *, continues_text: bool
 ) -> str | None:
-    """Return the stop string that ended the reply, if any. The tokens include it, but not the text.
+    """Return the stop string that ended the reply, if any.
+
+    The reply's tokens include the stop string. The reply's text does not.
 
     `continues_text`: the reply continues a text (prefill), so its first token keeps a leading space.
     """
@@ -142,9 +144,9 @@ def whole_part(text: str) -> dict[str, Any]:
 
 
 def _closed(text: str) -> Any:
-    """Parse the text up to the last comma or bracket outside strings, with all open brackets closed."""
+    """Parse the text up to the last comma or bracket outside strings. Close all open brackets first."""
     open_brackets: list[str] = []
-    end = 0  # position after which no bracket follows
+    end = 0  # before the last comma, or after the last bracket
     in_string = is_escaped = False
     for number, character in enumerate(text):
         if in_string:

@@ -3,10 +3,10 @@
     client ──HTTP──> HttpForwarder ──ForwardHttp──> HttpAnswers ──> the owner's ASGI application
                      counts, audits                 runs the turn
 
-The daemon that received the request authenticates the caller, counts the call and reads the body. It sends
-the request to the owner, with the caller's identity but without the caller's token. It passes the answer on
-piece by piece, with backpressure from a slow client. If the client disconnects, the owner's application sees
-a disconnect.
+The daemon that received the request authenticates the caller, counts the call and reads the body. Then it
+sends the request to the owner, with the caller's identity but without the caller's token. It passes the
+answer on piece by piece, with backpressure from a slow client. If the client disconnects, the owner's
+application sees a disconnect.
 """
 
 from __future__ import annotations

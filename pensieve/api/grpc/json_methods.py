@@ -19,7 +19,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
 
 SERVICE = "ConversationService"
-DEPTH_MAX = 80  # nesting of the JSON, values in fields included
+DEPTH_MAX = 80  # nesting depth of the JSON
 VALUES_MAX = 1 << 16
 AUDITED_IDS = ("conversation_id", "prefix_id")
 Json = dict[str, Any]

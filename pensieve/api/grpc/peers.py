@@ -55,7 +55,7 @@ class Peers:
         """
         self._name, self._secret, self._credentials = name, secret, credentials
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._num_calls = Counts[str]()  # by address
+        self._num_calls = Counts[str]()  # number of calls, by address
 
     @asynccontextmanager
     async def channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
@@ -153,7 +153,7 @@ class OwnerWatch:
         try:
             found = await self._claim(wait.owner.conversation_id, wait.tenant)
         except NotFound:
-            return False  # the conversation was deleted; try that of the next waiting call
+            return False  # the conversation was deleted; try the next waiting call's conversation
         except PensieveError as error:
             log.warning("owners of conversations cannot be read: %s", whole_line(error))
             return True

@@ -51,7 +51,7 @@ from pensieve.guard.reload import Reloaded, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, replica_pb2, replica_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
-WINDOW_BYTES = 16 << 10  # of a request that gRPC receives before we read it
+WINDOW_BYTES = 16 << 10  # bytes of a request that gRPC receives before we read them
 HEADER_BYTES_MAX = 4 << 10
 PENDING_MAX = 1000  # calls that wait to be accepted
 IDENTITY = 1  # gRPC's bit for "no compression"

@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 
 from pensieve.errors import InvalidArgument
 
-REQUEST_BYTES_MAX = 4 << 20  # for any method
+REQUEST_BYTES_MAX = 4 << 20  # limit for any method
 SMALL_REQUEST_BYTES_MAX = 64 << 10  # for methods that are not named below
 RESPONSE_BYTES_MAX = 8 << 20
 
 MESSAGES_MAX = 128  # per turn
 TEXT_BYTES_MAX = 3 << 20  # text of all messages of a request
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
-FEW_SHOT_BYTES_MAX = 1 << 20  # of all messages of a prefix
+FEW_SHOT_BYTES_MAX = 1 << 20  # all messages of a prefix
 TOOLS_MAX = 256
-TOOLS_BYTES_MAX = 256 << 10  # of all tools
+TOOLS_BYTES_MAX = 256 << 10  # all tools of a request
 CHUNK_BYTES_MAX = 1 << 20  # piece of a job's file, or of a forwarded HTTP body
 HTTP_HEAD_BYTES_MAX = 256 << 10  # of a forwarded request; more than our HTTP server accepts
 HTTP_HEADERS_MAX = 256

@@ -38,7 +38,7 @@ class PackedBody(InvalidArgument):
     """The body is compressed, so its real size is unknown."""
 
 
-WINDOW_BYTES = 64 << 10  # of an answer that is sent at once
+WINDOW_BYTES = 64 << 10  # bytes of an answer that are sent at once
 
 
 class Exchange:

@@ -1,6 +1,6 @@
 """Retries over HTTP: find the first request with the same `Idempotency-Key`.
 
-A retry does not run a second turn. An id is derived from the key, and finds the first request:
+A retry does not run a second turn. The first request is found by an id that is derived from the key:
 
     chat completions, messages    the request_id of the turn; the binder looks for it in all conversations of
                                   the tenant (binding/binder.py, column `idempotency_key` of `turns`)
@@ -11,9 +11,9 @@ response is known until it is deleted. If a background response has failed, a re
 response.
 
 A key with a different body is refused. A retry waits while the first request is being started
-(`ArrivingTurns.one_at_a_time`). If the client sent a key, its turn continues for the grace period of 5
-seconds after a disconnect, because clients then retry. For requests that store nothing, the key is ignored: a
-retry runs again.
+(`ArrivingTurns.one_at_a_time`). If the client sent a key, its turn continues for 5 seconds after a
+disconnect, because clients then retry. For requests that store nothing, the key is ignored: a retry runs the
+request again.
 
 Over gRPC, SendMessage has the field request_id instead: `Daemon.begin` looks for the running turn, and
 `History.draft` for the stored one. In a batch job, each line has at most one result (jobs/job_store.py).

@@ -38,10 +38,10 @@ from pensieve.text.tool_calls import CallStyle
 log = logging.getLogger("pensieve")
 PURPOSE = "the HTTP API"
 BACKLOG = 1024
-ACCEPTED_AT_ONCE = 16  # connections per loop step, so that streams continue
+ACCEPTED_AT_ONCE = 16  # connections accepted per loop step, so that streams continue
 CONNECTIONS_MAX = 10_240
 FILES_KEPT = 512  # open files reserved for gRPC and the history
-CLOSE_SECONDS = 2.0  # for unfinished answers when the daemon stops
+CLOSE_SECONDS = 2.0  # time for unfinished answers when the daemon stops
 
 
 class GuardedServer(Protocol):

@@ -22,8 +22,8 @@ FILES = (
     *("page_base.js", "page_markdown.js", "page_memory.js", "page.js"),  # in this order
 )
 LOOK_SECONDS = 0.5
-SHOWN_MAX = 64  # conversations
-WATCHERS_MAX = 64  # of a tenant
+SHOWN_MAX = 64  # conversations in a picture
+WATCHERS_MAX = 64  # watchers per tenant
 WATCHERS_OF_ALL_MAX = 256
 FIGURES = (
     *("device_pages", "device_pages_free", "host_pages", "host_pages_free"),

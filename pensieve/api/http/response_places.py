@@ -55,8 +55,8 @@ PAGE_SIZE = 100
 class TurnPlace:
     conversation_id: str
     began_at_revision: int
-    place: Place  # of the reply
-    tools: Sequence[Mapping[str, Any]]  # of the conversation
+    place: Place  # the place of the reply
+    tools: Sequence[Mapping[str, Any]]  # the conversation's tools
     is_ours: bool  # the conversation was created for responses
 
 

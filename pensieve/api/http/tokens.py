@@ -15,7 +15,7 @@ from pensieve.conversations.heads import check_length
 from pensieve.guard.callers import Caller
 from pensieve.text import ChatTemplate, Message, TemplateSetting
 
-TOKENS_MAX = 1 << 20  # per request to /detokenize
+TOKENS_MAX = 1 << 20  # token limit of a request to /detokenize
 
 
 class TextToTokenize(NamedTuple):

@@ -18,7 +18,7 @@ from pensieve.extras import need
 from pensieve.guard.request_bodies import IncomingBodies
 
 PURPOSE = "the HTTP API"
-CHUNK_BYTES = 256 << 10  # of the file per chunk
+CHUNK_BYTES = 256 << 10  # bytes of the file in a chunk
 CONTENT_TYPE_BYTES_MAX = 1 << 10
 BOUNDARY_BYTES_MAX = 70  # RFC 2046
 PARTS_MAX = 16

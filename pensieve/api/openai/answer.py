@@ -176,7 +176,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) 
 
 
 def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, Any]:
-    """Return logprobs as columns. If alternatives have the same text, only the likeliest is returned."""
+    """Return logprobs as columns. Of alternatives with the same text, only the likeliest is returned."""
     top_logprobs, offsets = [], []
     for each in tokens:
         column: dict[str, float] = {}

@@ -120,7 +120,7 @@ class Served(NamedTuple):
     defaults: Sampling
     models: Collection[str] | None = None  # served names; None: any name
     vocab_size: int | None = None  # None: token ids are not checked
-    template_options: Collection[str] | None = None  # of the chat template; None: not checked
+    template_options: Collection[str] | None = None  # allowed names; None: not checked
     call_style: CallStyle | None = None  # the format of the model's tool calls
     knows_developer: bool = True  # the template has the role developer; otherwise, system is used
     tenant: str = ""
@@ -168,13 +168,13 @@ class ParsedRequest:
     kind: RequestKind
     model: str
     turn: TurnRequest  # for the first choice; the others have the same turn with other seeds
-    prompt: str | tuple[int, ...] | None = None  # of a text completion
+    prompt: str | tuple[int, ...] | None = None  # only for text completions
     num_choices: int = 1
     stream: bool = False
-    include_usage: bool = False  # of a stream
-    previous_response_id: str = ""  # of a response
-    conversation: str = ""  # of a response
-    background: bool = False  # of a response
+    include_usage: bool = False  # only for streams
+    previous_response_id: str = ""  # only for responses
+    conversation: str = ""  # only for responses
+    background: bool = False  # only for responses
     store: bool | None = None  # None: the daemon's default
     prompt_cache_key: str = ""
     params: Mapping[str, str] = field(default_factory=dict)  # our field names -> names in the body

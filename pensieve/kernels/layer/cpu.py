@@ -4,8 +4,8 @@
 result does not depend on other rows in the call.
 
 The weights of a product are stored in panels.  A panel holds the weights of as many outputs as fit into two
-vectors.  It is ordered by steps of the inputs (one float or float16, two bfloat16 or four int8 inputs).  In
-each step, the weights of all outputs are side by side.  So a product reads a panel from front to back.
+vectors.  A panel is a sequence of steps.  A step is one float or float16 input, two bfloat16 inputs or four
+int8 inputs, with their weights for all outputs.  So a product reads a panel from front to back.
 Outputs that pad the last panel have weights of 0. csrc/cpu/layer.h has the structures.
 """
 

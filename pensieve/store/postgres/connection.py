@@ -24,9 +24,9 @@ for each other.
 transaction costs one round trip for each query and one for the commit.
 
 **Durability.** `synchronous_commit` is on (or stronger), and a server with fsync off is refused. If a standby
-must confirm commits and this wait is interrupted (by a lost connection or an operator), the commit is visible
-before the standby has it. So each reopened connection first writes a row of its slot, and waits until the
-standby has that row. Then the standby also has everything that was committed before.
+must confirm commits, a lost connection or an operator can interrupt the wait for it. Then the commit becomes
+visible before the standby has it. So each reopened connection first writes a row of its slot, and waits until
+the standby has that row. Then the standby also has everything that was committed before.
 
 **Errors.** After an error, the transaction is rolled back. After a lost connection, the outcome of a COMMIT
 is unknown, and the COMMIT may still be running on the server. Nothing is retried. The next use opens a new
@@ -73,9 +73,8 @@ from pensieve.store.postgres.wire import Wire
 VERSION_MIN = 14_00_00
 log = logging.getLogger("pensieve")
 LOCK_KEY = 0x50656E7300000001  # "Pens"
-SLOTS_KEY = (
-    LOCK_KEY >> 32
-)  # with the slot's number; locks with two keys are separate from locks with one
+# First key of a slot's lock. The second key is the slot's number. Locks with one key are separate.
+SLOTS_KEY = LOCK_KEY >> 32
 SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02
 START_SECONDS = 30.0  # a starting daemon waits this long for a server that cannot be reached

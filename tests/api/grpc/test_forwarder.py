@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.01
 
 
 class PlayedClaims:
-    """Scripted results of a claim, and of each take."""
+    """Return given results: one for `claim`, and one for each call of `take`."""
 
     replica, address, lease_seconds = "two", OURS, 10.0
 

@@ -52,7 +52,7 @@ def whole(messages: list[Message]) -> bytes:
 
 
 def written_again(value: Any, order: random.Random) -> Any:
-    """Write the same JSON as another library would."""
+    """Return equal JSON with another key order, and with floats for integers."""
     if isinstance(value, dict):
         items = [(key, written_again(item, order)) for key, item in value.items()]
         order.shuffle(items)

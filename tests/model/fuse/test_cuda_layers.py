@@ -40,7 +40,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_family_says_what_it_says(
     family: str, dtype: torch.dtype, folder_of: FolderOf
 ) -> None:
-    """First the probe compares with the plain model. Then several turns are decoded in one batch."""
+    """The probe compares fused layers with the plain model. Then several turns are decoded in one batch."""
     told: list[str] = []
     model = load(folder_of(family), dtype=dtype, report=told.append)
     assert not [line for line in told if "stay as they are" in line]

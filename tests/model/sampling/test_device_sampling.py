@@ -1,4 +1,4 @@
-"""A sampler that may not read values from its device draws the same tokens."""
+"""A sampler that reads no values back from its device draws the same tokens as one that does."""
 
 from __future__ import annotations
 
