@@ -2,12 +2,14 @@
 //
 // Pages are not transposed. The kernel transposes only small data, or data that is made once for all rows of an item.
 //
-//   scores' = keys x queries'     The rows of a tile are slots, loaded directly from the page. The panel is made once
-//                                 from the item's queries: pairs of dimensions side by side, a column for each row.
+// In each product, the first matrix has tiles of rows. The second matrix is packed in a panel: pairs side by side.
+//
+//   scores' = keys x queries'     The tiles of keys have slots as rows, loaded directly from the page. The panel is
+//                                 packed once from the item's queries: pairs of dimensions, a column for each row.
 //   weights                       A vector holds a slot's scores of 16 rows. So the largest score and the sum need no
 //                                 shuffles. The weights of two slots, rounded to bfloat16, become a word. Then 16 x 16
 //                                 words are transposed to rows of tiles.
-//   sums += weights x values      The panel is made from the page's values: pairs of slots side by side.
+//   sums += weights x values      The panel is packed from the page's values: pairs of slots.
 //
 // With queries as rows of tiles, the kernel would have to transpose the keys of each page, and the softmax would need
 // shuffles. Storing values in pairs of slots would save the interleaving. But then a slot would no longer be contiguous
@@ -20,12 +22,14 @@
 // The cost of a page of one KV head, in tiles loaded or stored (TL, 1 KiB each), products (TP, 16 clock cycles each)
 // and vectors of 64 bytes (V); h is head size / 32, q is rows / 16, rounded up:
 //
-//   scores     TL 2h keys for every two q, hq queries, 2q stored       TP 2hq
-//   softmax    V 32q scores, about 18 instructions each; 64q shuffles
-//   values     V 64h loads and shuffles and stores, whatever q is
-//   sums       TL 2h values for every two q, q weights for each h, 4hq / 4 of sums    TP 2hq
+//   scores     TL: keys 2h for every two q, queries hq, scores 2q      TP: 2hq
+//   softmax    V: scores 32q, about 18 instructions each; shuffles 64q
+//   values     V: loads 32h, shuffles 32h, stores 32h, for any q
+//   sums       TL: values 2h for every two q, weights hq, sums 4hq / 4 (once per block of four pages)      TP: 2hq
 //
-//   rows   head size 64: bytes   TP cycles   softmax   values     without tiles: instructions of BF16
+// For head size 64: the bytes of the page, the clock cycles of three parts, and the BF16 instructions without tiles.
+//
+//   rows        bytes        products   softmax   values     without tiles
 //      4            8,192             128       360      130         512
 //      8            8,192             128       360      130       1,024
 //     16            8,192             128       360      130       2,048
@@ -104,7 +108,8 @@ inline void pack_queries(const Part& part, int num_rows, TileScratch& scratch) {
 // Puts two slots' values side by side. Slots from `num_slots` on were not written and become zero.
 inline void pack_values(const uint16_t* values, int num_slots, int head_size, int page_of_block,
                         TileScratch& scratch) {
-  // The halves of two lines that make a line of pairs. Numbers from 32 on select from the second line.
+  // Indices that put dimensions 0 to 15 (kLow) and 16 to 31 (kHigh) of two slots side by side. Indices from 32 on
+  // select from the second slot.
   alignas(64) static constexpr uint16_t kLow[32] = {
       0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};

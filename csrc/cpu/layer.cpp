@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kRowsOfDecodes = 64;    // up to this number of rows, reading weights is the limit, so blocks do not help
 constexpr int kRowBytes = 512 << 10;  // up to this size, all rows together stay in the cache from panel to panel
-constexpr int kPiecesOfThread = 4;    // minimum number of blocks, so that a late block costs little
+constexpr int kPiecesOfThread = 4;    // minimum blocks per thread, so that the last block is short
 
 struct Worker {
   const Dense& dense;
@@ -110,7 +110,7 @@ struct Worker {
 
 }  // namespace
 
-// One layer. The buffers have room for all rows of the call.
+// A decoder layer.
 struct Layer {
   int32_t type, index, hidden;
   int32_t num_heads, num_kv_heads, head_size;
@@ -123,6 +123,7 @@ struct Layer {
   int32_t parallel;  // the MLP runs in parallel with the attention: mlp_before is a norm of the layer's own residual
 };
 
+// Scratch memory for all rows of a call.
 struct Buffers {
   void* normed;   // (rows, hidden) Element
   void* turned;   // (rows, queries + keys + values) Element, rotated

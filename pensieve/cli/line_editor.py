@@ -132,7 +132,7 @@ def _readline() -> ModuleType | None:
 
 
 def _read_history(path: Path) -> list[str]:
-    """Return the newest entries. Shorten the file if it has more than twice as many."""
+    """Return the newest HISTORY_ENTRIES_MAX entries. Cut a file of more than twice as many."""
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         if len(lines) > 2 * HISTORY_ENTRIES_MAX:

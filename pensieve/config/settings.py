@@ -116,8 +116,7 @@ class Settings:
     context_max: int | None = _setting(
         whole(16, 1 << 31),
         "",
-        "maximum tokens of a conversation (default: the model's maximum; of a model with a sliding window, "
-        "the window)",
+        "maximum tokens of a conversation (default: the model's maximum, or the size of its sliding window)",
         "N",
         group="model",
         common=True,
@@ -417,8 +416,8 @@ class Settings:
     announce: str | None = _setting(
         str,
         "",
-        "address of this daemon for other daemons and routers, if it differs from --address (such as "
-        "0.0.0.0); HTTP and metrics are reached at this host and their own ports",
+        "address of this daemon for other daemons and routers, if they cannot use --address (for example, "
+        "if --address is 0.0.0.0:50051); HTTP and metrics are reached at this host and their own ports",
         "HOST:PORT",
         of=(SERVE,),
         group="several daemons",
@@ -581,7 +580,7 @@ class Settings:
     prompt_seconds: float = _setting(
         number(0, 3600),
         "0.05",
-        "how much longer prompts may make an iteration that also generates, in seconds (0: no limit)",
+        "most seconds that prompt tokens may add to an iteration with generating turns (0: no limit)",
         of=(INTERNAL,),
     )
     share: int = _setting(

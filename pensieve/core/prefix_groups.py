@@ -19,9 +19,9 @@ tests/core/test_prefix_groups.py compares both algorithms with the best choice i
 **How.** Let d be the depth of the lowest chosen node above a node. The cost of the requests under the node
 depends only on d.
 
-* If the node is not chosen, the cost is `F(d)`, the sum of its children's costs. With each token of d, F
-  falls by one token for each request that has no chosen node below this node. As d grows, fewer nodes are
-  worth choosing, so more requests count and F falls more steeply. So F is concave and piecewise linear.
+* If the node is not chosen, the cost is `F(d)`, the sum of its children's costs. If d grows by one, each
+  request without a chosen node between this node and the request computes one token less. As d grows, fewer
+  nodes are worth choosing, so F falls more steeply. So F is concave and piecewise linear.
 * If the node is chosen, the cost is the node's depth plus F at that depth, whatever d is.
 
 So there is a *threshold*: the node is chosen if d is below the threshold. The cost is constant up to the

@@ -140,7 +140,7 @@ class Worker:
         config: JobsConfig,
         now: Callable[[], float],
     ) -> None:
-        """`now` is the clock of the records."""
+        """`now` returns the time that result records get."""
         self._daemon, self._texts, self._store, self._now = daemon, texts, store, now
         self._config = config
         self._constraints = ConstraintChecker(texts.template.tokenizer)
@@ -201,7 +201,7 @@ class Worker:
 
     @staticmethod
     def _suspects(run: JobRun, before: list[int], deaths: dict[int, int]) -> list[int]:
-        """Return lines to be tried alone. A line that was alone when the engine died is the last one."""
+        """Return the lines to try alone, in order. Lines that were just in the dead engine come last."""
         if not before:
             return sorted(run.begun)
         for line in run.begun if not run.had_others else ():
@@ -292,7 +292,7 @@ class Worker:
             await self._store.call(job.key.tenant, self._store.jobs.refuse, job.key, refusals)
 
     async def _window(self, job: StoredJob, activity: Activity) -> dict[int, PreparedLine]:
-        """Read lines without a result, by number, up to WINDOW_TOKENS.
+        """Return the next lines without a result, by line number, with up to WINDOW_TOKENS tokens together.
 
         Lines that can no longer be read are refused.
         """

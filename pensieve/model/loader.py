@@ -78,10 +78,10 @@ def load(
     """Load, check and probe a causal language model.
 
     `dtype` None keeps the checkpoint's dtype.  `int8` rounds the weights inside the layers.  `kv_dtype` is
-    the format of KV (`kernels.kv_format`).  `context_max` lowers the served context.  With a `rank` only this
-    rank's part is loaded, and all ranks must load at the same time.  If ranks share each layer, no layer is
-    replaced, because transformers' hooks in the layers combine the ranks' results.  `report` receives one
-    line per stage.
+    the format of KV (`kernels.kv_format`).  `context_max` lowers the served context.  With a `rank`, only the
+    rank's part is loaded.  All ranks must load at the same time.  If ranks share each layer, no layer is
+    replaced by C++: transformers' hooks in the layers combine the ranks' results.  `report` receives one line
+    per stage.
     """
     name = os.fspath(path_or_id)
     device = torch.device(device)
@@ -94,7 +94,7 @@ def load(
         try:
             found = _probed(flat, context_max, sharing is None, int8, kv_dtype)
             if isinstance(found, str):
-                # Nothing refers to the replaced layers any more, so only one model is in memory.
+                # Free this model before the next one is read, so that memory never holds both.
                 del flat
                 gc.collect()
                 if device.type == "cuda":

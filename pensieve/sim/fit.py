@@ -14,8 +14,8 @@ Errors are relative to the prediction. Outliers (a pause, another process on the
 the end not at all (Tukey's biweight). Each kind of iteration is judged separately and has about the same
 weight. Otherwise the prompts would look like outliers in a journal of many decodes and few prompts.
 
-**The fit does not invent what was not observed.** A number counts as found if the formula without it explains
-the iterations clearly worse. Any other number is taken from `assumed` (computed from the model's shape and a
+**The fit does not invent what was not observed.** A number counts as found if the fit is clearly worse
+without this number. Any other number is taken from `assumed` (computed from the model's shape and a
 data sheet), scaled like the found numbers, and bounded by the iterations. `Fit.assumed` lists such numbers.
 
 The link's rate is found where copies took longer than the computation, or where an iteration waited only for
@@ -212,7 +212,7 @@ def fit_compute(
     grows = matters([most_n], some_r)
     has_overhead = grows and matters(some_n, some_r, "overhead")
     if not (grows and has_overhead and attends):
-        # Fit again without the numbers that were not found. The other numbers explain their part.
+        # Fit again without the numbers that were not found, so that the other numbers explain all the time.
         without = "" if has_overhead else "overhead"
         ns = some_n if grows else [most_n]
         best = _best(rows, weights, ns, some_r, without if attends else f"{without} attention")
@@ -316,7 +316,7 @@ def _best(
     rs: Iterable[float],
     without: str = "",
 ) -> _Solved:
-    """Return the solution with the least squares over all n and r, which share sums over the rows."""
+    """Try all pairs of n and r. Return the solution with the least squares."""
     seconds = [row.seconds for row in rows]
     to_seconds = list(map(mul, weights, seconds))
     squares, constant, constant_seconds = (

@@ -218,7 +218,7 @@ def of_all(conn: Connection) -> list[StoredPrefix]:
     return [_prefix(conn, row) for row in rows]
 
 
-# A conversation that holds the prefix's last message holds all of them.
+# A conversation that holds the prefix's last message holds the whole prefix. So this message is counted.
 PREFIX = """
     SELECT p.conversation, p.keep_warm,
         (SELECT count(*) - 1 FROM history held WHERE held.message =

@@ -10,8 +10,8 @@ conversation's KV. Each claim changes the owner and sets a new epoch:
 
 Rules:
 
-* Each claim is part of the transaction that writes to the conversation (`hold`). If another daemon may keep
-  the conversation, the transaction fails with OwnedElsewhere and writes nothing.
+* A daemon claims a conversation (`hold`) in the transaction that writes to it. If the claim is not allowed,
+  the transaction fails with OwnedElsewhere and writes nothing.
 * Epochs are never reused, so no two claims have the same epoch.
 * A new conversation belongs to the daemon that created it. So if a conversation is deleted and created again
   by another daemon, the new one is never mistaken for the old one.

@@ -103,7 +103,7 @@ class SharedFile:
         With a `holder`, no other process may open the database until `close`. Their errors name the holder.
 
         Raises:
-            StoreLocked: another process has the database open exclusively; with a `holder`, open at all.
+            StoreLocked: another process has the database open (without a `holder`: open exclusively).
             StoreError: the file system may be a network file system.
         """
         refuse_network(path.parent)

@@ -1,7 +1,7 @@
 """Sections `kernels`, `attention`, `decode` and `prefill` of the GPU bench.
 
-`kernels` only checks. The other sections check their shapes again and time them. A shape that fails affects
-only itself. KV in fp8 comes last.
+`kernels` only checks. The other sections check their shapes again and time them. If a shape fails,
+the other shapes still run. KV in fp8 comes last.
 
 As a program (`python -m scripts.gpu_bench.kernels DEVICE`), the module runs the kernels that read and write
 KV on the smallest shapes that reach all their parts, for tools under which a kernel takes seconds.
@@ -34,7 +34,7 @@ from scripts.gpu_bench.harness import Bench, Run, captured, check, share_of
 from scripts.gpu_bench.pages import Paged, baselines, usable
 from scripts.gpu_bench.stages import OPTIONAL
 
-# Slices (start, length): at most 32 rows for any group of up to eight heads, and any number of rows.
+# Slices (start, length). For up to eight query heads per KV head, each narrow slice has at most 32 rows.
 SLICES = {
     "narrow": [(0, 1), (31, 1), (63, 1), (700, 3), (200, 0), (500, 4), (4000, 3), (12_000, 1)],
     "wide": [(0, 1), (0, 33), (32, 8), (500, 130), (200, 0), (7, 40), (4000, 3), (3000, 300)],
@@ -43,11 +43,11 @@ ROTATED_BYTES = 512 << 20  # total size of alternating inputs: several times the
 
 
 class Timed(NamedTuple):
-    """A measurement with keys and values in elements, not fp8."""
+    """A timed shape, with KV in the dtype of the bench. `_with_fp8` times the shape again."""
 
     what: str
     slices: list[tuple[int, int]]
-    copies: int  # of alternating inputs for KV in fp8
+    copies: int  # number of alternating inputs for KV in fp8
     seconds: float
 
 
@@ -123,7 +123,7 @@ def check_write(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def check_rotation(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> None:
-    """Check keys that are rotated while they are written, as in a fused layer; half of each head is not."""
+    """Check the kernel of fused layers that rotates and writes keys. Half of each head is rotated."""
     rows = torch.randn(50, 16, 128, device=device).to(dtype)
     query, key, value = torch.split(rows, [8, 4, 4], dim=1)
     angles = (torch.rand(50, 32, device=device) * 6).repeat(1, 2)
@@ -174,7 +174,7 @@ def _check_fp8(device: torch.device, dtype: torch.dtype, *, small: bool) -> None
 
 
 def check_write_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    """Check that fp8 bytes equal torch's; values that are too large saturate, and non-finite give NaN."""
+    """Check that fp8 bytes equal torch's. Too large values saturate, and non-finite values become NaN."""
     arena, right = (torch.zeros(9, 2, 4, PAGE, 128, device=device).to(FP8.element) for _ in "12")
     key, value = (torch.randn(50, 4, 128, device=device).to(dtype) * 3 for _ in range(2))
     most = torch.finfo(dtype).max
@@ -184,7 +184,7 @@ def check_write_fp8(device: torch.device, dtype: torch.dtype) -> None:
     slots = torch.randperm(9 * PAGE)[:50].to(device)
     write_kv(key, value, slots, arena[:, 0], arena[:, 1], scales)
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1], scales)
-    found, expected = (each.float().nan_to_num(999.0) for each in (arena, right))  # one NaN
+    found, expected = (each.float().nan_to_num(999.0) for each in (arena, right))  # NaN = NaN
     if not torch.equal(found, expected):
         raise PensieveError(f"write_kv {dtype} rounds to wrong fp8 bytes")
     if device.type == "cuda":
@@ -203,7 +203,7 @@ def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_draw(device: torch.device, dtype: torch.dtype) -> None:
-    """Check that the search draws the same tokens as sorting; two-byte logits have many ties."""
+    """Check that radix search and sorting draw the same tokens. Logits in 16 bits have many ties."""
     samplings = [
         Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
         for temperature in (0.3, 1.0, 5.0)
@@ -321,7 +321,7 @@ def section_decode(bench: Bench) -> None:
 
 
 def _decode_shared(bench: Bench, what: str, batch: int, front: int, own: int) -> None:
-    """Time slices with the same first `front` pages: read once for all, and once for each."""
+    """Time slices with the same first `front` pages: these pages are read once, or once per slice."""
     slices = [(front * PAGE + own - 1, 1)] * batch
     times = {}
     for shared in (True, False):
@@ -395,7 +395,7 @@ def _prefill(bench: Bench, what: str, start: int, length: int, batch: int) -> Ti
 
 
 def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
-    """Time the same shapes over KV in fp8, 32/8 heads of 128, relative to KV in elements."""
+    """Time the found shapes again with KV in fp8. Report the speed relative to the bench's dtype."""
     for what, slices, copies, other in found:
         name = f"{what}, KV in fp8"
         if "fp8" in bench.wrong:
@@ -416,7 +416,7 @@ def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
             )
 
 
-# Narrow slices of both sizes, a wide one, and one that is split.
+# Narrow slices of 1 and 8 tokens, a wide slice, and a slice whose context is split into parts.
 SMALLEST = [(0, 1), (31, 8), (70, 40), (600, 1)]
 
 

@@ -15,8 +15,8 @@ The share degree is the number of requests with the same prefix (a group). The r
 * A share degree is a mean over requests. Group sizes are geometric, so a mean of 7 over requests is a mean of
   4 over groups. Then 55 % of the tokens of `snippets` need not be computed, as reported. With groups of
   exactly 7 it would be 63 %. The groups of the microbenchmarks have one size.
-* All `snippets` begin with 60 common tokens of instructions. This is the one per cent that one prefix per
-  request cannot save.
+* All requests of `snippets` begin with the same 60 tokens of instructions. These tokens, one per cent, are
+  not saved if each request shares only one prefix.
 * Lengths are uniform between 0.5 and 1.5 times their mean. Replies have 100 tokens, which reproduces the
   reported rate of `snippets` without sharing; a request allows 256.
 * The file has no order, but requests with the same prefix are near each other: their distances from the

@@ -81,9 +81,10 @@ def needed(rate_each: float, wanted: float) -> int:
 
 
 def budget_within(cost: CostModel, slo: Slo, most: int, least: int) -> int:
-    """Halve the token budget from `most` until an iteration full of prompts fits between two tokens.
+    """Halve the token budget from `most` until an iteration full of prompt tokens is short enough.
 
-    It must also leave time for the contexts of the generating turns.
+    The iteration may take PROMPTS_SHARE of the P99 objective for the time between two tokens. The rest is for
+    the contexts of the generating turns.
     """
     limit = PROMPTS_SHARE * slo.tbt_p99_seconds
     while most // 2 >= least and cost.iteration_seconds([(0, most)]) > limit:

@@ -43,7 +43,7 @@ def press_twice(terminal: Terminal, message: str, drawn: random.Random) -> None:
     for _ in range(2):
         time.sleep(drawn.random() * GAP_SECONDS_MAX)
         terminal.type(CTRL_C)
-    time.sleep(WAKE_SECONDS + TYPING_SECONDS)  # text typed earlier may be cleared by the press
+    time.sleep(WAKE_SECONDS + TYPING_SECONDS)  # the press may clear text that is typed earlier
 
 
 def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(

@@ -1,9 +1,9 @@
 """A cluster of plain processes: several `pensieve serve` on one database, with links between them.
 
     talker ──client link──> replica ──peer link──> another replica
-                               ├──────> a SQLite file
-                               └─store link──> or a PostgreSQL server; both with an owner log (owner_log.py)
+                               └──store link──> database
 
+The database is a SQLite file (without a link) or a PostgreSQL server. It has an owner log (owner_log.py).
 Every link can be cut separately. Every process can be killed, restarted with the same folder and addresses,
 stopped (SIGSTOP) and continued. ray_world.py has the cluster on Ray.
 """
@@ -205,7 +205,7 @@ class World:
         return await asyncio.gather(*(replica.terminate() for replica in self.replicas))
 
     async def whole(self) -> None:
-        """Return at once: here, each fault restarts the processes that it killed."""
+        """Do nothing: each fault has already restarted the processes that it killed."""
 
     def events(self, event: str = "", **wanted: Any) -> list[dict[str, Any]]:
         """Return events of the owner log."""

@@ -58,7 +58,7 @@ def values_of(field: Kind) -> tuple[Any, ...]:
 
 
 def one_by_one(kind: Any) -> Iterator[Any]:
-    """Yield messages of a class in which one field, perhaps of a nested message, has one extreme value."""
+    """Yield messages of a class, each with one extreme value in one field. Nested messages are included."""
     for field in kind.DESCRIPTOR.fields:
         if is_message(field):
             inner = class_of(field)

@@ -140,7 +140,7 @@ def test_every_reply_is_what_its_constraint_says(model: str, tmp_path: Path) -> 
 
 
 def test_a_turn_that_is_begun_again_says_the_same(tmp_path: Path) -> None:
-    """The process ends during a reply. The request is sent again twice: then, and after the reply."""
+    """The process ends during a reply. The next process gets each request twice: before and after a reply."""
     wanted = Asked(3, seed=3)
     with started(MODEL_PATH, tmp_path / "whole") as runtime:
         finish(runtime, whole := wanted.send_all(runtime))

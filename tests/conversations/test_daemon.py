@@ -241,7 +241,7 @@ def test_a_warm_brings_back_what_was_evicted(rig: DaemonRig) -> None:
     )
     assert [event.text for event in told.events] == ["4 chunks, 0 to 3, dropped on request"]
     rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id="warm"))
-    stats = admin_pb2.GetStatsRequest()  # wait, because an earlier message would end the warm
+    stats = admin_pb2.GetStatsRequest()  # wait: the next message would interrupt the warm turn
     wait_for(lambda: rig.admin.GetStats(stats).stats.more["turns_warmed"] == 1)
     usage = rig.ask("warm", "there you are").completed.usage
     assert (usage.recomputed_tokens, usage.device_tokens > 100) == (0, True)

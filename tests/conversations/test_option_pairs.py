@@ -47,7 +47,7 @@ SAID = {"a": ("Oslo rain fine", "and today"), "b": ("weather", "Grüße 日本 t
 
 
 def covering_array(options: Mapping[str, Sequence[str]], seed: int) -> list[Row]:
-    """Return rows that contain every pair of values. Each row has the most new pairs of many random rows."""
+    """Return rows that contain every pair of values. Each is the random row with the most new pairs."""
     choose = random.Random(seed)
     missing = {
         frozenset(((one, value), (other, another)))
@@ -111,7 +111,7 @@ def play(folder: Path, data: Path, settings: Row) -> Played:
 
 @torch.inference_mode()
 def largest_gap(reference: Reference, played: Played) -> float:
-    """Return how far a sampled logit is, at most, below the largest logit, divided by the logits' range."""
+    """Return the largest error: largest logit minus sampled token's logit, divided by the logits' range."""
     gaps = []
     for name, log in played.logs.items():
         logits = reference.model(input_ids=torch.tensor([log]), use_cache=False).logits[0]

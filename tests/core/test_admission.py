@@ -88,7 +88,7 @@ def test_who_does_not_fit_keeps_a_bounded_number_of_others_waiting_and_is_kept_b
 
 
 def test_who_needs_pages_from_the_host_passes_nobody() -> None:
-    """The swap-ins of such a turn would delay the swap-outs that the first turn waits for."""
+    """`away` stays behind `long`, because its swap-ins would delay the swap-outs that `long` waits for."""
     stage = Stage(100, 400, batch_tokens_max=64, turns_max=64, late=0.0)
     stage.say("away", 20)
     stage.cache.move_to_host("away", stage.now)

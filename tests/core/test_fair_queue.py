@@ -1,4 +1,4 @@
-"""The share with the least use so far, divided by its weight, is served next."""
+"""The next turn is from the share with the fewest computed tokens, divided by the share's weight."""
 
 from __future__ import annotations
 

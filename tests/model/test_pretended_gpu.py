@@ -345,7 +345,7 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     executor.launch(Iteration(0, slices, started=starts(first, second)))
     drawn = ("compute", "draw_tokens")
     eager = layers(*ATTENDING, *BETWEEN_PRODUCTS)
-    rest = [("compute", name) for name in BETWEEN_PRODUCTS]  # the last layer, for rows with a token
+    rest = [("compute", name) for name in BETWEEN_PRODUCTS]  # last layer: only rows to sample from
     in_pieces = [*layers("multi_token_attention"), *rest]
     assert gpu.take() == [*(in_pieces if graphs else eager), drawn]
     executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
@@ -363,7 +363,7 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
 def test_kv_in_bytes_takes_the_kernels_for_bytes_and_asks_for_nothing_either(
     gpu: Pretended, graphs: bool
 ) -> None:
-    """Wide pieces (without Hopper's own kernel for bytes), decodes, and a page swapped in from the host."""
+    """Run wide slices (Hopper's own kernel does not support fp8), a decode and a page of the host tier."""
     shape = replace(SHAPE, kv_dtype="fp8", kv_exponents=(((0, 1), (2, 3)),) * SHAPE.num_layers)
     executor, memory = executor_on(gpu, graphs, fused=True, shape=shape)
     assert memory.page_bytes == SHAPE.kv_bytes_per_page(32) // 2

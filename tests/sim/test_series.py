@@ -1,4 +1,4 @@
-"""Metrics in a fixed amount of memory: bins that merge, and quantiles from classes."""
+"""`Series` merges bins and `Distribution` counts values by class, so that memory is bounded."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class ResponseEndpoints:
     async def _read(
         self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
-        """Answer with a running response. If it was begun by another request, the mode may differ."""
+        """Answer with a running response. `is_stream` may differ from the request that began the response."""
         stays = running.request.background or bool(key_of(exchange))
         if is_stream:
             await self._stream(exchange, running, placed, stays=stays)

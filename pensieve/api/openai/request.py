@@ -414,7 +414,7 @@ def _template_options(
 
 
 def take_template_options(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
-    """Read chat template options under their own names."""
+    """Return the options in `chat_template_kwargs`. Refuse options that the template does not know."""
     options = dict(fields.object("chat_template_kwargs") or {})
     for name in options:
         if known is not None and name not in known:

@@ -40,7 +40,7 @@ class RankPipe:
     """One end of a socket; only one thread may receive, any thread may send."""
 
     def __init__(self, sock: socket.socket, untrusted_bytes_max: int | None = None) -> None:
-        """Accept only control messages of at most `untrusted_bytes_max` bytes, if given, until `trust`."""
+        """With `untrusted_bytes_max`, accept only control messages up to that size until `trust` runs."""
         self._socket = sock
         self._sending = threading.Lock()
         self._bytes_max = untrusted_bytes_max  # None if the other end is trusted

@@ -9,8 +9,8 @@ is also waited for, so that errors of earlier statements are raised there. Outsi
 statement is waited for.
 
 Numbers of new rows are reserved (`insert_numbered` of backend.py). One query to the sequence reserves a
-hundred numbers. The reserved numbers are dropped with the connection: after a crash before a commit, the
-server may give the same numbers again.
+hundred numbers. They are dropped when the connection is lost: if the server crashed before a commit, it may
+return the same numbers again.
 
 A transaction adds up the bytes per tenant and writes the sums once, before its end or the next savepoint.
 """

@@ -20,7 +20,7 @@ WORD_CHARACTERS_MAX = 400  # no number in the range of a double needs more digit
 
 
 class Notation(NamedTuple):
-    """The syntax of scalars in a language. The scanners get the first character."""
+    """The syntax of scalars in a language. `scalar` is called with the first character."""
 
     scalar: Callable[[str, Emit], Scan[str]]  # reads a scalar, including strings
     quotes: str  # possible first characters of a string or key
@@ -77,7 +77,7 @@ def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[st
 
 
 def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
-    """Return `character`, or the next one that is not white space. `character` may be "": none was read."""
+    """Return the first character that is not white space, from `character` on ("": none was read yet)."""
     if character and character not in WHITE:
         return character
     emit(character)

@@ -133,7 +133,7 @@ class Case:
         self.arena[pages, :, :, slots] = rows.transpose(0, 1)
 
     def read(self, turn: int, end: int) -> torch.Tensor:
-        """Return the turn's first rows as float32, as the format stores them; shape as in `write`."""
+        """Return the rows of the turn's first `end` tokens, rounded by the KV format. Shape as in `write`."""
         positions = torch.arange(end)
         pages, slots = self.table[turn, positions // self._slots], positions % self._slots
         stored = self.arena[pages, :, :, slots].transpose(0, 1)

@@ -90,7 +90,7 @@ IN_INSTRUCTIONS = {
         "tiles.h", '"tdpbf16ps %%tmm" #b ", %%tmm" #a', '"tdpbf16ps %%tmm" #a ", %%tmm" #b'
     ),
     "bytes whose signs are swapped": Mistake("tiles.h", '"tdpbusd %%tmm"', '"tdpbsud %%tmm"'),
-    # GCC 12's intrinsic declares only these bytes. So the compiler drops writes to the rest of `shapes`.
+    # As in GCC 12's intrinsic, the operand has eight bytes. So the compiler drops writes to the other bytes.
     "shapes of which eight bytes are read": Mistake(
         "tiles.h", '::"m"(shapes) : "memory")', '::"m"(*(const void* const*)&shapes))'
     ),

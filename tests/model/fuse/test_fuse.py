@@ -330,7 +330,7 @@ class TwoInputs(torch.nn.Module):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_rotation_that_small_queries_hardly_show_is_not_added(dtype: torch.dtype) -> None:
-    """In 16 bits, a rotation changes the layer's result by less than rounding may."""
+    """In 16 bits, the rotation changes the layer's result by less than the rounding error."""
     form = copy.deepcopy(IN_COMPILED_LAYERS["queries and keys that some layers do not rotate"])
     flat = FlatModel(tiny_model(form, std=0.1).to(dtype))
     probe(flat)
@@ -441,7 +441,7 @@ def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_b
 
 
 class LateGate(LlamaMLP):  # type: ignore[misc]  # transformers has no types here
-    """Looks like a gated MLP, but applies the activation to the product."""
+    """A gated MLP that also applies tanh to the second factor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).tanh())
@@ -476,7 +476,7 @@ def test_what_only_resembles_the_pattern_stays(tmp_path: Path) -> None:
 
 
 class Forgetful(LlamaRMSNorm):  # type: ignore[misc]
-    """A norm without an eps attribute."""
+    """A norm that multiplies its result by 1.5."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden_states) * 1.5
@@ -520,7 +520,7 @@ def test_a_product_called_twice_with_different_inputs() -> None:
 
 
 def undecided_routers() -> Any:
-    """Make router weights so wide that rounding sends many rows to other experts."""
+    """Return a model with so many experts that rounding sends many rows to other experts."""
     many = config(
         "Qwen3MoeConfig",
         **{**EXPERTS, "num_experts": 32, "num_experts_per_tok": 4},
