@@ -55,6 +55,7 @@ QUIET = [
     r"making random weights, .*",  # for a benchmark
     r"(importing (torch|transformers)|loading /tmp/.*|probing its attention|starting the scheduler)",
     r"the engine started in .*",
+    r"[\w ]*[\d.]+ s(, [\w ]+ [\d.]+ s)*",  # the rest of that line, wrapped: slow machines list more stages
     r"\w+: [\d.]+ M parameters, .*",
     r"layers in (C\+\+ \(\w+\)|torch: .*)",
     r"torch \S+, threads \d+, .*",
@@ -387,6 +388,7 @@ SIMULATE = (
         "pensieve simulate --workload assistant --hardware instant --device-tokens 500k --host-tokens 0",
         (r"return",),
         quick=False,
+        minutes=5,
     ),
 )
 BENCH = (
