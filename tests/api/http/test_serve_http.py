@@ -29,7 +29,8 @@ def test_the_flags_of_http_and_health_while_a_turn_ends(tmp_path: Path) -> None:
     flags = ("--http", str(port), *FLAGS, "--drain-timeout", "60")
     process = ServeProcess(tmp_path / "data", *flags, engine="echo:0.01")
     process.start()
-    assert f"metrics at http://127.0.0.1:{port}/metrics" in process.log.read_text()
+    metrics = f"metrics at http://127.0.0.1:{port}/metrics"
+    wait_for(lambda: metrics in process.log.read_text())
     status, metrics = ask(port, "GET", "/metrics")
     assert status == 200
     assert "pensieve_num_requests_running{" in metrics
