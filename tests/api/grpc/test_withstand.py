@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
 import logging
 import re
+import signal
 import socket
 import sys
 import time
@@ -21,10 +23,10 @@ from pensieve.client import Client
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.guard import callers
 from pensieve.guard.exposure import Listening
-from pensieve.v1 import admin_pb2, conversation_pb2, status_pb2
+from pensieve.v1 import admin_pb2, conversation_pb2, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.proxy import Proxy
-from tests.conversations.rig_daemon import ECHO, DaemonRig, said, wait_for
+from tests.conversations.rig_daemon import ECHO, DaemonRig, ServeProcess, said, wait_for
 from tests.store.faulty import FaultyDriver, writer_of
 
 SLOW = (*ECHO, "--seconds=0.01")
@@ -115,6 +117,20 @@ def test_a_flood_of_connections_and_headers_leaves_the_admitted_alone(tmp_path: 
         assert rig.ask("later", "hello", sampling=SHORT).completed.revision == 1
         for sock in flood:
             sock.close()
+
+
+def test_calls_that_arrive_while_the_daemon_is_busy_are_all_answered(tmp_path: Path) -> None:
+    """gRPC queues the calls that the daemon has not accepted. A call beyond this queue gets CANCELLED."""
+    process = ServeProcess(tmp_path / "data", engine="echo")
+    with grpc.insecure_channel(process.start()) as channel:
+        stub: Any = conversation_pb2_grpc.ConversationServiceStub(channel)
+        request = pb.GetConversationRequest(conversation_id="c")
+        process.process.send_signal(signal.SIGSTOP)
+        calls = [stub.GetConversation.future(request) for _ in range(3000)]
+        process.process.send_signal(signal.SIGCONT)
+        codes = collections.Counter(call.code() for call in calls)
+    assert codes == {grpc.StatusCode.NOT_FOUND: 3000}
+    assert process.stop() == 0
 
 
 def test_a_very_long_message_is_tokenised_beside_the_loop(tmp_path: Path) -> None:
