@@ -74,7 +74,7 @@ OPTIONS = (
     ("grpc.absolute_max_metadata_size", HEADER_BYTES_MAX),
     ("grpc.server.max_pending_requests", PENDING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
-    ("grpc.max_concurrent_streams", STREAMS_MAX),
+    ("grpc.max_concurrent_streams", 4096),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),  # the probe would enlarge every window to megabytes
     ("grpc.compression_enabled_algorithms_bitset", IDENTITY),

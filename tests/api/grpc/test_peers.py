@@ -27,7 +27,7 @@ from tests.conversations.raw_http2 import DATA, END_STREAM, RST_STREAM, RawPeer,
 from tests.conversations.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 MIB = 1 << 20
-GROWTH_MAX = 64 * MIB
+GROWTH_MAX = 128 * MIB
 SEND = "/pensieve.v1.ConversationService/SendMessage"
 HEALTH = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"

@@ -120,9 +120,10 @@ def test_a_flood_of_connections_and_headers_leaves_the_admitted_alone(tmp_path: 
 
 
 def test_calls_that_arrive_while_the_daemon_is_busy_are_all_answered(tmp_path: Path) -> None:
-    """gRPC queues the calls that the daemon has not accepted. A call beyond this queue gets CANCELLED."""
+    """Calls that the daemon has not accepted wait in gRPC, or in the client."""
     process = ServeProcess(tmp_path / "data", engine="echo")
     with grpc.insecure_channel(process.start()) as channel:
+        grpc.channel_ready_future(channel).result(30)
         stub: Any = conversation_pb2_grpc.ConversationServiceStub(channel)
         request = pb.GetConversationRequest(conversation_id="c")
         process.process.send_signal(signal.SIGSTOP)
