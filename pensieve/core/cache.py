@@ -81,7 +81,7 @@ class KVCache:
             if config.can_stream
             else None
         )
-        policy.set_capacity((config.device_pages + config.host_pages) * config.chunk_tokens)
+        policy.set_capacity(config.distinct_pages * config.chunk_tokens)
         self.device, self.host = self.tiers.device, self.tiers.host
         self.counters = self.tiers.counters
         self.conversations = self.tree.conversations
@@ -213,7 +213,11 @@ class KVCache:
                 break
         conversation.turn_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
-        if turn.finish is not None and not turn.is_background:  # not suspended
+        if turn.finish is None:
+            conversation.ratio = self.policy.ratio_of_suspended()
+        elif turn.is_background:
+            conversation.ratio = 1.0
+        else:
             ended = EndedTurn(
                 turn.prompt_end - turn.history_tokens,
                 turn.num_output_tokens,

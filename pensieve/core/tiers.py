@@ -78,6 +78,12 @@ class CacheConfig:
         return -int(-self.device_pages * self.swap_out_below // 1)
 
     @property
+    def distinct_pages(self) -> int:
+        """The pages of both tiers, without the host copies of chunks that are on the device, too."""
+        copies = min(self.host_pages, self.swap_out_mark_pages)
+        return self.device_pages + self.host_pages - copies
+
+    @property
     def reserve_pages(self) -> int:
         return -int(-self.device_pages * self.reserve // 1)
 

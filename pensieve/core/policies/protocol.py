@@ -55,6 +55,9 @@ class RetentionPolicy(Protocol):
         The ratio says how much likelier than others the conversation is to return.
         """
 
+    def ratio_of_suspended(self) -> float:
+        """Return the ratio of a conversation while its turn is suspended."""
+
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         """Learn that the conversation `target_id` begins with the history of another."""
 
@@ -81,6 +84,9 @@ class StaticPolicy:
         pass
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
+        return 1.0
+
+    def ratio_of_suspended(self) -> float:
         return 1.0
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:

@@ -74,11 +74,12 @@ def _clipped(value: float, least: float, most: float) -> float:
 
 
 class _Gap:
-    __slots__ = ("length", "num_turns", "over", "since", "traits")
+    __slots__ = ("length", "num_turns", "over", "serial", "since", "traits")
 
     def __init__(
-        self, num_turns: int, traits: tuple[float, ...], length: int, since: float
+        self, serial: int, num_turns: int, traits: tuple[float, ...], length: int, since: float
     ) -> None:
+        self.serial = serial  # of the conversation
         self.num_turns = num_turns
         self.length = length
         self.traits = traits
@@ -91,6 +92,7 @@ class ReturnModel:
         self._gaps: OrderedDict[str, _Gap] = OrderedDict()  # the latest gap of each conversation
         self._intervals: list[deque[_Gap]] = [deque() for _ in EDGES]
         self._num_waiting = 0  # gaps in all intervals
+        self._num_seen = 0  # conversations
         self._prior_returned, self._prior_reached = _made_up()
         self._returned, self._reached = list(self._prior_returned), list(self._prior_reached)
         self.weights = list(PRIOR_WEIGHTS)
@@ -103,7 +105,8 @@ class ReturnModel:
         self._advance(now)
         before = self._gaps.pop(conversation_id, None)
         num_turns = 1 + (before.num_turns if before is not None else 0)
-        gap = _Gap(num_turns, traits_of(num_turns, ended), ended.length, now)
+        serial = before.serial if before is not None else self._next_serial()
+        gap = _Gap(serial, num_turns, traits_of(num_turns, ended), ended.length, now)
         self._keep(conversation_id, gap)
         self._intervals[0].append(gap)
         self._num_waiting += 1
@@ -130,9 +133,13 @@ class ReturnModel:
             earlier.over = True
         known = self._gaps.get(source_id)
         if known is not None:
-            gap = _Gap(known.num_turns, known.traits, 0, now)
+            gap = _Gap(self._next_serial(), known.num_turns, known.traits, 0, now)
             gap.over = True  # the time until the fork's first turn is not learned
             self._keep(target_id, gap)
+
+    def serial_of(self, conversation_id: str) -> int:
+        """Return the serial number of a conversation whose turn has just ended."""
+        return self._gaps[conversation_id].serial
 
     def worth(self, idle_seconds: float) -> float:
         """Return the worth per second of keeping the KV of a conversation of ratio 1."""
@@ -144,6 +151,10 @@ class ReturnModel:
         for index in range(min(bisect_right(EDGES, idle_seconds), len(EDGES)), len(EDGES)):
             away *= 1.0 - min(self._rate(index) * ratio, RATE_MAX)
         return 1.0 - away
+
+    def _next_serial(self) -> int:
+        self._num_seen += 1
+        return self._num_seen
 
     def _keep(self, conversation_id: str, gap: _Gap) -> None:
         self._gaps[conversation_id] = gap

@@ -8,8 +8,10 @@ determine the class of a chunk. The worth changes with time, but in the same way
 queue keeps its order (queue.py). The absence that a client announces is a trait like the others, with a
 learned weight.
 
-The model may be wrong, especially when the workload changes. So the cache follows the model only while the
-model would recently have cost less than plain lru (shadow_cache.py). Otherwise the cache follows lru.
+The model may be wrong, especially when the workload changes, and many conversations may return one after the
+other, which is a scan. So three orders of eviction are compared: by learned value, plain lru, and by learned
+value times a random factor, which resists scans. The cache follows the order that would recently have cost
+least (shadow_cache.py).
 
 If the time of a copy between the tiers is known (`CostProfile.copy_seconds`), it is compared with the time to
 recompute a chunk. A needed chunk is recomputed if that is faster than the copy from the host. The expected
@@ -23,13 +25,12 @@ import math
 
 from pensieve.core.cost import NUM_CLASSES, CostProfile, CostSteps, class_at
 from pensieve.core.policies.protocol import EndedTurn
-from pensieve.core.policies.return_model import ReturnModel
-from pensieve.core.policies.shadow_cache import Trial
+from pensieve.core.policies.return_model import RATIO_STEPS_MAX, ReturnModel
+from pensieve.core.policies.shadow_cache import BUCKET_STEP, Order, Trial, random_factor
 from pensieve.core.prefix_tree import Branch
 
 CLASS_RATIO = 1.15
-UNIT_CLASS = 16  # class of a chunk without context, of a conversation of ratio 1
-BUCKET_STEP = 0.25  # log of the ratios in one bucket of the shadow cache
+UNIT_CLASS = 30  # class of a chunk without context, of a conversation of ratio 1
 
 
 class ReturnPolicy:
@@ -58,22 +59,26 @@ class ReturnPolicy:
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
         ratio = self.model.turn_ended(conversation_id, ended, now)
-        bucket = round(math.log(ratio) / BUCKET_STEP)
-        self.trial.turn_ended(conversation_id, bucket, ended, now)
-        return ratio
+        factor = random_factor(self.model.serial_of(conversation_id))
+        self.trial.turn_ended(conversation_id, ratio, factor, ended, now)
+        return ratio * factor if self.trial.followed is Order.RANDOM else ratio
+
+    def ratio_of_suspended(self) -> float:
+        return math.exp(RATIO_STEPS_MAX)
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         self.model.forked(source_id, target_id, now)
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
-        return 0.0 if self.trial.trusted else away_seconds  # the model has it as a trait
+        # The learned values have the announced absence as a trait.
+        return away_seconds if self.trial.followed is Order.LRU else 0.0
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         steps = self._steps[chunk_index] + math.log(branch.weight(now), CLASS_RATIO)
         return class_at(steps + UNIT_CLASS)
 
     def value(self, class_index: int, idle_seconds: float) -> float:
-        if not self.trial.trusted:
+        if self.trial.followed is Order.LRU:
             return self._least_cost / max(idle_seconds, 1e-9)
         return self._of_class[class_index] * self.model.worth(idle_seconds)
 
@@ -83,7 +88,7 @@ class ReturnPolicy:
 
     def worth_swapping_out(self, branch: Branch, chunk_index: int, now: float) -> bool:
         copy = self._cost.copy_seconds
-        if not copy or not self.trial.trusted:
+        if not copy or self.trial.followed is not Order.LEARNED:
             return True
         gain = self._cost.chunk_seconds((chunk_index + 1) * self._chunk_tokens) - copy
         returns = self.model.likelihood(branch.weight(now), now - branch.idle_since)

@@ -1,16 +1,29 @@
-"""Compare lru with learned values by two shadow caches, which hold only names and sizes.
+"""Compare three orders of eviction by shadow caches, which hold only names and sizes.
 
-One shadow cache keeps the conversations that were active last, as `lru` does. The other keeps the
-conversations with the highest learned values. Both see every turn. When a conversation returns, each shadow
-cache is charged the seconds that recomputing its missing tokens would take. Charges fade with time, so the
-`Trial` tells which shadow cache was better recently:
+    Order.LRU      the conversation that was active longest ago is evicted first, as by the policy `lru`
+    Order.LEARNED  the conversation with the lowest learned value is evicted first
+    Order.RANDOM   likewise, but the learned value is multiplied by a random factor, which each conversation
+                   draws once
 
-    not trusted    the real cache follows lru, until the charge of the learned values is less than PROOF times
-                   the charge of lru
-    trusted        the real cache follows the learned values, until their charge exceeds the charge of lru
+Order.RANDOM is for scans: more conversations than fit return, one after the other. The learned values are
+equal then, and each conversation is evicted before it returns, as with lru. With random factors, some
+conversations keep all of their KV, and the others give theirs up.
+
+There is one shadow cache for each order. All see every turn. When a conversation returns, each shadow cache
+is charged the seconds that recomputing its missing tokens would take. Charges fade with time, so the `Trial`
+tells which order was better recently:
+
+    Order.RANDOM   is followed when its charge is less than RANDOM_PROOF times both other charges, until it is
+                   not the least
+    Order.LEARNED  otherwise, when its charge is less than LEARNED_PROOF times the charge of lru, until it
+                   exceeds the charge of lru
+    Order.LRU      otherwise
+
+A random factor is at most 1, so it lowers the value of a conversation. If it raised values, old conversations
+with large factors would stay in the cache when the learned values are followed again.
 
 A shadow cache treats a conversation as one unit, evicts its leading tokens first, and ignores that chunks may
-be shared. Both shadow caches have the same inaccuracy, so they can be compared. A turn costs O(buckets),
+be shared. All shadow caches have the same inaccuracy, so they can be compared. A turn costs O(buckets),
 amortized.
 """
 
@@ -19,13 +32,33 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import IntEnum
 
 from pensieve.core.policies.protocol import EndedTurn
 
 FADE_SECONDS = 300.0
-PROOF = 0.98
+LEARNED_PROOF = 0.98
+RANDOM_PROOF = 0.85
+BUCKET_STEP = 0.25  # log of the ratios in one bucket
+SPREAD = 3.0  # random factors are between exp(-SPREAD) and 1
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 BucketValue = Callable[[int, float], float]  # of a bucket and an idle time
+
+
+class Order(IntEnum):
+    LRU = 0
+    LEARNED = 1
+    RANDOM = 2
+
+
+def bucket_of(ratio: float) -> int:
+    return round(math.log(ratio) / BUCKET_STEP)
+
+
+def random_factor(serial: int) -> float:
+    """Draw the factor of a conversation. The factors of successive serial numbers are evenly spread."""
+    return math.exp(-SPREAD * (serial * GOLDEN_RATIO % 1.0))
 
 
 class _Cached:
@@ -87,33 +120,47 @@ class ShadowCache:
 
 
 class Trial:
-    """Compare lru and the learned values by the recent charges of their shadow caches."""
+    """Compare the orders by the recent charges of their shadow caches."""
 
     def __init__(self, learned: BucketValue, seconds_of: Callable[[int], float]) -> None:
-        self.trusted = False
+        self.followed = Order.LRU
         self._seconds_of = seconds_of  # to compute the first n tokens of a conversation
-        self._shadow_caches = (ShadowCache(lambda _, idle: -idle), ShadowCache(learned))
-        self._charges = [0.0, 0.0]
+        self._shadow_caches = {
+            Order.LRU: ShadowCache(lambda _, idle: -idle),
+            Order.LEARNED: ShadowCache(learned),
+            Order.RANDOM: ShadowCache(learned),
+        }
+        self._charges = dict.fromkeys(Order, 0.0)
         self._charged_at = 0.0
 
     def set_capacity(self, num_tokens: int) -> None:
-        for shadow_cache in self._shadow_caches:
+        for shadow_cache in self._shadow_caches.values():
             shadow_cache.tokens_max = num_tokens
 
-    def turn_ended(self, conversation_id: str, bucket: int, ended: EndedTurn, now: float) -> None:
-        """Put a conversation into both caches. For lru, an announced absence counts as idle time."""
-        lru, learned = self._shadow_caches
+    def turn_ended(
+        self, conversation_id: str, ratio: float, factor: float, ended: EndedTurn, now: float
+    ) -> None:
+        """Put a conversation into all caches. For lru, an announced absence counts as idle time."""
         away_seconds = ended.away_seconds
         away_bucket = round(math.log1p(away_seconds))
+        lru, learned, random = self._shadow_caches.values()
         lru.put(conversation_id, away_bucket, ended.length, now - away_seconds)
-        learned.put(conversation_id, bucket, ended.length, now)
+        learned.put(conversation_id, bucket_of(ratio), ended.length, now)
+        random.put(conversation_id, bucket_of(ratio * factor), ended.length, now)
 
     def turn_began(self, conversation_id: str, length: int, now: float) -> None:
         faded = math.exp(min(self._charged_at - now, 0.0) / FADE_SECONDS)
         self._charged_at = now
-        for index, shadow_cache in enumerate(self._shadow_caches):
+        charges = self._charges
+        for order, shadow_cache in self._shadow_caches.items():
             num_missing = shadow_cache.remove(conversation_id)
             charge = self._seconds_of(length if num_missing is None else num_missing)
-            self._charges[index] = self._charges[index] * faded + charge
-        lru, learned = self._charges
-        self.trusted = learned <= lru if self.trusted else learned < PROOF * lru
+            charges[order] = charges[order] * faded + charge
+        lru, learned, random = charges.values()
+        others = min(lru, learned)
+        if random < (others if self.followed is Order.RANDOM else RANDOM_PROOF * others):
+            self.followed = Order.RANDOM
+        elif learned < LEARNED_PROOF * lru or (self.followed is Order.LEARNED and learned <= lru):
+            self.followed = Order.LEARNED
+        else:
+            self.followed = Order.LRU

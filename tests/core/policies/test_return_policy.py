@@ -18,6 +18,7 @@ from pensieve.core.policies.return_model import (
     traits_of,
 )
 from pensieve.core.policies.return_policy import UNIT_CLASS, ReturnPolicy
+from pensieve.core.policies.shadow_cache import Order
 from pensieve.core.prefix_tree import Branch, CachedConversation
 from tests.core.world import Stage
 
@@ -234,11 +235,11 @@ def test_value_is_cost_times_the_sum_over_the_holders() -> None:
     assert learnt.class_of(twice, 0, 100.0) == one + int(math.log(2, learnt.class_ratio))
     likely = held((0.0, 4.0), (0.0, 2.0))
     assert learnt.class_of(likely, 0, 100.0) == one + int(math.log(6, learnt.class_ratio))
-    learnt.trial.trusted = True
+    learnt.trial.followed = Order.LEARNED
     assert learnt.value(one, 10.0) == pytest.approx(
         COST.chunk_seconds(0) * learnt.model.worth(10.0)
     )
-    learnt.trial.trusted = False
+    learnt.trial.followed = Order.LRU
     assert learnt.value(one, 10.0) == learnt.value(one + 9, 10.0) == COST.chunk_seconds(0) / 10
 
 
@@ -257,7 +258,7 @@ def test_what_is_quicker_computed_is_not_copied_in() -> None:
 def test_what_will_hardly_return_is_not_copied_out() -> None:
     learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
     assert learnt.worth_swapping_out(held((0.0, 0.02)), 0, 1.0), "nothing is known yet"
-    learnt.trial.trusted = True
+    learnt.trial.followed = Order.LEARNED
     likely, unlikely = held((0.0, 1.0)), held((0.0, 0.02))
     assert learnt.worth_swapping_out(likely, 0, 1.0)
     assert not learnt.worth_swapping_out(unlikely, 0, 1.0)

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 from pensieve.core.policies.protocol import EndedTurn
-from pensieve.core.policies.shadow_cache import ShadowCache, Trial
+from pensieve.core.policies.shadow_cache import (
+    BUCKET_STEP,
+    SPREAD,
+    ShadowCache,
+    Trial,
+    random_factor,
+)
 
 
 def likely(bucket: int, idle_seconds: float) -> float:
@@ -48,32 +57,63 @@ def test_a_conversation_that_is_put_again_is_held_once() -> None:
 def play(trial: Trial, now: float, rounds: int, good: int, after: int) -> float:
     """Run conversations of 40 tokens in buckets 0 and 1, alternately. Only bucket `good` returns later."""
     for number in range(rounds):
-        trial.turn_ended(f"{now}", number % 2, EndedTurn(0, 0, 40), now)
+        ratio = math.exp(BUCKET_STEP * (number % 2))
+        trial.turn_ended(f"{now}", ratio, 1.0, EndedTurn(0, 0, 40), now)
         if number >= after and (number - after) % 2 == good:
             trial.turn_began(f"{now - after}", 40, now)
         now += 1.0
     return now
 
 
-def test_what_was_learned_is_trusted_when_it_pays_and_only_then() -> None:
+def test_the_learned_values_are_followed_when_it_pays_and_only_then() -> None:
     """There is room for four conversations.
 
-    If bucket 1 returns after six turns, its conversations are kept only if the learned order is trusted. If
-    bucket 0 returns after two turns, its conversations are kept only if that order is not trusted.
+    If bucket 1 returns after six turns, its conversations are kept only with the learned values. If
+    bucket 0 returns after two turns, its conversations are kept only with lru.
     """
     trial = Trial(likely, float)
     trial.set_capacity(160)
-    assert not trial.trusted
+    assert trial.followed.name == "LRU"
     now = play(trial, 0.0, 100, good=1, after=6)
-    assert trial.trusted
+    assert trial.followed.name == "LEARNED"
     now = play(trial, now, 400, good=0, after=2)
-    assert not trial.trusted
+    assert trial.followed.name == "LRU"
     play(trial, now, 400, good=1, after=6)
-    assert trial.trusted
+    assert trial.followed.name == "LEARNED"
 
 
-def test_nothing_is_trusted_where_nothing_is_lost() -> None:
+def test_lru_is_followed_where_nothing_is_lost() -> None:
     trial = Trial(likely, float)
     trial.set_capacity(10_000)
     play(trial, 0.0, 100, good=1, after=6)
-    assert not trial.trusted
+    assert trial.followed.name == "LRU"
+
+
+def scan(trial: Trial, now: float, rounds: int) -> float:
+    """Let eight conversations of 40 tokens return, one after the other."""
+    for number in range(8 * rounds):
+        name = f"scan {number % 8}"
+        if number >= 8:
+            trial.turn_began(name, 40, now)
+        trial.turn_ended(name, 1.0, random_factor(number % 8), EndedTurn(0, 0, 40), now)
+        now += 1.0
+    return now
+
+
+def test_random_factors_are_followed_in_a_scan_and_lru_after_it() -> None:
+    """There is room for four conversations."""
+    trial = Trial(lambda bucket, idle: math.exp(BUCKET_STEP * bucket) * (idle < 20.0), float)
+    trial.set_capacity(160)
+    now = scan(trial, 0.0, 10)
+    assert trial.followed.name == "RANDOM"
+    now = play(trial, now, 400, good=0, after=2)
+    assert trial.followed.name == "LRU"
+    play(trial, now, 400, good=1, after=6)
+    assert trial.followed.name == "LEARNED"
+
+
+def test_random_factors_are_spread_evenly() -> None:
+    logs = sorted(math.log(random_factor(serial)) for serial in range(1000, 1020))
+    assert -SPREAD <= logs[0] < 0.3 - SPREAD
+    assert -0.3 < logs[-1] <= 0.0
+    assert max(after - before for before, after in itertools.pairwise(logs)) < 0.1 * SPREAD
