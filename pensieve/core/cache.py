@@ -180,6 +180,7 @@ class KVCache:
             self.tree.forget_if_empty(conversation)
             return None
         self._began(conversation, turn, now)
+        self.candidates.scan_again()
         turn.chunks = conversation.chunks()
         turn.page_table = array("i", [chunk.host_page for chunk in turn.chunks])  # type: ignore[misc]
         turn.frontier, turn.streamed = 0, True
@@ -213,11 +214,7 @@ class KVCache:
                 break
         conversation.turn_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
-        if turn.finish is None:
-            conversation.ratio = self.policy.ratio_of_suspended()
-        elif turn.is_background:
-            conversation.ratio = 1.0
-        else:
+        if turn.finish is not None and not turn.is_background:  # not suspended
             ended = EndedTurn(
                 turn.prompt_end - turn.history_tokens,
                 turn.num_output_tokens,
@@ -225,6 +222,8 @@ class KVCache:
                 away_seconds,
             )
             conversation.ratio = self.policy.turn_ended(turn.conversation_id, ended, now)
+        is_suspended = turn.finish is None  # so it certainly continues
+        conversation.factor = 1.0 if is_suspended else self.policy.factor_of(turn.conversation_id)
         conversation.num_tokens = len(turn.chunks) * size
         conversation.log = turn.tokens[:keep_tokens]
         turn.chunks, turn.page_table = [], array("i")

@@ -135,9 +135,9 @@ class CostSteps(dict[int, float]):
         return steps
 
 
-def class_at(steps: float) -> int:
+def class_at(steps: float, num_classes: int = NUM_CLASSES) -> int:
     """Return the class that is `steps` above class 0, rounded down and clipped to the existing classes."""
-    return min(max(int(steps), 0), NUM_CLASSES - 1)
+    return min(max(int(steps), 0), num_classes - 1)
 
 
 # -- an iteration --

@@ -124,6 +124,7 @@ class CachedConversation:
 
     __slots__ = (
         "conversation_id",
+        "factor",
         "idle_since",
         "is_streamed",
         "leaf",
@@ -140,6 +141,7 @@ class CachedConversation:
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, but not necessarily KV
         self.idle_since = now  # end of its last turn
         self.ratio = 1.0  # how much likelier than others it is to return; from the policy
+        self.factor = 1.0  # of its weight, at most 1; from the policy
         self.turn_id: int | None = None  # the turn that holds its pages
         self.is_streamed = False  # that turn holds host pages
 
@@ -203,12 +205,12 @@ class Branch:
     def end(self) -> int:
         return self.start + len(self.chunks)
 
-    def weight(self, now: float) -> float:
-        """Return the factor that a branch's holders contribute to the retention value of its chunks.
+    def weight(self, now: float, with_factors: bool = True) -> float:
+        """Return how much a branch's holders multiply the retention value of its chunks.
 
-        With several holders, the factor is the sum over the holders of
+        With several holders, this is the sum over the holders of
 
-            ratio · T_min / T_holder
+            ratio · factor · T_min / T_holder
 
         T_holder is the idle time of a holder. T_min is the idle time of the most recent holder, but at least
         one second.
@@ -216,20 +218,25 @@ class Branch:
         As long as no holder becomes active, the weight only grows (towards the sum of the ratios), so an
         older weight is a lower bound. Only the HOLDERS_SUMMED_MAX most recent holders count with their own
         idle time and ratio. All others count with the idle time and the ratio (at most 1) of the longest idle
-        holder, so that the weight still only grows.
+        holder, so that the weight still only grows. Without `with_factors`, all factors count as 1.
         """
         count = len(self.holders)
         if count <= 1:
-            return next(iter(self.holders)).ratio if count else 1.0
+            if not count:
+                return 1.0
+            holder = next(iter(self.holders))
+            return holder.ratio * holder.factor if with_factors else holder.ratio
         now = max(now, self.idle_since + 1.0)
         least = now - self.idle_since
         total = 0.0
         for holder in islice(reversed(self.holders), HOLDERS_SUMMED_MAX):
-            total += holder.ratio * least / (now - holder.idle_since)
+            factor = holder.factor if with_factors else 1.0
+            total += holder.ratio * factor * least / (now - holder.idle_since)
         if count > HOLDERS_SUMMED_MAX:
             longest = next(iter(self.holders))
             others = count - HOLDERS_SUMMED_MAX
-            total += others * min(longest.ratio, 1.0) * least / (now - longest.idle_since)
+            ratio = min(longest.ratio, 1.0) * (longest.factor if with_factors else 1.0)
+            total += others * ratio * least / (now - longest.idle_since)
         return total
 
     def touch(self, holder: CachedConversation) -> None:
@@ -324,7 +331,7 @@ class PrefixTree:
         If `source` holds no chunk of these positions, no conversation is made.
         """
         target = CachedConversation(target_id, now)
-        target.ratio = source.ratio
+        target.ratio, target.factor = source.ratio, source.factor
         target.log = source.log[:num_tokens]
         # While the source runs a turn, its `num_tokens` may be outdated, so all its chunks count. This is
         # safe, because callers fork only committed positions.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pensieve.core.policies.return_policy import ReturnPolicy
+from pensieve.core.policies.shadow_cache import Order
 from pensieve.core.turn import FinishReason, Turn, TurnState
 from tests.core.world import Stage
 
@@ -66,3 +68,20 @@ def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> No
     stage.run_until_idle()
     assert a.usage.suspensions == 0
     assert stage.where("old") in ("hc", "ch")  # depends on which copy finished first
+
+
+def test_a_suspended_turn_is_worth_as_much_as_the_most_valuable_conversations_in_a_scan() -> None:
+    stage = Stage(6, 20, prompt_max=1, policy="return")
+    policy = stage.cache.policy
+    assert isinstance(policy, ReturnPolicy)
+    stage.say("x", 2)  # so that "b" does not have the first serial number
+    policy.trial.followed = Order.RANDOM
+    stage.say("b", 2)
+    assert stage.cache.conversations["b"].factor < 1.0
+    a, b = stage.ask("a", 4, 15), stage.ask("b", 2, 12)
+    while b.state is not TurnState.SUSPENDED:
+        policy.trial.followed = Order.RANDOM
+        stage.next()
+    assert a.state is TurnState.RUNNING
+    assert stage.cache.conversations["b"].factor == 1.0
+    stage.run_until_idle()

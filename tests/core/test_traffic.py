@@ -26,6 +26,16 @@ SHAPES = {
     "who returns, restless, planned ahead": Shape(
         policy="return", restless=True, overlap=True, conversations=10, device_pages=14
     ),
+    "who returns, another order at each return": Shape(policy="return", switching=True),
+    "who returns, another order at each return, restless, planned ahead": Shape(
+        policy="return",
+        switching=True,
+        restless=True,
+        overlap=True,
+        conversations=10,
+        device_pages=14,
+        background=0.2,
+    ),
     "who returns, copies as slow as computing": Shape(policy="return", copy_share=1.0001),
     "who returns, copies that hardly pay": Shape(
         policy="return", copy_share=0.4, conversations=12, host_pages=16

@@ -16,6 +16,8 @@ from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile, IterationCost
 from pensieve.core.iteration import Iteration
 from pensieve.core.policies.registry import policy_named
+from pensieve.core.policies.return_policy import ReturnPolicy
+from pensieve.core.policies.shadow_cache import Order, Trial
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler import PASSES_MAX, Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -88,6 +90,16 @@ class Shape:
         0.0  # probability that a conversation on the host and a fork of it get a turn together
     )
     adopting: float = 0.0  # probability that KV from another engine arrives
+    switching: bool = False  # `return` follows another random order whenever a conversation returns
+
+
+class SwitchingTrial(Trial):
+    def __init__(self, policy: ReturnPolicy, seed: int) -> None:
+        super().__init__(policy._value_of_bucket, policy._seconds_of)
+        self._random = random.Random(seed)
+
+    def _choose(self) -> None:
+        self.followed = self._random.choice(list(Order))
 
 
 # A conversation and its fork begin turns together. Parts of their host KV are lost; the device is too small.
@@ -132,6 +144,9 @@ class World:
         self.clock = VirtualClock(1.0)
         cost = replace(COST, copy_seconds=shape.copy_share * COST.chunk_seconds(0))
         cost_policy = policy_named(shape.policy, cost, shape.chunk_tokens)
+        if shape.switching:
+            assert isinstance(cost_policy, ReturnPolicy)
+            cost_policy.trial = SwitchingTrial(cost_policy, seed)
         config = CacheConfig(
             shape.device_pages,
             shape.host_pages,

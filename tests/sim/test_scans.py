@@ -10,8 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.core.policies.registry import DEFAULT
-from pensieve.sim.simulator import SimulationFigures
+from pensieve.core.cache import CacheConfig
+from pensieve.core.policies.registry import DEFAULT, policy_named
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.engine.messages import TurnEnded
+from pensieve.sim.cost import instant
+from pensieve.sim.simulator import SimulationFigures, Simulator
 from pensieve.sim.trace import Arrival
 from tests.sim.world import simulator
 
@@ -87,3 +91,40 @@ def test_a_scan_with_two_quick_turns_per_visit_reuses_a_part_too() -> None:
 
 def test_a_long_scan_of_four_times_what_fits_reuses_a_part_too() -> None:
     assert reused(DEFAULT, 80, 20_000, 0, rounds=24) >= 0.18
+
+
+class ChatterWatch(Simulator):
+    """Adds up what the chatters' turns recompute in the second half of the load."""
+
+    num_recomputed = 0
+
+    def _end_turn(self, event: TurnEnded, now: float) -> None:
+        if self._turns[event.turn_id][0].startswith("chat") and now > 800.0:
+            self.num_recomputed += event.usage.recomputed_tokens
+        super()._end_turn(event, now)
+
+
+def beside_chatters(rounds: int) -> Iterator[Arrival]:
+    """Return a scan of 40 conversations, and four conversations that return every 25 seconds."""
+    arrivals = list(round_robin(40, rounds))
+    for number in range(4):
+        for turn in range(int(rounds * 40 * SECONDS / 25.0)):
+            at = 25.0 * turn + 6.0 * number + 0.5
+            history = HISTORY if turn else None
+            length = 8 if turn else HISTORY
+            arrivals.append(Arrival(f"chat {number}", at, length, 2, history_tokens=history))
+    yield from sorted(arrivals, key=lambda each: each.at or 0.0)
+
+
+def test_a_scan_takes_nothing_from_conversations_that_lru_would_keep() -> None:
+    cost, recompute = instant(32)
+    one = ChatterWatch(
+        cost,
+        policy_named(DEFAULT, recompute, 32),
+        CacheConfig(20_000 // 32, 0),
+        SchedulerConfig(512, 16),
+        count_from=800.0,
+    )
+    figures = one.run(beside_chatters(20))
+    assert figures.recomputed_tokens < 0.7 * figures.history_tokens, "the scan is resisted"
+    assert one.num_recomputed < 2 * HISTORY

@@ -44,7 +44,7 @@ class RetentionPolicy(Protocol):
         """Return the retention value of a class's chunks after `idle_seconds`."""
 
     def set_capacity(self, num_tokens: int) -> None:
-        """Set how many tokens both tiers can hold together. Called once, before any other method."""
+        """Set how many different tokens both tiers can hold. Called once, before any other method."""
 
     def turn_began(self, conversation_id: str, now: float) -> None:
         """Learn that a turn of the conversation was admitted."""
@@ -55,8 +55,8 @@ class RetentionPolicy(Protocol):
         The ratio says how much likelier than others the conversation is to return.
         """
 
-    def ratio_of_suspended(self) -> float:
-        """Return the ratio of a conversation while its turn is suspended."""
+    def factor_of(self, conversation_id: str) -> float:
+        """Return the factor (at most 1) of the weight of a conversation whose turn has just ended."""
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         """Learn that the conversation `target_id` begins with the history of another."""
@@ -86,7 +86,7 @@ class StaticPolicy:
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
         return 1.0
 
-    def ratio_of_suspended(self) -> float:
+    def factor_of(self, conversation_id: str) -> float:
         return 1.0
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:

@@ -74,12 +74,13 @@ def _clipped(value: float, least: float, most: float) -> float:
 
 
 class _Gap:
-    __slots__ = ("length", "num_turns", "over", "serial", "since", "traits")
+    __slots__ = ("length", "num_hits", "num_turns", "over", "serial", "since", "traits")
 
     def __init__(
         self, serial: int, num_turns: int, traits: tuple[float, ...], length: int, since: float
     ) -> None:
         self.serial = serial  # of the conversation
+        self.num_hits = 0  # its latest returns that lru would have served from the cache
         self.num_turns = num_turns
         self.length = length
         self.traits = traits
@@ -107,6 +108,7 @@ class ReturnModel:
         num_turns = 1 + (before.num_turns if before is not None else 0)
         serial = before.serial if before is not None else self._next_serial()
         gap = _Gap(serial, num_turns, traits_of(num_turns, ended), ended.length, now)
+        gap.num_hits = before.num_hits if before is not None else 0
         self._keep(conversation_id, gap)
         self._intervals[0].append(gap)
         self._num_waiting += 1
@@ -127,19 +129,28 @@ class ReturnModel:
             self._learn(gap, bisect_right(EDGES, now - gap.since), 1.0)
         return gap.length
 
+    def count_hits(self, conversation_id: str, is_hit: bool) -> None:
+        """Count a return after `turn_began`. `is_hit`: whether lru would have served it from the cache."""
+        gap = self._gaps[conversation_id]
+        gap.num_hits = gap.num_hits + 1 if is_hit else 0
+
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        """Give a fork the source's turn count and traits. Forget an earlier conversation with its id."""
+        """Give a fork the source's serial number, turn count and traits.
+
+        Forget an earlier conversation with its id.
+        """
         if (earlier := self._gaps.pop(target_id, None)) is not None:
             earlier.over = True
         known = self._gaps.get(source_id)
         if known is not None:
-            gap = _Gap(self._next_serial(), known.num_turns, known.traits, 0, now)
+            gap = _Gap(known.serial, known.num_turns, known.traits, 0, now)
             gap.over = True  # the time until the fork's first turn is not learned
             self._keep(target_id, gap)
 
-    def serial_of(self, conversation_id: str) -> int:
-        """Return the serial number of a conversation whose turn has just ended."""
-        return self._gaps[conversation_id].serial
+    def draw_of(self, conversation_id: str) -> tuple[int, int] | None:
+        """Return a conversation's serial number and `num_hits`; None if it is not known."""
+        gap = self._gaps.get(conversation_id)
+        return None if gap is None else (gap.serial, gap.num_hits)
 
     def worth(self, idle_seconds: float) -> float:
         """Return the worth per second of keeping the KV of a conversation of ratio 1."""

@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import math
 
-from pensieve.core.cost import NUM_CLASSES, CostProfile, CostSteps, class_at
+from pensieve.core.cost import CostProfile, CostSteps, class_at
 from pensieve.core.policies.protocol import EndedTurn
-from pensieve.core.policies.return_model import RATIO_STEPS_MAX, ReturnModel
+from pensieve.core.policies.return_model import ReturnModel
 from pensieve.core.policies.shadow_cache import BUCKET_STEP, Order, Trial, random_factor
 from pensieve.core.prefix_tree import Branch
 
 CLASS_RATIO = 1.15
-UNIT_CLASS = 30  # class of a chunk without context, of a conversation of ratio 1
+NUM_CLASSES = 96
+UNIT_CLASS = 40  # class of a chunk without context, of a conversation of ratio 1
 
 
 class ReturnPolicy:
@@ -55,16 +56,19 @@ class ReturnPolicy:
     def turn_began(self, conversation_id: str, now: float) -> None:
         length = self.model.turn_began(conversation_id, now)
         if length is not None:
-            self.trial.turn_began(conversation_id, length, now)
+            is_hit = self.trial.turn_began(conversation_id, length, now)
+            self.model.count_hits(conversation_id, is_hit)
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
         ratio = self.model.turn_ended(conversation_id, ended, now)
-        factor = random_factor(self.model.serial_of(conversation_id))
+        factor = random_factor(self.model.draw_of(conversation_id))
         self.trial.turn_ended(conversation_id, ratio, factor, ended, now)
-        return ratio * factor if self.trial.followed is Order.RANDOM else ratio
+        return ratio
 
-    def ratio_of_suspended(self) -> float:
-        return math.exp(RATIO_STEPS_MAX)
+    def factor_of(self, conversation_id: str) -> float:
+        if self.trial.followed is not Order.RANDOM:
+            return 1.0
+        return random_factor(self.model.draw_of(conversation_id))
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         self.model.forked(source_id, target_id, now)
@@ -75,7 +79,7 @@ class ReturnPolicy:
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         steps = self._steps[chunk_index] + math.log(branch.weight(now), CLASS_RATIO)
-        return class_at(steps + UNIT_CLASS)
+        return class_at(steps + UNIT_CLASS, NUM_CLASSES)
 
     def value(self, class_index: int, idle_seconds: float) -> float:
         if self.trial.followed is Order.LRU:
@@ -88,10 +92,11 @@ class ReturnPolicy:
 
     def worth_swapping_out(self, branch: Branch, chunk_index: int, now: float) -> bool:
         copy = self._cost.copy_seconds
-        if not copy or self.trial.followed is not Order.LEARNED:
+        if not copy or self.trial.followed is Order.LRU:
             return True
         gain = self._cost.chunk_seconds((chunk_index + 1) * self._chunk_tokens) - copy
-        returns = self.model.likelihood(branch.weight(now), now - branch.idle_since)
+        ratio = branch.weight(now, with_factors=False)
+        returns = self.model.likelihood(ratio, now - branch.idle_since)
         return returns * gain > copy
 
     def _value_of_bucket(self, bucket: int, idle_seconds: float) -> float:

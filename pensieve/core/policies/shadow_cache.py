@@ -2,12 +2,14 @@
 
     Order.LRU      the conversation that was active longest ago is evicted first, as by the policy `lru`
     Order.LEARNED  the conversation with the lowest learned value is evicted first
-    Order.RANDOM   likewise, but the learned value is multiplied by a random factor, which each conversation
-                   draws once
+    Order.RANDOM   likewise, but the learned value is multiplied by a random factor
 
-Order.RANDOM is for scans: more conversations than fit return, one after the other. The learned values are
-equal then, and each conversation is evicted before it returns, as with lru. With random factors, some
-conversations keep all of their KV, and the others give theirs up.
+Order.RANDOM is for scans: conversations return one after the other, and the cache cannot hold all of them.
+The learned values are equal then, and each conversation is evicted before it returns, as with lru. With
+random factors, some conversations keep all of their KV, and the others give theirs up. The factor of a
+conversation depends on its serial number, so the same conversations keep their KV in each round of a scan. A
+conversation that lru would have served from the cache at its last HITS_MIN returns has the factor 1, so a
+scan does not take memory from active conversations.
 
 There is one shadow cache for each order. All see every turn. When a conversation returns, each shadow cache
 is charged the seconds that recomputing its missing tokens would take. Charges fade with time, so the `Trial`
@@ -20,7 +22,9 @@ tells which order was better recently:
     Order.LRU      otherwise
 
 A random factor is at most 1, so it lowers the value of a conversation. If it raised values, old conversations
-with large factors would stay in the cache when the learned values are followed again.
+with large factors would stay in the cache when the learned values are followed again. The factors apply to
+turns that end while Order.RANDOM is followed. So they only begin to act after the order has changed, and idle
+conversations are not queued again.
 
 A shadow cache treats a conversation as one unit, evicts its leading tokens first, and ignores that chunks may
 be shared. All shadow caches have the same inaccuracy, so they can be compared. A turn costs O(buckets),
@@ -41,6 +45,7 @@ LEARNED_PROOF = 0.98
 RANDOM_PROOF = 0.85
 BUCKET_STEP = 0.25  # log of the ratios in one bucket
 SPREAD = 3.0  # random factors are between exp(-SPREAD) and 1
+HITS_MIN = 3  # successive hits with lru that make a conversation's factor 1
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 BucketValue = Callable[[int, float], float]  # of a bucket and an idle time
@@ -56,9 +61,16 @@ def bucket_of(ratio: float) -> int:
     return round(math.log(ratio) / BUCKET_STEP)
 
 
-def random_factor(serial: int) -> float:
-    """Draw the factor of a conversation. The factors of successive serial numbers are evenly spread."""
-    return math.exp(-SPREAD * (serial * GOLDEN_RATIO % 1.0))
+def random_factor(draw: tuple[int, int] | None) -> float:
+    """Return the random factor of a conversation from its serial number and number of hits.
+
+    The factors of successive serial numbers are evenly spread. Conversations of batch jobs are not known
+    (None), because they do not return.
+    """
+    if draw is None:
+        return math.exp(-SPREAD)
+    serial, num_hits = draw
+    return 1.0 if num_hits >= HITS_MIN else math.exp(-SPREAD * (serial * GOLDEN_RATIO % 1.0))
 
 
 class _Cached:
@@ -148,15 +160,21 @@ class Trial:
         learned.put(conversation_id, bucket_of(ratio), ended.length, now)
         random.put(conversation_id, bucket_of(ratio * factor), ended.length, now)
 
-    def turn_began(self, conversation_id: str, length: int, now: float) -> None:
+    def turn_began(self, conversation_id: str, length: int, now: float) -> bool:
+        """Charge all caches. Return whether lru would have kept the whole conversation."""
         faded = math.exp(min(self._charged_at - now, 0.0) / FADE_SECONDS)
         self._charged_at = now
-        charges = self._charges
+        missing = {}
         for order, shadow_cache in self._shadow_caches.items():
             num_missing = shadow_cache.remove(conversation_id)
-            charge = self._seconds_of(length if num_missing is None else num_missing)
-            charges[order] = charges[order] * faded + charge
-        lru, learned, random = charges.values()
+            missing[order] = length if num_missing is None else num_missing
+            charge = self._seconds_of(missing[order])
+            self._charges[order] = self._charges[order] * faded + charge
+        self._choose()
+        return not missing[Order.LRU]
+
+    def _choose(self) -> None:
+        lru, learned, random = self._charges.values()
         others = min(lru, learned)
         if random < (others if self.followed is Order.RANDOM else RANDOM_PROOF * others):
             self.followed = Order.RANDOM

@@ -279,3 +279,27 @@ def test_a_cache_computes_again_what_a_slow_link_would_bring_later() -> None:
     assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (0, 12)
     assert stage.cache.counters.swapped_in == 0
     stage.scheduler.check(stage.now)
+
+
+def test_factors_are_drawn_only_while_the_random_order_is_followed() -> None:
+    learnt = policy()
+    learnt.turn_ended("a", MESSAGE, 0.0)
+    learnt.turn_ended("b", MESSAGE, 0.0)
+    assert (learnt.factor_of("a"), learnt.factor_of("job")) == (1.0, 1.0)
+    learnt.trial.followed = Order.RANDOM
+    a, b = learnt.factor_of("a"), learnt.factor_of("b")
+    assert len({a, b, 1.0}) == 3
+    assert learnt.factor_of("job") <= min(a, b), "conversations of batch jobs do not return"
+    learnt.forked("a", "fork", 1.0)
+    learnt.turn_ended("fork", MESSAGE, 2.0)
+    learnt.turn_ended("a", MESSAGE, 2.0)
+    assert learnt.factor_of("fork") == learnt.factor_of("a") == a
+
+
+def test_a_small_factor_lowers_the_value_and_not_the_probability_of_a_return() -> None:
+    learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
+    learnt.trial.followed = Order.LEARNED
+    branch = held((0.0, 1.0))
+    next(iter(branch.holders)).factor = 0.1
+    assert learnt.class_of(branch, 0, 1.0) < UNIT_CLASS
+    assert learnt.worth_swapping_out(branch, 0, 1.0)

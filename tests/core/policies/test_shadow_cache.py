@@ -95,7 +95,7 @@ def scan(trial: Trial, now: float, rounds: int) -> float:
         name = f"scan {number % 8}"
         if number >= 8:
             trial.turn_began(name, 40, now)
-        trial.turn_ended(name, 1.0, random_factor(number % 8), EndedTurn(0, 0, 40), now)
+        trial.turn_ended(name, 1.0, random_factor((number % 8, 0)), EndedTurn(0, 0, 40), now)
         now += 1.0
     return now
 
@@ -113,7 +113,26 @@ def test_random_factors_are_followed_in_a_scan_and_lru_after_it() -> None:
 
 
 def test_random_factors_are_spread_evenly() -> None:
-    logs = sorted(math.log(random_factor(serial)) for serial in range(1000, 1020))
+    logs = sorted(math.log(random_factor((serial, 0))) for serial in range(1000, 1020))
     assert -SPREAD <= logs[0] < 0.3 - SPREAD
     assert -0.3 < logs[-1] <= 0.0
     assert max(after - before for before, after in itertools.pairwise(logs)) < 0.1 * SPREAD
+
+
+def test_conversations_that_lru_serves_have_no_random_factor_and_batch_jobs_the_least() -> None:
+    assert {random_factor((serial, 3)) for serial in range(100)} == {1.0}
+    assert random_factor((1, 2)) < 1.0
+    assert random_factor(None) == math.exp(-SPREAD)
+
+
+def test_a_return_is_a_hit_if_lru_would_have_kept_all_of_it() -> None:
+    trial = Trial(likely, float)
+    trial.set_capacity(100)
+    for name in ("a", "b", "c"):
+        trial.turn_ended(name, 1.0, 1.0, EndedTurn(0, 0, 40), 0.0)
+    assert [trial.turn_began(name, 40, 1.0) for name in ("a", "b", "c", "d")] == [
+        False,  # a part was evicted
+        True,
+        True,
+        False,
+    ]
