@@ -113,7 +113,7 @@ struct Scored {
 struct Choosing {
   const void* logits;  // (rows, num_experts) Element
   int32_t num_experts, num_chosen;
-  int32_t normalised, rounded;  // as in Experts
+  int32_t normalised, rounded;  // as in `Experts` (experts.h)
   int32_t* experts;             // (rows, num_chosen)
   float* shares;                // (rows, num_chosen)
   Scored* scored;               // (rows, num_experts), scratch memory

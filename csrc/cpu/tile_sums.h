@@ -1,11 +1,13 @@
 // Compute sums of up to 32 rows by 32 columns in four tiles, for the products of layers and for attention.
 //
 // A step multiplies two tiles of rows by two tiles of a panel. It loads four tiles (4 KiB) for four products of 16 clock
-// cycles, which is the best ratio with eight tiles. `more` continues stored sums. A tile holds the same floats as
-// memory, so storing and loading a sum does not change the result.
+// cycles, which is the best ratio with eight tiles. If `more` is set, the sums start with the stored sums, otherwise
+// with zero. A tile holds the same floats as memory, so storing and loading a sum does not change the result.
 //
-//   tile      0 1    sums, rows 0 to 15        4   rows 0 to 15        6 7   columns 0 to 15, 16 to 31
-//             2 3    sums, rows 16 to 31       5   rows 16 to 31
+//   tiles 0, 1    sums of rows 0 to 15, columns 0 to 15 and 16 to 31
+//   tiles 2, 3    sums of rows 16 to 31, the same columns
+//   tiles 4, 5    rows 0 to 15, rows 16 to 31
+//   tiles 6, 7    the panel's columns 0 to 15, columns 16 to 31
 #pragma once
 
 #include <type_traits>

@@ -5,9 +5,9 @@
 // itself, answers one question: where does a running sum, of weights or of tokens, first exceed a number?
 //
 //   top_k    the running count exceeds top_k - 1; `mass` is the running weight up to there
-//   top_p    the running weight exceeds ceil(top_p * mass) - 1
-//   min_p    all weights of at least weight_min (a sum, no search)
-//   token    the running weight exceeds floor(least of the three * draw / 2^62)
+//   top_p    the running weight exceeds ceil(top_p * mass) - 1; the result is the running weight up to there
+//   min_p    no search; the result is the sum of all weights of at least weight_min
+//   token    the running weight exceeds floor(mass * draw / 2^62), where `mass` is the smallest of the three results
 //
 // A search is a radix search over the bits of the value (`key_of`: descending): 11, 11 and 10 bits at a time.  Each step
 // makes a histogram of the weights of the tokens that agree with the bits found so far.  Then it finds the bin where

@@ -10,8 +10,8 @@
 //
 //   keys     A product sums over the row, so the order does not matter if the query has the same order.  `mixed`
 //            puts sixteen elements of a query row into the order in which lanes find a key's elements.
-//   values   A transposition by pairs of bytes puts two neighbouring keys of two columns into a word.  So of two
-//            products with eight columns each, one has the even columns and the other has the odd columns.
+//   values   A transposition by pairs of bytes puts the values of two neighbouring tokens, in two columns, into a word.
+//            So of two products with eight columns each, one has the even columns and the other has the odd columns.
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -60,7 +60,8 @@ __device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) 
   }
 }
 
-// Returns the column (of a head) of element `side` of a lane's pair, in the `index`-th product with values.
+// Returns which column of the head a lane has in element `side` (0 or 1) of its pair, in the `index`-th product with
+// values.
 __device__ __forceinline__ int column_of(int index, int pair, int side) {
   return index / 2 * 16 + 2 * (pair + side) + index % 2;
 }

@@ -185,7 +185,7 @@ def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -
         problem = "is nested too deeply"
     except _NotOurs as error:
         problem = str(error)
-    except ValueError:  # Python does not parse integers with so many digits
+    except ValueError:  # Python does not parse integers with thousands of digits
         problem = "holds a number that is too large"
     raise Refusal(where, problem, "invalid_json")
 

@@ -144,7 +144,7 @@ def profiled(
     quick: bool = False,
     done: Any = lambda share: None,
 ) -> Profile:
-    """Measure the points and the copies, and fit the costs; ModelError if the tiers are too small."""
+    """Measure the points and the copies, and fit the costs. Raises ModelError if the tiers are too small."""
     seconds = QUICK_SECONDS if quick else SECONDS
     rounds = QUICK_ROUNDS if quick else ROUNDS
     found = measured(driver, points, seconds, rounds, done, driver.clock)

@@ -281,7 +281,7 @@ def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
 
     table = Table(
         *("tenant", "turns", "calls", "stored", "prefixes", "not read"),
-        *("tokens saved", "requests saved", "weight"),
+        *("token credit", "request credit", "weight"),
     )
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,9 +1,9 @@
 """Show replies, notices, and a temporary line.
 
-Standard output gets only replies, streamed: rendered as Markdown on a terminal (reply_view.py), unchanged
+Replies are streamed to standard output: rendered as Markdown on a terminal (reply_view.py), unchanged
 otherwise or with `--plain`. Notices go to standard error, each on its own line. The reply continues below a
-notice. A temporary line (`passing`) disappears when anything else is shown, and the reply continues in its
-line.
+notice. A temporary line (`passing`) disappears when anything else is shown, and the reply continues where it
+stopped.
 
 On a terminal, control characters in texts from models and clients are replaced, so they cannot move the
 cursor.
@@ -62,7 +62,7 @@ class Screen:
         self._view = None
 
     def line(self, text: str) -> None:
-        """Print text that is not a reply to standard output."""
+        """Print a text other than a reply, on standard output."""
         lead = self._below()
         print(lead + (without_control(text) if self._is_terminal else text), flush=True)
 

@@ -100,10 +100,9 @@ def openai_message(message: Message) -> dict[str, Any]:
 
 
 def given_of(line: str | bytes) -> Given:
-    """Parse a line. InvalidArgument names the wrong field."""
-    fields = Fields(
-        read_json(line, "the line", math.inf), ""
-    )  # the only limit is that of a conversation
+    """Parse a line. An InvalidArgument names the wrong field."""
+    # A line has no limit of its own. The daemon limits the size of a conversation.
+    fields = Fields(read_json(line, "the line", math.inf), "")
     conversation_id = fields.text("id")
     metadata, options = fields.object("metadata") or {}, fields.object("template_options") or {}
     tools, given = fields.items("tools") or (), fields.items("messages") or ()

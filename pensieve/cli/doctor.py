@@ -165,7 +165,7 @@ def _gpu_kernels() -> str:
 
 
 def _model(arguments: argparse.Namespace) -> dict[str, str]:
-    """Load a model, its tokenizer and its template in the same way as `serve`. Uses environment variables."""
+    """Load a model, its tokenizer and its template as `serve` does, with settings from the environment."""
     try:
         from pensieve.launch import profiles
         from pensieve.launch.executor import check_vocabulary

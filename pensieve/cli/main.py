@@ -93,7 +93,7 @@ def _name_of(action: argparse.Action) -> str:
 
 
 def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
-    """Say which values an argument accepts. Return "" if the error of its parser says so."""
+    """Say which values an argument accepts. Return "" if the error of its parser already lists them."""
     parse = action.type
     if parse in (int, float):
         return f"must be a {'whole ' if parse is int else ''}number, not {' '.join(given)!r}"

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 CODE_THEME = "ansi_dark"  # the terminal's own colours and background
 TAB_COLUMNS = CODE_COLUMNS = 4  # a line with this indentation is code in Markdown
-INDENT_COLUMNS_MIN = 2  # one space is no indentation: a notice may cut a line before a space
+# One space is no indentation: if a notice interrupts a line, the rest of the line may begin with a space.
+INDENT_COLUMNS_MIN = 2
 INDENT = "\ue000"  # placeholder for a leading space, which Markdown would drop
 ITEM = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?: |$)")
 STARTS_BLOCK = re.compile(r"[>|]|#{1,6}(?: |$)|(?:-+|=+)\s*$")

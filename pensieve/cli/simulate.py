@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   pensieve simulate --workload assistant --hardware instant --device-tokens 500k --host-tokens 0
-      Compare the policies in a cache that holds half a minute of the load: they differ by a tenth.
-      If everything fits (`--workload sharegpt` with the tiers of an H200), they are equal.
+      Compare the policies in a cache that holds half a minute of the load: their costs differ by a tenth.
+      If everything fits (`--workload sharegpt` with the tiers of an H200), the costs are equal.
   pensieve simulate TRACE --hardware instant --device-tokens 1M,3M --host-tokens 0 --plot figures
-      Compare them on a trace of your own, for two cache sizes, and draw one sheet.
+      Compare the policies on a trace of your own, for two cache sizes, and draw one sheet.
   pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2
       Simulate llama3-8b on an H200 under three loads; the figures are medians over three seeds."""
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
@@ -56,10 +56,10 @@ def add_parser(commands: Any) -> None:
         help="run the scheduler and the cache on a trace, with a virtual clock",
         description="Compare retention policies, or predict how a model performs on a machine. A trace is a "
         "file of JSON lines, in Mooncake's form (timestamp, input_length, output_length, hash_ids) or in a "
-        "plain one (conversation, at or after, input_tokens, output_tokens). Unreadable lines are counted "
-        "and reported. The times of iterations and copies follow from the model's shape and the machine's "
-        "data sheet. With --hardware instant they are 0, and only the policy matters. Options with several "
-        "values (N,…) are swept: each combination is a row.",
+        "plain form (conversation, `at` or `after`, input_tokens, output_tokens). Unreadable lines are "
+        "counted and reported. The times of iterations and copies follow from the model's shape and the "
+        "machine's data sheet. With --hardware instant they are 0, and only the policy matters. Options with "
+        "several values (N,…) are swept: each combination is a row.",
         epilog=EXAMPLES,
         formatter_class=_Help,
     )
@@ -112,7 +112,7 @@ def _sweep(arguments: argparse.Namespace, found: list[SweepPoint]) -> int:
     )
     weighed = ""
     if recompute.copy_seconds and any(point.policy == "return" for point in found):
-        weighed = "; return weighs copies against recomputing, as in a daemon with --cost"
+        weighed = "; the policy `return` weighs copies against recomputing, as in a daemon"
     print(f"assumed: {cost.source}{weighed}", file=sys.stderr)
     rows = []
     problems = Problems()
@@ -281,21 +281,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--until",
         type=float,
         metavar="SECONDS",
-        help="stop the clock then; turns that have not ended are not counted (default: --seconds for a "
-        "--workload, so that figures are those of the load; else the end of the trace)",
+        help="stop the simulation at this time; unfinished turns are not counted (default: with --workload, "
+        "the value of --seconds, so that only the time with arrivals counts; otherwise the end of the trace)",
     )
     parser.add_argument(
         "--reaction",
         type=float,
         metavar="SECONDS",
-        help="mean time from a reply to the next message (default: the --workload's)",
+        help="mean time from a reply to the next message (default: depends on --workload)",
     )
     parser.add_argument(
         "--seed",
         type=_several(int),
         default=[0],
         metavar="N,…",
-        help="seeds of what is drawn: with several, figures are medians over them (default: 0)",
+        help="seeds of the random load; with several seeds, figures are medians (default: 0)",
     )
     parser.add_argument(
         "--policy",
@@ -328,7 +328,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_several(tokens),
         default=[AUTO],
         metavar="N,…",
-        help="size of the device tier, like 500k; auto: 0.9 of the device's memory less the weights "
+        help="size of the device tier, like 500k; auto: 90 %% of the device's memory, minus "
+        "the weights "
         "(default: auto; 500k with --hardware instant or --cost)",
     )
     parser.add_argument(
@@ -336,8 +337,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_several(tokens),
         default=[AUTO],
         metavar="N,…",
-        help="size of the host tier; 0: none; auto: what the "
-        "machine's preset has per device, like 220 GB with an H200 and 32 GB for cpu "
+        help="size of the host tier; 0: none; auto: the host memory per device in the preset of --hardware, "
+        "such as 220 GB for h200 and 32 GB for cpu "
         "(default: auto; 2M with --hardware instant or --cost)",
     )
     parser.add_argument(
@@ -351,8 +352,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=PHASES,
         default="unified",
         help="separate: an iteration with prompts and with turns that generate takes two passes, "
-        "prompts first; with a --token-budget of 1000000 whole prompts go first, as in schedulers that "
-        "put prefill first (default: unified)",
+        "prompts first; with --token-budget 1000000, whole prompts go first, as in schedulers that "
+        "prefer prefills (default: unified)",
     )
     parser.add_argument(
         "--token-budget",
@@ -374,15 +375,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="objective for the time between two tokens: prompts join an iteration as far as it is "
-        "predicted to take no longer (default: 0, none)",
+        help="objective for the time between two tokens: an iteration gets only as many prompt tokens as "
+        "its predicted time allows (default: 0, none)",
     )
     parser.add_argument(
         "--share",
         type=int,
         default=0,
         metavar="N",
-        help="tokens of a reply, after which a turn gives its place to one that waits (default: 0, never)",
+        help="tokens of a reply, after which a turn gives its place to a waiting turn (default: 0, never)",
     )
     parser.add_argument(
         "--turns-max",
@@ -403,8 +404,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FOLDER",
-        help="draw simulate.png into this folder: one sheet of what was compared or swept, and of tiers and "
-        "turns over time (needs the extra bench)",
+        help="draw simulate.png into this folder: one sheet with the results, and with tiers and turns "
+        "over time (needs the extra bench)",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 

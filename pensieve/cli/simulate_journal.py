@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(_outcome(path, replay, problem)))
         if errors:
             print(
-                f"  predicted before they began, to within {median:.0%} (median), {p90:.0%} (p90)"
+                f"  error of the times predicted before iterations began: {median:.0%} (median), "
+                f"{p90:.0%} (P90)"
             )
     if problem is None and arguments.fit is not None:
         fit = _fitted(arguments, replay, seen)
@@ -123,7 +124,7 @@ def _outcome(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
     if problem is None:
         yield f"{path}: {agreed}, all planned again as they were recorded"
     else:
-        yield f"{path}: {problem}; {agreed} before it agreed"
+        yield f"{path}: {problem}; planned as recorded before that: {agreed}"
         if replay.written_by != __version__:
             by = replay.written_by or "(an old version)"
             yield f"  pensieve {by} wrote it; {__version__} may plan differently"
@@ -142,7 +143,7 @@ def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -
     if str(replay.model.get("device", "")).startswith("cpu"):
         hardware = "cpu"
     if hardware == INSTANT:
-        raise InvalidArgument("hardware", "a fit needs a machine's data sheet: choose one")
+        raise InvalidArgument("hardware", "`instant` has no data sheet for a fit; name a machine")
     assumed = assumed_costs(replay.model, MODELS[arguments.model], HARDWARE[hardware])
     name = replay.model.get("name") or arguments.model
     source = f"fitted to {replay.num_agreed:,} iterations of {name} in {arguments.journal.name}"

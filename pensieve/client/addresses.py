@@ -276,7 +276,8 @@ class Route:
     def goes_on(self, error: PensieveError, repeat: bool = True) -> bool:
         """Note why a try failed. Return whether to send the same request to another address at once.
 
-        If `repeat` is False, this needs certainty that the failed address has not acted on the request.
+        If `repeat` is False, the result is True only if the failed address has certainly not acted on the
+        request.
         """
         if not self.at or error is self._last:  # the client is closed, or no address is left
             return False
@@ -303,7 +304,7 @@ class Route:
         return self._is_one_left and (repeat or is_waited_for(error) or not error.may_have_arrived)
 
     def stay(self) -> None:
-        """Use only this address from now on. It may have acted on the request, so no other address may."""
+        """Use only this address from now on, because the daemon there may have acted on the request."""
         self._stays = True
 
     def doubt(self, error: PensieveError) -> None:

@@ -95,7 +95,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         return self._links[name]
 
     async def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Check the health of an address. Return the reason why it accepts no turns; None if it does."""
+        """Check the health of an address. Return None if it accepts turns, otherwise the reason why not."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = await check(
@@ -267,7 +267,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             await link.channel.close()
 
     def _check_cancelled(self) -> None:
-        """Raise InvalidArgument if `close` caused a CancelledError, and not a cancellation of this task."""
+        """Raise InvalidArgument if a CancelledError came from `close`. Otherwise this task was cancelled."""
         task = asyncio.current_task()
         if self._closed and not (task is not None and task.cancelling()):
             raise InvalidArgument("client", "was closed") from None

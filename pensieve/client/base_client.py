@@ -94,8 +94,8 @@ class BaseClient:
         """Call a gRPC method with this client's token and timeout. Failures raise a PensieveError.
 
         `method` gets a link (the channel to one address) and returns the stub's method to call. `request`
-        names a conversation or job, whose home gets the request. While the home is unreachable, the next
-        address gets it.
+        names a conversation or job. Its home, the address that is asked first (addresses.py), gets the
+        request. While the home is unreachable, the next address gets it.
 
         With `repeat`, the request may be sent more than once, as `retry` allows. Pass it only for methods
         that are safe to call twice. Without `repeat`, the client still waits for a server that is loading its

@@ -132,7 +132,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
             return self._links[name]
 
     def serves(self, name: str, seconds: float | None) -> PensieveError | None:
-        """Check the health of an address. Return the reason why it accepts no turns; None if it does."""
+        """Check the health of an address. Return None if it accepts turns, otherwise the reason why not."""
         check, deadline = self.link(name).check, Deadline(seconds)
         try:
             answer = check(

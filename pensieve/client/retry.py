@@ -29,8 +29,8 @@ class Retry:
     total. These requests do not count as retries. So a turn survives a restart if the daemon listens again
     before the retries end. The model may take longer to load.
 
-    A client with several addresses sends a request to each address before it counts a failure. The pauses
-    for which it avoids a failed address grow in the same way.
+    A client with several addresses sends a request to each address before it counts a failure. After each
+    failure of an address, the client avoids the address for a pause that grows in the same way.
 
     The timeout of a call or turn includes all pauses. If a pause would outlast the timeout, the last error is
     raised at once.

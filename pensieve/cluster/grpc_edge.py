@@ -22,7 +22,8 @@ import grpc
 from pensieve.cluster.grpc_methods import REPLICA, TIMEOUT, Method, methods
 
 ABSENT = (grpc.StatusCode.INTERNAL, grpc.StatusCode.NOT_FOUND)
-RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})  # Ray sets either
+# Ray sets the status code or its number.
+RAYS_OWN = frozenset({*ABSENT, *(each.value[0] for each in ABSENT)})
 GONE = "the replica of this call is gone or ending; retry, and another replica takes the call"
 Unary = Callable[[Any, Any], Awaitable[bytes]]
 Stream = Callable[[Any, Any], AsyncIterator[bytes]]

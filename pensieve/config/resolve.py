@@ -41,7 +41,7 @@ def resolve(
     file: Path | None = None,
     table: Table = ENGINE_SETTINGS,
 ) -> Resolved:
-    """Resolve the settings of `table` and the internal settings. ConfigError names an invalid setting."""
+    """Resolve the settings of `table` and the internal settings. A ConfigError names an invalid setting."""
     in_file = _read(file) if file is not None else {}
     internal = {each.name for each in settings_for(INTERNAL)}
     for name in REMOVED_SETTINGS.keys() - internal:

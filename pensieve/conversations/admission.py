@@ -94,7 +94,7 @@ class Admission:
     def refusal(
         self, tenant: str, load: DaemonLoad, seconds_left: float | None, now: float
     ) -> PensieveError | None:
-        """Return why a turn of this tenant may not begin now; None if it may."""
+        """Return None if a turn of this tenant may begin now, otherwise the reason why not."""
         if load.is_draining:
             return Unavailable("the daemon is shutting down")
         if not load.engine_serves:

@@ -46,7 +46,7 @@ async def cancel_turn(
     threads: Threads,
     cancel: CancelRequest,
 ) -> CancelResult:
-    """End a turn and return when it has ended. NotFound if there is no such conversation.
+    """End a turn and return when it has ended. Raises NotFound if there is no such conversation.
 
     `conversations` is None while the model is loading.
     """

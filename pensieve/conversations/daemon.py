@@ -226,7 +226,7 @@ class Daemon:
 
     @property
     def store_refusal(self) -> PensieveError | None:
-        """Why the history takes no turns; None if it does."""
+        """Why the history takes no turns; None if it takes turns."""
         if not self.damage.problems and not self.full_disk.is_full:
             return None
         return self.damage.refusal or self.full_disk.refusal
@@ -275,7 +275,7 @@ class Daemon:
     def refusal(
         self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
     ) -> PensieveError | None:
-        """Return why a turn of this tenant may not begin now; None if it may."""
+        """Return None if a turn of this tenant may begin now, otherwise the reason why not."""
         load, now = self._load(tenant, conversation_id, priority), self._loop.time()
         return self.store_refusal or self.admission.refusal(tenant, load, seconds_left, now)
 

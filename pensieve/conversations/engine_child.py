@@ -24,7 +24,7 @@ class EngineChild(NamedTuple):
 
 
 def start_child(command: Sequence[str]) -> EngineChild:
-    """Run the command and pass it the descriptor of its end of a new pipe; OSError if that fails.
+    """Run the command and pass it the descriptor of its end of a new pipe. Raises OSError if that fails.
 
     The process starts with SIGINT blocked, because only the service handles Ctrl-C.
     """

@@ -150,7 +150,7 @@ class Heartbeat:
             self.round_seconds = 0.0
 
     def tick(self) -> str | None:
-        """Count a tick; return why the engine is considered hung, None if it is not."""
+        """Count a tick. Return why the engine is considered hung, or None if it is not considered hung."""
         patience = self._patience
         self.silent_seconds += patience.tick_seconds
         self.round_seconds += patience.tick_seconds
@@ -208,7 +208,7 @@ class EngineClient:
         return ready
 
     def put(self, message: EngineMessage) -> None:
-        """Send a message to the current process; Unavailable if there is none."""
+        """Send a message to the current process. Raises Unavailable if there is none."""
         if self._writer is None:
             raise Unavailable("the engine is restarting; retry in a few seconds")
         num_unsent = self._writer.transport.get_write_buffer_size()
@@ -440,7 +440,7 @@ class EngineClient:
             self._events.failed(error)
 
     def _close_pipe(self) -> None:
-        """Close the pipe at once, and drop unsent messages: the process may never read them."""
+        """Close the pipe at once, and drop unsent messages, because the process perhaps never reads them."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.transport.abort()

@@ -235,7 +235,7 @@ class History:
         self._log_is_cut(tenant, conversation_id)
 
     def finish_erasure(self) -> None:
-        """Erase deleted text from the files; ErasurePending if that is not possible yet."""
+        """Erase deleted text from the files. Raises ErasurePending if that is not possible yet."""
         self._store.erasure.finish()
 
     def warm(
@@ -280,7 +280,7 @@ class History:
     # -- a turn begins --
 
     def find_retried(self, request: TurnRequest) -> RetriedTurn | None:
-        """Return the turn that this request retries; InvalidArgument if that turn had other content.
+        """Return the turn that this request retries. Raises InvalidArgument if that turn had other content.
 
         None if there is no such turn, or if the turn failed or was interrupted, so that it may begin again.
         """

@@ -28,7 +28,7 @@ from pensieve.store.transactions import TAKEN
 
 
 class Claims:
-    """Claim conversations for this daemon; NotFound if there is no such conversation (any more)."""
+    """Claim conversations for this daemon. Raises NotFound if there is no such conversation (any more)."""
 
     def __init__(self, store: ConversationStore, threads: Threads) -> None:
         self.replica = store.replica

@@ -1,12 +1,12 @@
-"""The registry of live turns and warms, with counts by tenant. Belongs to the event loop.
+"""The registry of live turns and warms, with counts by tenant. Used only on the event loop.
 
 `Turns` is synchronous and calls neither the store nor the engine. Invariants:
 
 * A turn is registered when the event loop learns that the store has its `running` row. It is removed when its
   end is in the store and its followers can see the end (turn_ends.py).
 * Each attempt of a turn has a different number, so events of an attempt that was given up find no turn.
-* A warm (`Warmer` in declared_prefixes.py) is not a live turn. It counts for its tenant from `begin_warm`
-  until the engine has ended it or has died.
+* A warm is a request to compute KV in advance (`Warmer` in declared_prefixes.py). It is not a live turn. It
+  counts for its tenant from `begin_warm` until the engine has ended it or has died.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class FairQueue:
         assert sum(share.num_turns for share in self._shares.values()) == num_all
         for name, share in self._shares.items():
             assert bool(share.lines) == (name in self._with_turns), (
-                f"share {name!r} is listed as waiting without turns, or not listed with turns"
+                f"share {name!r} is listed as waiting but has no turns, or has turns but is not listed"
             )
             assert set(share.passed) <= set(share.lines), f"share {name!r} counts an empty line"
             for line, waiting in share.lines.items():

@@ -18,10 +18,10 @@ few pages. Then running turns are preempted if the next turn is *entitled* to th
   up a part when another share arrives. The second condition keeps the shares from preempting each other in
   turn.
 
-Victims are chosen in this order: background turns, turns of the other share that holds most, warms, and the
-latest turn of the lowest level. No turn is preempted for a warm. Turns are preempted only if the next turn
-then gets its pages and all running turns together meet the objective. The reserve for generating turns is
-kept if possible.
+Victims are chosen in this order: background turns, turns of the other share that holds most, warms (turns
+that only compute KV in advance), and the latest turn of the lowest level. No turn is preempted for a warm.
+Turns are preempted only if the next turn then gets its pages and all running turns together meet the
+objective. The reserve for generating turns is kept if possible.
 
 The turn for which others were preempted is the *claimant*. It is next until it runs, even before its victims,
 which may have risen to its level. It loses the claim in three cases: a turn of a higher level waits, a share

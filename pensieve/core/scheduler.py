@@ -245,7 +245,7 @@ class Scheduler:
             self._suspend(victim, now)
 
     def _stop_streaming(self, builder: IterationBuilder, now: float) -> None:
-        """Suspend the streamed turns that must stop, or one that fits the device again."""
+        """Suspend the streamed turns that must stop, or one streamed turn that fits the device again."""
         if (streaming := self.streaming) is None:
             return
         running = self._with_place()

@@ -33,8 +33,8 @@ GROWING = 8  # a group has room for one more page for every GROWING of its turns
 SLACK = 1 / 16  # fraction of an arena that is left free when a full group is mended
 MANY_GROUPS = 40  # more groups gain little: the idle time at both ends is 1 / MANY_GROUPS of a lane
 SOME_GROUPS = 12
-FEW_ITEMS = 7  # up to so many items, all divisions are tried: at most 877, in about 8 ms
-FEW_GROUPS = 4  # up to so many groups, all orders are tried
+FEW_ITEMS = 7  # up to this many items, all divisions are tried: at most 877, in about 8 ms
+FEW_GROUPS = 4  # up to this many groups, all orders are tried
 LOOKED_AT = 16  # items that are tried, the longest first, until one fits into the group
 PathOf = Callable[[Turn], list[Branch]]
 

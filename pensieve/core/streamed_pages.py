@@ -9,9 +9,10 @@ pages. In a branch, `num_running` counts both kinds of turns, and `num_streamed`
 
 No turn reads slots that another turn writes at the same time:
 
-* A resident turn writes only device pages, and a streamed turn only host pages. For a chunk without a device
-  page, `filled` equals `host_filled`. So a chunk that both kinds of turns use must be *complete*: before the
-  planned iteration, both tiers have all slots that any of these turns uses.
+* A resident turn writes only device pages, and a streamed turn only host pages. Each kind reads only its own
+  tier. So a chunk that both kinds of turns use must be *complete*: before the planned iteration, both tiers
+  have all slots that any of these turns uses. (For a chunk without a device page, `filled` equals
+  `host_filled`.)
 * If a streamed turn uses a chunk that is not complete, any other turn that needs this chunk waits
   (`is_clear_of_streamed`, `may_take`). So if two groups (iteration.py) share a page, neither group writes it.
 * A discarded chunk (`KVCache.discard`) is not complete: the scheduler suspends the streamed turns that hold

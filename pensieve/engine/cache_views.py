@@ -104,5 +104,8 @@ def letter_of(chunk: Chunk) -> str:
 
 
 def _is_of(conversation_id: str, prefix: str) -> bool:
-    """Whether an id belongs to the tenant of this prefix: only tenants' ids have a slash."""
+    """Whether an id belongs to the tenant of this prefix.
+
+    Ids are TENANT/CONVERSATION. Without a tenant, an id has no slash, and the prefix is empty.
+    """
     return conversation_id.startswith(prefix) and "/" not in conversation_id[len(prefix) :]

@@ -69,7 +69,7 @@ class NotAJournal(JournalError):
 def opened(path: Path) -> TextIO:
     """Open the file of a journal to append; every line is written at once.
 
-    ConfigError if the file is not a journal of this version.
+    Raises ConfigError if the file is not a journal of this version.
     """
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as before:
@@ -224,7 +224,7 @@ class Replayed(NamedTuple):
 class Replay:
     """Replay a journal. Iterating yields each committed iteration, and keeps none.
 
-    JournalError if the replay plans another iteration, or if the journal is unreadable.
+    Raises JournalError if the replay plans another iteration, or if the journal is unreadable.
     """
 
     def __init__(self, lines: Iterable[str]) -> None:
@@ -366,7 +366,7 @@ def _check_version(header: Mapping[str, Any], line: int) -> None:
 
 
 def replay(lines: Iterable[str]) -> int:
-    """Replay a whole journal and return the number of iterations. JournalError if one differs."""
+    """Replay a whole journal and return the number of iterations. Raises JournalError if one differs."""
     replaying = Replay(lines)
     for _ in replaying:
         pass

@@ -4,15 +4,16 @@
     first token   from a turn's SubmitTurn to its first token
     stall         a gap longer than STALL_RATIO times the median gap of the latest five minutes, and longer
                   than the objective if there is one
-    suspension    from the suspension of a turn until the turn runs again or ends; counted at that time
+    suspension    from the suspension of a turn until the turn runs again or ends; counted when it is over
     error         |predicted time - real time| / real time of an iteration; the latest ERRORS_KEPT are kept
 
 All of these but stalls and errors cover the latest five minutes (distributions.py). Times are taken in the
 engine when an outcome is committed, so the times of pipe, service and network do not count.
 
-Times are cheap to record. Nearly all turns that get a token got their previous token in the same iteration,
-so they have the same gap. A token costs one dictionary lookup. Each distinct gap is added to a histogram
-once, which costs a logarithm. Suspended turns are checked in each iteration; usually there are none.
+Times are cheap to record. Nearly all turns that get a token in an iteration also got their previous tokens in
+one iteration. So they have the same gap. A token costs one dictionary lookup. Each distinct gap is added to a
+histogram once, which costs a logarithm. Suspended turns are checked in each iteration; usually there are
+none.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def lengths(prefix: bytes) -> tuple[int, int]:
     """Return the lengths of head and body from the first eight bytes of a frame."""
     head, body = LENGTHS.unpack(prefix)
     if head + body > FRAME_BYTES_MAX or not head:
-        raise BrokenPipe(f"a frame of {head:,} + {body:,} bytes")
+        raise BrokenPipe(
+            f"a frame with a head of {head:,} and a body of {body:,} bytes: too long, or without a head"
+        )
     return head, body
 
 

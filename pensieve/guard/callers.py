@@ -152,7 +152,7 @@ def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
     found: dict[str, Limits] = {}
     for token in tokens:
         if found.setdefault(token.tenant, token.limits) != token.limits:
-            raise ConfigError(f"tenant {token.tenant!r} has two different limits")
+            raise ConfigError(f"the tokens of tenant {token.tenant!r} have different limits")
     return found
 
 
@@ -215,7 +215,7 @@ def read_caller(text: str) -> Caller:
         if {name: type(value) for name, value in fields.items()} != WRITTEN:
             raise ValueError(text)
     except (ValueError, AttributeError):
-        raise InvalidArgument("caller", "is not as another daemon writes it") from None
+        raise InvalidArgument("caller", "is not in the format that daemons use") from None
     return Caller(**fields, is_peer=True)
 
 

@@ -59,7 +59,7 @@ class CallKind(NamedTuple):
     access: Access = Access.CALLER
     is_counted: bool = True  # counts towards the tenant's limits
     is_repeated: bool = False  # clients retry it after a disconnect
-    is_watch: bool = False  # a call may never end
+    is_watch: bool = False  # a call may stay open without limit
 
 
 class Guard:
@@ -191,7 +191,7 @@ class GuardedCall:
         if self._kind.is_counted:
             self._received, self._is_held_to_the_end = received, in_pieces
         else:
-            received.release()  # a watch may never end
+            received.release()  # a watch may stay open without limit
         return raw
 
     def answers(self, num_bytes: int) -> None:

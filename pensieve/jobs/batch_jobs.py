@@ -256,7 +256,7 @@ class BatchJobs:
         return [each.run for each in self._activities.values() if each.run is not None]
 
     async def _work(self, states: Sequence[JobState], news: asyncio.Event) -> None:
-        """Run one job after another that is in one of these states."""
+        """Run the jobs that are in one of these states, one after the other."""
         while not self._closing:
             news.clear()
             retry_seconds: float | None = RETRY_SECONDS
@@ -369,7 +369,7 @@ class BatchJobs:
     async def _about_job(
         self, function: Callable[..., T], key: JobKey, *arguments: Any, **named: Any
     ) -> T:
-        """Call the store about a job. OwnedElsewhere or Unavailable if another daemon has it."""
+        """Call the store about a job. Raises OwnedElsewhere or Unavailable if another daemon has it."""
         try:
             return await self._store.call(key.tenant, function, key, *arguments, **named)
         except NotFound:
@@ -384,7 +384,7 @@ class BatchJobs:
         before: Collection[JobState],
         outcome: JobOutcome | None = None,
     ) -> JobView:
-        """Change a job's state. WrongJobState, without an effect, unless its state is one of `before`."""
+        """Change a job's state. If it is not one of `before`, raise WrongJobState and change nothing."""
         job = await self._about_job(self._store.jobs.get, key)
         if job.state is not state:
             if job.state not in before:

@@ -49,7 +49,7 @@ class JobHomes:
         self._threads, self._reader, self._store = daemon.threads, daemon.reader, daemon.store
 
     async def add(self, key: JobKey, now: float) -> None:
-        """Record a job before it is stored here. AlreadyExists if another daemon has a job with this id."""
+        """Record a job before it is stored here. Raises AlreadyExists if another daemon has the id."""
         await self._threads.in_store(key.tenant, self._store.job_owners.take, *key, now)
 
     async def remove(self, key: JobKey) -> None:
@@ -100,7 +100,7 @@ class JobHomes:
         return self._store.owners.lease_seconds
 
     async def claim(self, job_id: str, tenant: str) -> OwnedElsewhere | None:
-        """Return the home if it is another reachable daemon. NotFound if there is no such job."""
+        """Return the home if it is another reachable daemon. Raises NotFound if there is no such job."""
         owner = await self._find(JobKey(tenant, job_id))
         if owner is None:
             raise NotFound("there is no such job")
@@ -147,7 +147,7 @@ class JobLists:
     ) -> Mapping[tuple[str, str], ResultBytes]:
         """Return the sizes of the results of other daemons' jobs, by home and job_id.
 
-        Deleted jobs are left out. Unavailable if a home does not answer.
+        Deleted jobs are left out. Raises Unavailable if a home does not answer.
         """
         ids: dict[str, set[str]] = {}
         for view in views:

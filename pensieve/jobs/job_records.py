@@ -61,7 +61,10 @@ class JobUsage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job to create. `sha256` is the hash of the whole file, in hex. The store only keeps `options`."""
+    """A job to create. `sha256` is the hash of the whole file, in hex.
+
+    The store keeps `options`, but does not interpret them.
+    """
 
     key: JobKey
     name: str = ""

@@ -163,7 +163,7 @@ class ForwardingJobService(ForwardingMethods, JobService):
 
 
 def _key(request: Any) -> tuple[str, str]:
-    """Return the tenant and the id of the requested job. NotFound for an impossible id."""
+    """Return the tenant and the id of the requested job. Raises NotFound for an impossible id."""
     by = caller()
     if request.tenant and request.tenant != by.tenant and not by.admin:
         raise PermissionDenied("only an operator may name another tenant")

@@ -164,7 +164,7 @@ class JobStore:
     # -- jobs --
 
     def create(self, new: NewJob) -> StoredJob:
-        """Create a job without lines, in state `receiving`. AlreadyExists if its tenant has this id."""
+        """Create a job without lines, in state `receiving`. Raises AlreadyExists if the tenant has the id."""
         check_id("job_id", new.key.job_id)
         path = self._path(new.key)
         with contextlib.suppress(NotFound):
@@ -232,8 +232,8 @@ class JobStore:
     ) -> StoredJob:
         """Change the state of a job. `outcome` is required for `ended`, and only allowed then.
 
-        Setting the current state again changes nothing, not even the outcome. WrongJobState if the change is
-        not allowed, or if the outcome is `completed` and lines are pending.
+        Setting the current state again changes nothing, not even the outcome. Raises WrongJobState if the
+        change is not allowed, or if the outcome is `completed` and lines are pending.
         """
         assert (outcome is not None) == (state is JobState.ENDED)
         with self._writing(key) as (conn, job):

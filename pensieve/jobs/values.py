@@ -99,6 +99,6 @@ class DaemonJobs(Protocol):
     def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
         """Yield the job's state now and after changes, at most once a second, until the job has ended.
 
-        NotFound if the job is deleted meanwhile.
+        Raises NotFound if the job is deleted meanwhile.
         """
         ...

@@ -11,7 +11,7 @@ engine causes only a few restarts, and no answer is lost if the engine is killed
 submitted. When no line of the job is left in the engine, the activity ends, and another tenant's job may run.
 The job continues when the tenant again has half of the tokens that it can save up.
 
-**A full disk.** No more lines are submitted until the answers are written. The job's `problem` says so.
+**A full disk.** No more lines are submitted until the answers are written. The job's `problem` explains this.
 """
 
 from __future__ import annotations

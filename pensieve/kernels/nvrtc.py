@@ -223,7 +223,7 @@ READING_KV = ("multi_token_attention.cu", "write_kv.cu")
 def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[tuple[Kernel, str]]:
     """Yield every source with every element and head size that it is compiled for, by architecture.
 
-    `chosen` includes every choice.
+    With `chosen`, also yield the variants with the definitions in `CHOSEN`.
     """
     for source in sorted(path.name for path in (sources() / "cuda").glob("*.cu")):
         for architecture in architectures:

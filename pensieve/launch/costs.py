@@ -46,7 +46,7 @@ class Costs(NamedTuple):
 def costs_of(
     settings: Settings, folder: Path, model: LoadedModel, computed_by: Mapping[str, Any]
 ) -> Costs:
-    """Return the costs of the model. ConfigError if the file of PENSIEVE_COST is for another model."""
+    """Return the costs of the model. Raises ConfigError if the file of PENSIEVE_COST is for another model."""
     if settings.cost is not None:
         found = cost_file.load_all(settings.cost)
         _check_model(settings, found.cost, model)

@@ -1,17 +1,18 @@
 """Compute an iteration's logits: build the batch, run the model, and split a batch that exceeds the memory.
 
 The batch is built on the model's device.  On a GPU the attention's work is planned here, once for all layers.
-An iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py).  Other
-iterations capture the work between attentions (piecewise_graphs.py).  An iteration with streamed turns uses
-another pass (streamed_pass.py) and no graph.
+An iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py).  In
+other iterations, only the work between one attention and the next runs as captured graphs
+(piecewise_graphs.py).  An iteration with streamed turns uses another pass (streamed_pass.py) and no graph.
 
 A batch that runs out of memory is computed in two halves, one after the other, and each half is halved again
 if necessary.  So no turn fails for lack of memory.  The split does not change results, for three reasons.  A
 slice needs only results of earlier slices (core.iteration).  Page copies come first.  A page copy or a write
 of KV that is repeated writes the same values.
 
-If a batch with streamed turns runs out of memory, each group is first computed separately.  A group that
-still does not fit is computed in two halves.  The second half loads what the first half has stored.
+If a batch with streamed turns runs out of memory, the resident turns and each group of streamed turns
+(core.iteration, `PageGroup`) are first computed separately.  A group that still does not fit is computed in
+two halves.  The second half loads what the first half has stored.
 
 The engine ends if a single token does not fit.  With several ranks, the engine ends on any batch that does
 not fit, because the other ranks would not halve their batch.

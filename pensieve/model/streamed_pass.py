@@ -5,7 +5,7 @@ resident turns, over the device's pages.  Each group (core/iteration.py, `PageGr
 the arena with the group's pages of this layer (kv/streamer.py).
 
     rows      │ resident       │ group 0     │ group 1  │ …
-    write_kv  device pages      arena 0       arena 1    …      a row's slot counts in its own part's pages
+    write_kv  device pages      arena 0       arena 1    …      slots are numbered within a part's pages
     attend    the same pages    arena 0       arena 1    …
 
 A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are

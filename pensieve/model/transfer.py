@@ -28,7 +28,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def indices(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return the numbers as int64 (numbers)."""
+    """Return the numbers as an int64 tensor of one dimension."""
     return upload(torch.tensor(numbers, dtype=torch.int64), device)
 
 

@@ -18,7 +18,7 @@ from pensieve.sim.trace import Arrival
 
 NUM_CLASSES = 1024
 APART_SECONDS = 15.0
-REFUSED_SECONDS = 600.0  # a turn that has not begun so long after its time counts as refused
+REFUSED_SECONDS = 600.0  # a turn that has not begun this long after its time counts as refused
 
 
 class ClairvoyantPolicy(StaticPolicy):

@@ -99,7 +99,7 @@ def assumed_costs(
 
 
 def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
-    """Fit the costs; ValueError if there are too few iterations."""
+    """Fit the costs. Raises ValueError if there are too few iterations."""
     learned = {kind: _thinned(rows[0::2]) for kind, rows in seen.kept.items()}
     groups = [learned[KINDS[0]], learned[KINDS[1]]]
     if sum(map(len, groups)) < ITERATIONS_MIN:  # copies to the host hardly slow an iteration

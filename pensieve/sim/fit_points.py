@@ -25,7 +25,7 @@ OUTSIDE = 0.05  # relative error above which an observation counts less
 
 
 def fit_points(rows: Sequence[Observation], about: CostModel) -> CostModel:
-    """Return `about` with the costs of computing that fit these rows; ValueError if they are too few."""
+    """Return `about` with the costs of computing that fit these rows. Raises ValueError for too few rows."""
     tokens = _counts(max(row.tokens for row in rows), 2)
     decodes = [0, *_counts(max(row.decodes for row in rows), 1)]
     if len(tokens) < 2 or len(decodes) < 2:

@@ -1,4 +1,4 @@
-"""Collect figures over time and quantiles in a fixed amount of memory.
+"""Collect time series and quantiles in a fixed amount of memory.
 
 A `Series` has bins of equal width. When time exceeds the last bin, pairs of bins merge and the width doubles.
 So a minute and a month take the same memory, and every value still counts in the bin of its time.
@@ -23,7 +23,7 @@ class Series:
     """Means of several values over stretches of time."""
 
     def __init__(self, names: Sequence[str], bins: int = BINS, width_seconds: float = 1.0) -> None:
-        assert bins >= 2, "two bins are to become one"
+        assert bins >= 2, "a Series needs at least two bins, because bins are merged in pairs"
         assert bins % 2 == 0, "bins are merged in pairs"
         self.names = tuple(names)
         self.width_seconds = width_seconds
@@ -62,7 +62,7 @@ class Series:
 
 @dataclass
 class Distribution:
-    """Counts of values by class, and the quantiles that follow."""
+    """Counts of values by class, and quantiles computed from them."""
 
     count: int = 0
     total: float = 0.0

@@ -4,10 +4,10 @@ A trace is a stream of `Arrival`s in the order of their times. Each is one messa
 may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
-  tokens. Equal ids mean equal prefixes, and the last id is of a partial block. A request continues an earlier
-  request if the earlier ids, without the last id, are a prefix of the later ids and at least two. If several
-  earlier requests match, the latest is continued. If two requests continue one request, the second is a fork.
-  The first block is the same in every line, so this block alone does not relate two requests.
+  tokens. Equal ids mean equal prefixes. The last block may be incomplete. A request continues an earlier
+  request if the earlier ids, without the last id, are a prefix of the later ids. This prefix must have at
+  least two ids, because the first block is the same in every line. If several earlier requests match, the
+  latest is continued. If two requests continue one request, the second is a fork.
 * **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the previous turn,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
 
@@ -41,7 +41,7 @@ class Arrival:
 
 @dataclass
 class Problems:
-    """The lines that could not be read, and how many could be."""
+    """The lines that could not be read, and the number of lines that could be read."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)  # the first few
     count: int = 0

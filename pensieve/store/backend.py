@@ -140,7 +140,7 @@ class ScrubSteps(Protocol):
 
 
 class Marks(Protocol):
-    """Facts about the condition of a history, stored beside it for the next process that opens it."""
+    """Whether a history is damaged or was not closed. Stored beside it for the next process that opens it."""
 
     @property
     def is_damaged(self) -> bool: ...
@@ -288,7 +288,8 @@ class WriteFigures:
 class ServerSession:
     """A connection to a database server, which several connections may write to concurrently.
 
-    It reserves row numbers, and counts the bytes of each tenant in rows that no other connection uses.
+    It reserves row numbers. It has its own row for the byte counter of each tenant, so connections do not
+    conflict.
     """
 
     def take_number(self, table: str) -> int:

@@ -569,7 +569,7 @@ def _is_later(generation: RestorePoints, at: float, earlier: list[RestorePoints]
 
 
 def _files(generation: RestorePoints, at: float | None) -> tuple[Base, list[Path]]:
-    """Return the base and the segments before the first one that is later than `at`."""
+    """Return the base, and the segments before the first segment that is later than `at`."""
     base = read_base_description(generation.path)
     if base.schema > len(STEPS):
         raise StoreTooNew(
@@ -633,7 +633,7 @@ def _count_anew(partial: Path, wanted: _RestoreOptions) -> None:
         right = miscounted(conn)
     if not right:
         return
-    wanted.report(f"the stored bytes of {len(right)} tenants were wrong and are corrected")
+    wanted.report(f"the byte counters of {len(right)} tenants were wrong and have been corrected")
     with closing(wanted.driver.connect(str(partial))) as conn, conn:
         conn.executemany(
             "INSERT OR REPLACE INTO tenants (tenant, stored_bytes) VALUES (?, ?)", right.items()

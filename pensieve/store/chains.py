@@ -58,7 +58,7 @@ class Chains:
         """Return the conversation to continue, or None if no history matches.
 
         `digests` has one digest for each prefix of the client's history, longest first. Among the
-        conversations that match, one that the turn may be appended to is preferred.
+        matching conversations, a conversation to which the turn may be appended is preferred.
         """
         with self._transactions.reading(is_snapshot=True) as conn:
             for digest in digests:

@@ -6,9 +6,9 @@ text is written when the folder is opened, and removed on a clean close. If a pr
 text, the last holder did not close the history.
 
 A daemon with a shared history also locks its data folder, but does not use the history in the folder. So the
-daemon must not change the folder's record of that history's condition (`Marks` of backend.py). It adds a
-second line to `lock`, which says whether that history was closed cleanly, and restores this state on close.
-If the daemon is killed, the next holder reads the second line.
+daemon must not change the record that says whether the folder's own history was closed cleanly (`Marks` of
+backend.py). It adds a second line with this state to `lock`, and restores the state on close. If the daemon
+is killed, the next holder reads the second line.
 
 If the folder's `conversations.db` is a symbolic link, the lock beside the linked file is taken, too. So only
 one process at a time can open the history, under any path.

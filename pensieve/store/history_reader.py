@@ -56,7 +56,7 @@ class HistoryReader:
     def __init__(
         self, snapshots: Reads, transactions: StoreTransactions, is_pending: Callable[[], bool]
     ) -> None:
-        """`is_pending` returns whether deleted text can be erased only when no snapshot is open."""
+        """`is_pending` returns whether deleted text waits for a moment without a snapshot, to be erased."""
         self._snapshots = snapshots
         self._is_pending = is_pending
         self._transactions = transactions

@@ -145,9 +145,9 @@ class NewTurn:
     `sampling` contains only what the client sent: no defaults, and no seed that the service chose. So a
     repeated request compares equal. `seed` is the seed to use.
 
-    The token ids of `messages` are valid only after revision `expected_revision` of the conversation that was
-    created at `expected_created_at`. (A conversation that is created later may have the same id.) None
-    accepts any value.
+    The token ids of `messages` are valid only if they follow the log of revision `expected_revision`, in the
+    conversation that was created at `expected_created_at`. (A conversation that is created later may have the
+    same id.) None accepts any value.
     """
 
     request_id: str
@@ -189,7 +189,7 @@ class StoredConversation:
     updated_at: float
     began_at: float | None = None  # the template's current time, if the head already has its tokens
     has_pending: bool = False  # messages are pending, or were taken by the last turn
-    title: str = field(default="", compare=False)  # only readers of lists set it: titles.py
+    title: str = field(default="", compare=False)  # set only in lists (titles.py)
 
     @property
     def template_time(self) -> float:

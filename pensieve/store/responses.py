@@ -3,11 +3,11 @@
 A response is a row of `responses` and a body, which is the JSON that its client got. It is deleted with its
 conversation, or earlier.
 
-    revision         the conversation's revision after the response's turn; a client continues from there. It
-                     is set in the commit that adds the turn to the history, and NULL before.
+    revision         the conversation's revision after the response's turn; a client continues from there.
+                     It is set in the commit that adds the turn to the history, and NULL before.
     is_ours          the conversation was created only to hold responses; no client asked for it
-    last_revision    the highest revision that this response, or a deleted response of the conversation, has
-                     created (or began at, if its turn is not in the history)
+    last_revision    the highest revision of this response and of the deleted responses of the conversation.
+                     For a turn that is not in the history, the revision before the turn counts.
 
 If `is_ours` is set and the last response of the conversation is deleted, the conversation must be deleted,
 too. It is kept if it was continued in another way: a turn is running, or its revision is above
@@ -44,15 +44,15 @@ class StoredResponse:
     request: str = ""  # a digest of the request
     revision: int | None = None
     is_ours: bool = False
-    began_at_revision: int = 0  # the conversation's revision before its turn
+    began_at_revision: int = 0  # the conversation's revision before the response's turn
     tenant: str = ""
 
 
 class Removed(NamedTuple):
-    """A deleted response, and the conversation that is no longer needed."""
+    """The result of deleting a response: the conversation that is no longer needed, if any."""
 
     conversation_id: str = ""  # empty: the conversation stays
-    revision: int = 0  # the conversation's revision at that time
+    revision: int = 0  # the revision of this conversation
 
 
 class ResponseStore:

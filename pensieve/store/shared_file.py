@@ -1,9 +1,10 @@
 """The files beside a SQLite database that several daemons of one host share.
 
-    FILE.lock          locked in shared mode by each daemon while the daemon has the database open. A daemon
-                       that finds the file unlocked first locks it exclusively, and is *alone* until `share`.
-                       The file has a text while the database is open. If a daemon is alone and finds a text,
-                       the database was not closed (a power loss, or all daemons were killed).
+    FILE.lock          locked in shared mode by each daemon while the daemon has the database open. If a
+                       daemon finds the file unlocked, it locks the file exclusively. It is then *alone* until
+                       it calls `share`. The file has a text while the database is open. If a daemon is alone
+                       and finds a text, the database was not closed (a power loss, or all daemons were
+                       killed).
     FILE.write         the writers' lock, held for one transaction (WriteTurn)
     FILE.write-next    locked by the next writer, while it waits for the writers' lock
     FILE.write-done    a pipe; a writer whose slice is over writes a byte to wake the next writer
@@ -103,7 +104,8 @@ class SharedFile:
         With a `holder`, no other process may open the database until `close`. Their errors name the holder.
 
         Raises:
-            StoreLocked: another process has the database open (without a `holder`: open exclusively).
+            StoreLocked: another process has the database open exclusively, or has it open at all if a
+                `holder` is given.
             StoreError: the file system may be a network file system.
         """
         refuse_network(path.parent)

@@ -52,7 +52,7 @@ def with_titles(
     """Return the conversations of a page with their titles. `page` has their row numbers, too."""
     titles = {number: _given_title(each) for number, each in page}
     unnamed = [(number, each) for number, each in page if not titles[number]]
-    # Messages of a declared prefix give no title, because many conversations have the same ones.
+    # Messages of a declared prefix give no title, because many conversations begin with them.
     for revision, numbers in (
         (0, [number for number, each in unnamed if not each.prefix_id]),
         (1, [number for number, each in unnamed if each.prefix_id]),

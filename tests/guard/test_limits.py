@@ -129,7 +129,7 @@ def test_a_token_file_with_a_mistake_is_refused(tmp_path: Path, text: str, probl
 
 def test_tokens_of_one_tenant_have_the_same_limits(tmp_path: Path) -> None:
     one, other = (callers.new_token("a", admin=False, turns_max=each)[1] for each in (1, 2))
-    with pytest.raises(ConfigError, match="tenant 'a' has two different limits"):
+    with pytest.raises(ConfigError, match="the tokens of tenant 'a' have different limits"):
         callers.limits_of(tokens(tmp_path, one + other))
 
 

@@ -402,7 +402,7 @@ def test_a_wrong_number_of_bytes_is_no_reason_to_lose_a_history(
     said: list[str] = []
     with backing.restored(report=said.append) as found:
         assert found.messages("tea")
-    assert "the stored bytes of 2 tenants were wrong and are corrected" in said
+    assert "the byte counters of 2 tenants were wrong and have been corrected" in said
 
 
 # -- refusals --

@@ -1,8 +1,8 @@
 """Parse request bodies of Anthropic's API into the same `ParsedRequest` as OpenAI's.
 
 Some parameters have no effect on any answer (`metadata`, `cache_control`, `service_tier`). All others are
-honoured, or refused by name. The defaults are the model's, not Anthropic's. Two parameters depend on the
-model's chat template:
+honoured, or refused with an error that names the parameter. The defaults are the model's, not Anthropic's.
+Two parameters depend on the model's chat template:
 
     thinking               sets the template's switch for thinking, if any; `budget_tokens` has no effect
     output_config.effort   sets the template's `reasoning_effort`; `high` is the API's default and is always
@@ -50,7 +50,7 @@ PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 def parse(
     body: Any, served: Served, fields_of: Callable[[Any], Fields] = checked_fields
 ) -> ParsedRequest:
-    """Parse a message request. InvalidArgument names the invalid parameter."""
+    """Parse a message request. An InvalidArgument names the invalid parameter."""
     fields = fields_of(body)
     prompt, given = _prompt(fields, served), _given_sampling(fields)
     # min_tokens is 0, because max_tokens may be smaller than the default of min_tokens.

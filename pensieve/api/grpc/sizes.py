@@ -1,4 +1,4 @@
-"""Check the sizes of a request's fields in its bytes, before it is parsed.
+"""Check the sizes of a request's fields in the serialized request, before it is parsed.
 
 Parsing a few megabytes of empty messages, deep JSON or maps would block the event loop for seconds. So fields
 with many elements must be small:

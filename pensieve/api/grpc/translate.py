@@ -185,7 +185,8 @@ def check_arguments(messages: Iterable[pb.NewMessage]) -> None:
     ):
         raise InvalidArgument(
             "messages",
-            f"all tool call arguments may have {sizes.TOOL_CALLS_BYTES_MAX:,} bytes",
+            "the arguments of all tool calls together may have at most "
+            f"{sizes.TOOL_CALLS_BYTES_MAX:,} bytes",
         )
 
 

@@ -183,9 +183,10 @@ class ToolRules:
     # index of each strict tool -> path of its `strict` flag in the request body
     strict: Mapping[int, str] | None = None
     callable: frozenset[str] | None = None  # names; None: all
-    where: str = ""  # path in the request body of the tool choice that requires or restricts calls
+    # path, in the request body, of the tool choice that requires or restricts calls; "": there is none
+    where: str = ""
     must: bool = False
-    # path in the request body of the flag that limits the reply to one call; "": no limit
+    # path, in the request body, of the flag that limits the reply to one call; "": no limit
     single: str = ""
 
     @property

@@ -3,8 +3,8 @@
     body ──parse──> ParsedRequest: a turn or a raw prompt, number of choices, streaming, conversation
 
 Some parameters have no effect on any answer (`user`, `metadata`, `service_tier`, …). All others are honoured,
-or refused by name. Clients of other servers send further fields without effect (IGNORED).
-`ParsedRequest.ignored` lists these. `stream` and the parameters of stored conversations
+or refused with an error that names the parameter. Fields for other servers have no effect (IGNORED).
+`ParsedRequest.ignored` lists the fields without effect. `stream` and the parameters of stored conversations
 (`previous_response_id`, `conversation`, `background`) are read here. An endpoint that does not support such a
 parameter refuses it.
 
@@ -224,7 +224,7 @@ def parse(
     served: Served,
     fields_of: Callable[[Any], Fields] = checked_fields,
 ) -> ParsedRequest:
-    """Parse a body. InvalidArgument names the invalid parameter."""
+    """Parse a body. An InvalidArgument names the invalid parameter."""
     fields = fields_of(body)
     values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)

@@ -55,7 +55,10 @@ class SharedReplicas:
         return sorted(replicas, key=lambda each: each.name)
 
     def _replica(self, told: pb.Replica) -> Replica:
-        """Convert a protobuf Replica. If it has no address, it is the called daemon itself, the only one."""
+        """Convert a protobuf Replica.
+
+        A replica without an address is the called daemon. No other daemon uses its history.
+        """
         address = told.address or self._address
         state = "draining" if told.draining else "alive" if told.alive else "silent"
         return Replica(told.name or address, address, told.metrics_address, state)

@@ -32,7 +32,7 @@ class Replica:
 
 
 def replicas_of(text: str, field: str = "replicas") -> tuple[Replica, ...]:
-    """Parse `name=address,…`; names are optional. InvalidArgument names `field` as the wrong argument."""
+    """Parse `name=address,…`; names are optional. Errors name the argument `field`."""
     found: dict[str, Replica] = {}
     for each in filter(None, (part.strip() for part in text.split(","))):
         name, is_named, address = each.partition("=")

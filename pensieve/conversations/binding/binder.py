@@ -235,7 +235,7 @@ class Binder:
         raise AssertionError("the last attempt returns or raises")
 
     async def _retried(self, choice: _Choice, seconds_left: float | None) -> BoundTurn | None:
-        """Return the turn that this request retries; InvalidArgument if the first had other content."""
+        """Return the turn that this request retries. Raises InvalidArgument if the content differs."""
         if not choice.request_id:
             return None
         store, tenant = self._daemon.store, choice.request.tenant

@@ -109,7 +109,7 @@ def session_digest(session_key: str) -> bytes:
 
 
 def prefix_id(system_prompt: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Make a prefix_id from a system prompt and tools, so that conversations with equal ones share KV.
+    """Make a prefix_id, so that conversations with the same system prompt and tools share KV.
 
     Return "" if there are neither. White space in the text also counts, because its tokens are shared.
     """

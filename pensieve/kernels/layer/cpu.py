@@ -4,9 +4,9 @@
 result does not depend on other rows in the call.
 
 The weights of a product are stored in panels.  A panel holds the weights of as many outputs as fit into two
-vectors.  A panel is a sequence of steps.  A step is one float or float16 input, two bfloat16 inputs or four
-int8 inputs, with their weights for all outputs.  So a product reads a panel from front to back.
-Outputs that pad the last panel have weights of 0. csrc/cpu/layer.h has the structures.
+vectors.  A panel is a sequence of steps.  A step holds the weights of one float or float16 input, two
+bfloat16 inputs or four int8 inputs, for all outputs of the panel.  So a product reads a panel from front to
+back.  Outputs that pad the last panel have weights of 0.  csrc/cpu/layer.h has the structures.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class ExpertsStruct(ctypes.Structure):
 class PackedExperts:
     """Pack the router and experts of one layer.
 
-    `int8` rounds the experts but not the router, because it decides which experts compute.
+    `int8` rounds the experts but not the router, because the router decides which experts compute.
     """
 
     def __init__(self, weights: ExpertWeights, *, int8: bool) -> None:
@@ -320,7 +320,10 @@ def available(dtype: torch.dtype) -> bool:
 
 
 def argmax(rows: torch.Tensor) -> torch.Tensor:
-    """Return int64 (rows): the first column of each float32 row's largest value; -1: not finite."""
+    """Return the first column of each float32 row's largest value, or -1 if a value is not finite.
+
+    The result is int64 (rows).
+    """
     assert rows.dtype == torch.float32
     assert rows.stride(1) == 1
     out = torch.empty(len(rows), dtype=torch.int64)

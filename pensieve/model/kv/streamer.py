@@ -10,10 +10,12 @@ G groups) in layer l is step n = l · G + g, and its arena is n % 2:
 
     load n        copy host pages of layer l to arena n % 2
     attend n      the step's slices write to the arena and attend to it
-    store n       copy what they have written back to the host
+    store n       copy back to the host what they have written
 
     staging  ├ load 0 ┤a├ load 1 ┤b├ wait A ┤ store 0 ┤ load 2 ┤c├ wait B ┤ store 1 ┤ load 3 ┤d …
     compute            ├ wait a ┤ attend 0 ┤A├ wait b ┤ attend 1 ┤B├ wait c ┤ …     … ├ wait for the last ┤
+
+Events a, b, … are recorded after the loads, and A, B, … after the attends.
 
 All copies of all passes are launched on one stream, so they are ordered.  The host does not wait:
 `wait_loaded` makes the computing stream wait for the event after a load, and `attended` records an event
@@ -36,9 +38,9 @@ Why no page is read or written wrongly:
 * Later readers and writers of host pages see all stores.  They are swap-ins, swap-outs into released pages,
   and checksums.  `end` makes the computing stream wait for the last store.  The readers and writers wait for
   an event that is recorded on the computing stream after `end`.
-* A swap may run during the pass.  The swap and the pass can both use only full pages that turns share, and
-  the pass only reads these pages.  There are two reasons: the core does not reuse the pages of a copy before
-  the copy is reported, and no turn is resident and streamed at once.
+* A swap may run during the pass.  A page that the swap and the pass both use is full and shared, and the pass
+  only reads it.  This is so because the core does not reuse the pages of a copy before the copy is
+  reported, and because no turn is resident and streamed at once.
 
 If a pass fails (out of memory), `abandon` gives the pass up and launches no further copies.  The host pages
 then hold the old contents or some of the pass's stores.  Computing the pass again writes the same values.

@@ -35,7 +35,7 @@ from pensieve.model.attention import FlatModel, ForwardPass
 from pensieve.model.parallel.rank_store import RankStore
 
 _SIOCGIFADDR = 0x8915
-COLLECTIVE_SECONDS = 60.0  # a collective fails after so long without a rank
+COLLECTIVE_SECONDS = 60.0  # a collective fails if a rank does not take part for this long
 
 
 class Rank(ABC):

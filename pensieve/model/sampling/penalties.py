@@ -106,7 +106,10 @@ class Penalties:
 
 
 def _ids_of(tokens: array[int], like: Tensor) -> Tensor:
-    """Return the `tokens` that `like` has, copied: a tensor over the log would keep it from growing."""
+    """Return a copy of the `tokens` that are valid indices of `like`.
+
+    A tensor that shared the log's memory would keep the log from growing.
+    """
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device=like.device)
     ids = torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64)
