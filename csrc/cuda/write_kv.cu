@@ -7,8 +7,8 @@
 //
 //   x[i], x[i + half] <- x[i] cos[i] - x[i + half] sin[i],  x[i + half] cos[i + half] + x[i] sin[i + half]
 //
-// where half = rotated / 2.  The computation is in float and rounds once.  The query goes to `rotated_query`, the key
-// to its page.
+// where `rotated` is the number of leading elements of a row that are rotated, and half = rotated / 2.  The computation
+// is in float and rounds once.  The query goes to `rotated_query`, the key to its page.
 //
 // If keys and values are stored as bytes (STORED=E4m3; e4m3.h), each number is divided by the scale of its head and
 // rounded once.

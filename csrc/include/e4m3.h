@@ -10,8 +10,9 @@
 //
 //   keys     A product sums over the row, so the order does not matter if the query has the same order.  `mixed`
 //            puts sixteen elements of a query row into the order in which lanes find a key's elements.
-//   values   A transposition by pairs of bytes puts the values of two neighbouring tokens, in two columns, into a word.
-//            So of two products with eight columns each, one has the even columns and the other has the odd columns.
+//   values   After a transposition by pairs of bytes, a word holds two neighbouring columns of two neighbouring tokens.
+//            Unpacking separates the two columns.  So of two products with eight columns each, one has the even columns
+//            and the other has the odd columns.
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -50,8 +51,9 @@ struct Numbers {
   __device__ __forceinline__ bool all() const { return (seen & 0x80808080u) == 0; }
 };
 
-// Puts sixteen elements of a row into the order of `unpack`.  Where a lane with l % 4 = i otherwise finds elements 2 i
-// and 2 i + 1, it then finds elements 4 i and 4 i + 2.  Eight places further, it finds elements 4 i + 1 and 4 i + 3.
+// Puts sixteen elements of a row into the order of `unpack`.  Let i be the lane's number modulo 4.  Without `mixed`,
+// the lane finds elements 2 i and 2 i + 1 at its place.  After `mixed`, it finds elements 4 i and 4 i + 2 there.  Eight
+// places further, it finds elements 4 i + 1 and 4 i + 3.
 __device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -60,8 +62,8 @@ __device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) 
   }
 }
 
-// Returns which column of the head a lane has in element `side` (0 or 1) of its pair, in the `index`-th product with
-// values.
+// In the `index`-th product with values, a lane has two neighbouring results, `pair` and `pair` + 1.  Returns the
+// head's column of result `pair` + `side`.
 __device__ __forceinline__ int column_of(int index, int pair, int side) {
   return index / 2 * 16 + 2 * (pair + side) + index % 2;
 }

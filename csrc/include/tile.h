@@ -19,16 +19,15 @@ struct Tile {
     return (tile + row * ROW_BYTES) ^ (uint32(row) / EVERY % GROUP << 4);
   }
 
-  // Returns the address of piece `piece` of a row.  `row` may already include a lane's part of the piece number, because
-  // the permutation is an exclusive or of address bits that are zero at the start of a row.
+  // Returns the address of piece `piece` of a row.  `row` may also be the address of piece p of the row, if p < GROUP
+  // and p has no bit in common with `piece`.  Then the result is the address of piece p + `piece`.
   static __device__ __forceinline__ uint32 piece(uint32 row, int piece) {
     return (row ^ (piece % GROUP << 4)) + piece / GROUP * (GROUP * 16);
   }
 };
 
-// A lane's rows and elements in the fragments of ldmatrix and mma.
-//
-//   lane l, matrix m = l / 8:     the lane's row of the 16 x 16 left operand at piece `step`
+// A lane's rows and elements in the fragments of ldmatrix and mma.  For ldmatrix, lane l gives the address of row l % 8
+// of matrix l / 8.  The functions below say which row and piece of the tile this is.
 struct Lane {
   int lane, row, pair;  // lane l holds row l / 4, from element 2 (l % 4) on
 

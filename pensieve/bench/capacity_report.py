@@ -72,7 +72,7 @@ def show_found(found: Sequence[CapacityResult], report: Report) -> None:
         gap = in_time(figures.gap_p99 or 0.0) if figures else "-"
         rate = f"{each.rate:.3g}" if figures else "none"
         rows.append((each.scheduling, in_time(each.objective), rate, tokens, gap))
-    columns = ("scheduling", "P99 between tokens within", "conversations/s", "tokens/s", "P99 gap")
+    columns = ("scheduling", "objective for the P99 gap", "conversations/s", "tokens/s", "P99 gap")
     report.table("The highest load that is carried", columns, rows)
 
 
@@ -112,7 +112,8 @@ def show_rows(
             held = [(a.figures.gap_p99 or 0.0) / a.objective for a, _ in pairs]
             report.line(
                 f"{name} over {other}: P99 gap {over_rounds(gaps, _ratio)}, tokens/s "
-                f"{over_rounds(speeds, _ratio)}; P99 gap over the objective {over_rounds(held, _ratio)}"
+                f"{over_rounds(speeds, _ratio)}; P99 gap relative to the objective "
+                f"{over_rounds(held, _ratio)}"
             )
 
 

@@ -242,9 +242,9 @@ def _print(
         points = recompute.attention_seconds
         some = [points[0][0], points[len(points) // 2][0], points[-1][0]]
         listed = ", ".join(
-            f"{recompute.chunk_seconds(at) * 1e3:.1f} ms behind {at:,}" for at in some
+            f"{recompute.chunk_seconds(at) * 1e3:.1f} ms after a context of {at:,}" for at in some
         )
-        report.line(f"to recompute a chunk of {limits.chunk_tokens} tokens: {listed}")
+        report.line(f"to recompute a chunk of {limits.chunk_tokens} tokens: {listed} tokens")
     if copies is not None:
         size = copies.pages * limits.chunk_tokens * cost.kv_bytes_per_token / 1e9
         report.line(

@@ -53,7 +53,8 @@ def add_parser(kinds: Any) -> None:
                 else ", all at once and without thinking"
             )
             + (
-                f", on a device tier for {shape.device_share * 100:g} percent of it"
+                f", with a device tier for {shape.device_share * 100:g} percent of the KV of all "
+                "conversations"
                 if shape.device_share
                 else ""
             )

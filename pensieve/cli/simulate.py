@@ -351,9 +351,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phases",
         choices=PHASES,
         default="unified",
-        help="separate: an iteration with prompts and with turns that generate takes two passes, "
-        "prompts first; with --token-budget 1000000, whole prompts go first, as in schedulers that "
-        "prefer prefills (default: unified)",
+        help="separate: if an iteration has prompts and decodes, it takes two passes, first the "
+        "prompts, then the decodes. To simulate a scheduler that prefers prefills, also pass "
+        "--token-budget 1000000, so that prompts are not split. (default: unified)",
     )
     parser.add_argument(
         "--token-budget",

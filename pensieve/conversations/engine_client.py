@@ -109,7 +109,8 @@ class EngineProgram:
     settings: Mapping[str, str]
     model_folder: Path
     model_name: str = ""  # for people
-    take_early: Callable[[], EngineChild | None] = lambda: None  # gives an early process
+    # Returns an engine process that was started before the settings were complete, if there is one.
+    take_early: Callable[[], EngineChild | None] = lambda: None
 
 
 @dataclass(frozen=True)

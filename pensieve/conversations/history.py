@@ -243,7 +243,8 @@ class History:
     ) -> SubmitTurn | OutdatedTokens | None:
         """Make the message that brings the conversation's KV to the device.
 
-        `number`: the warm's number. None if there is no log, or if a turn runs and brings the KV itself.
+        `number`: the warm's number. Returns None if there is no log, or if a turn runs and brings the KV
+        itself.
         """
         self._store.claim(conversation_id, tenant=tenant)
         conversation = self._store.get_conversation(conversation_id, tenant=tenant)
@@ -474,7 +475,7 @@ class History:
         bytes_max = self._storage.get(tenant)
         if bytes_max is not None and (taken := self._store.stored_bytes(tenant)) >= bytes_max:
             raise StorageFull(
-                f"this token's conversations take {taken:,} of {bytes_max:,} bytes; delete some"
+                f"the conversations of your tenant take {taken:,} of {bytes_max:,} bytes; delete some"
             )
 
     def _check(self, request: TurnRequest) -> None:
@@ -546,8 +547,8 @@ class PrefixHistory:
     A prefix is stored as a conversation, and the engine knows the prefix by that conversation's `cache_key`.
     The prefix gets its KV from a warm, or from the first turn of a conversation that begins with the prefix.
     In the second case, the engine makes the prefix a fork of the conversation (`ended`). A message to the
-    engine names a prefix only if a job here has checked that conversation and prefix have the same messages.
-    So the engine never shares tokens of an earlier prefix with the same name.
+    engine names a prefix only if the call that made the message has checked that the conversation begins with
+    the messages of the prefix. So the engine never shares tokens of an earlier prefix with the same name.
     """
 
     def __init__(
@@ -579,7 +580,7 @@ class PrefixHistory:
             stored_messages(given, tokens) if given else [replace(STAND_IN, token_ids=tokens[0])]
         )
         if self._store.prefixes.num_of(settings.tenant) >= prefixes_max:
-            raise StorageFull(f"this token may have {prefixes_max} prefixes; delete some")
+            raise StorageFull(f"your tenant may have {prefixes_max} prefixes; delete some")
         return self._store.prefixes.declare(
             records.NewPrefix(
                 settings.prefix_id,

@@ -2,7 +2,7 @@
 
 A claim may take a conversation from another daemon's session (store/owners.py). The other daemon may have
 written to the conversation since this daemon last owned it. So this daemon drops its state of the
-conversation before the job that claims returns: the memory of `History`, a turn that still runs here, and the
+conversation before the claim returns: the memory of `History`, a turn that still runs here, and the
 KV in the engine. The engine drops the KV before the SubmitTurn of the next turn.
 
 A call for a conversation that another daemon owns fails with OwnedElsewhere and writes nothing. The gRPC and

@@ -75,7 +75,7 @@ class TurnEvents:
         self.engine_down = Signal[[str]]()
         # A frame of the engine's events, including those of background turns.
         self.engine_events = Signal[[list[EngineTurnEvent]]]()
-        # The daemon may have begun or stopped to take new turns. Argument: whether it takes new turns.
+        # The daemon has possibly begun or stopped taking new turns. Argument: whether it takes them now.
         self.serving = Signal[[bool]]()
         # The daemon takes no new turns.
         self.draining = Signal[[]]()

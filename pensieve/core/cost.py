@@ -6,8 +6,8 @@ extrapolated along the last segment. The constant c is the cost of the rest, whi
 
 Policies sort chunks into classes by this cost (`CostSteps`, `class_at`). From one class to the next, the cost
 rises by the factor `class_ratio`. The class of a chunk is log(cost / cost of the cheapest chunk) /
-log(class_ratio) steps above the class of the cheapest chunk. If a value is a product (cost, holders), the
-steps of its factors are added.
+log(class_ratio) steps above the class of the cheapest chunk. If a value is a product, such as cost times
+weight of the holders, the steps of the factors are added.
 
 **An iteration** is predicted from the work in its slices. A *key* is a position whose KV a slice reads. A
 *pair* is a token and a position that the token sees. A *decode* is a slice of one token; a generating turn

@@ -18,9 +18,9 @@ tensors' device:
 An attention kernel has the same name in Python and in csrc.
 
 Layout.  A layer's arena is (pages, 2, kv_heads, slots, row), keys then values.  So a page of a layer is one
-contiguous run, and so is the tile of a head.  `key_pages` and `value_pages` are views of the arena,
-(pages, kv_heads, slots, row).  `kv_format` defines a row.  A slot that was never written may hold anything,
-including NaN: no kernel lets it reach a result.
+contiguous run, and so are the keys (or values) of one head in the page.  `key_pages` and `value_pages` are
+views of the arena, (pages, kv_heads, slots, row).  `kv_format` defines a row.  A slot that was never written
+may hold anything, including NaN: no kernel lets it reach a result.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ A kernel's code (a cubin) is taken from, in this order:
 3. the compiler, which takes a second or two; the result goes to the cache.
 
 A file's name is `key-digest.cubin`.  The key is the SHA-256 of everything that the code depends on: the
-source and every header, the definitions, the architecture, the options, and for the cache the version of
-the compiler.  The digest is the SHA-256 of the file's content.  A file with another digest is not used.
+source and every header, the definitions, the architecture and the options.  For files in the cache, the key
+also depends on the version of the compiler.  The digest is the SHA-256 of the file's content.  A file with
+another digest is not used.
 
 Concurrent processes are safe: a file is written under another name and then renamed, so it is complete when
 it appears.  While one process compiles a key, other processes that need the key wait for its lock.  The cache

@@ -59,7 +59,9 @@ class BuiltEngine:
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
     smallest_tbt: Smallest | None = None  # None if no objective was given
-    kv_identity: KvIdentity = field(default_factory=lambda: KvIdentity({}, "no model computes"))
+    kv_identity: KvIdentity = field(
+        default_factory=lambda: KvIdentity({}, "it runs no model, so it has no KV")
+    )
 
     @property
     def context_max(self) -> int:

@@ -38,7 +38,7 @@ class Sharing:
     def tokens(self) -> tuple[Token, ...]:
         """Return the token that daemons with this secret use to call each other.
 
-        Empty if clients need no tokens.
+        Empty without a secret.
         """
         if not self.secret:
             return ()

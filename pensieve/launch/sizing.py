@@ -30,7 +30,8 @@ def tier_pages(
     on_device = settings.device_cache
     if on_device.unit == "auto":
         on_device = share if device_bytes is None else TierSize(1.0, "share")
-    if device_bytes is not None and on_device.unit == "share":  # a share of what the arenas leave
+    # a share of the memory that the staging arenas leave
+    if device_bytes is not None and on_device.unit == "share":
         host_bytes = host.pages(page_bytes, settings.chunk_tokens, available) * page_bytes
         device_bytes -= _staging_bytes(settings, device_bytes, host_bytes, num_layers)
     device_pages, host_pages = (
@@ -79,7 +80,10 @@ def _staging_bytes(settings: Settings, device_bytes: int, host_bytes: int, num_l
 
 
 def streams_in_place(settings: Settings, on_cpu: bool) -> bool:
-    """Return whether streamed turns read the host tier directly: on a CPU, unless arenas are requested."""
+    """Return whether streamed turns read the host tier directly.
+
+    They do on a CPU, unless staging arenas are requested.
+    """
     return on_cpu and settings.stream != "off" and not settings.staging_tokens
 
 

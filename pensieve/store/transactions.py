@@ -83,7 +83,10 @@ class _ThreadState(threading.local):
 
 
 class StoreTransactions:
-    """Used in the store's threads, up to `num_lanes`. `as_read` and `turn_as_read` may run in any thread."""
+    """Used in the store threads, of which there are `num_lanes` (backend.py).
+
+    `as_read` and `turn_as_read` may run in any thread.
+    """
 
     def __init__(self, writer: Transactions, now: Callable[[], float]) -> None:
         self._writer = writer
@@ -131,7 +134,8 @@ class StoreTransactions:
     def ending(self, turn_id: int) -> Iterator[Connection]:
         """Run the transaction that ends a turn. Afterwards the turn is not live, even if the write failed.
 
-        The block must call `may_end`.
+        There are two exceptions. After a Conflict, the turn stays live until the last retry (`repeat`). If
+        this daemon has begun the turn again, the newer attempt stays live. The block must call `may_end`.
         """
         stays_live, was_written = False, False
         new = object()

@@ -18,7 +18,8 @@ The input is JSON:
 **Marks.** A mark is the text or control token that starts a call, such as `<tool_call>`. Text is free until a
 mark. After a mark, only a call of these tools can follow. If the mark is a control token, text that looks
 like the mark stays text (see tool_calls/styles.py). Llama's form has no mark: the first character of the
-reply decides between call and text. If nothing closes the part that a mark opened, no text can follow a call.
+reply decides between call and text. In some forms, no closing mark ends the calls. In these forms, no text
+can follow a call.
 """
 
 from __future__ import annotations

@@ -96,8 +96,9 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def plain_text(text: str, where: str) -> str:
-    """Return a plain `str`, so that no part of it counts as the template's text.
+    """Return a plain `str`.
 
+    A subclass of `str` (`TemplateText`) could mark parts of the text as written by the template.
     Raises InvalidArgument if the text cannot be encoded as UTF-8.
     """
     if not isinstance(text, str):

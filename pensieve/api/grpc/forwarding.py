@@ -138,7 +138,8 @@ class Forwarder:
         while True:
             if not owner.address:
                 raise owner
-            is_away = owner.address == self._claims.address  # the owner had our address before us
+            # At this daemon's own address, the owner is an earlier daemon, which no longer runs.
+            is_away = owner.address == self._claims.address
             if not is_away:
                 try:
                     await self._sent(owner, tenant, call)

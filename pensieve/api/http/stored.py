@@ -280,7 +280,9 @@ class StoredConversations:
             return
         taken = await self._threads.in_store(tenant, self._store.stored_bytes, tenant)
         if taken >= most:
-            raise StorageFull(f"this token's conversations take {taken:,} bytes of {most:,}")
+            raise StorageFull(
+                f"the conversations of your tenant take {taken:,} of {most:,} bytes; delete some"
+            )
 
     # -- inside --
 

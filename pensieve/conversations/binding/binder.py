@@ -61,7 +61,9 @@ from pensieve.store.records import ChainMatch
 NO_DIGEST = ChainEnd()
 ATTEMPTS_MAX = 4
 APPENDING_ATTEMPTS = 2
-LOOKUPS_MAX = 16  # of refused requests at once, for each tenant
+# A request that would be refused may be a retry, so it is looked up first, unless this many requests of its
+# tenant are already being looked up.
+LOOKUPS_MAX = 16
 HASHED_AT_ONCE = 1 << 18  # characters; hashing more on the event loop would stall it
 RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
 
@@ -113,7 +115,7 @@ class Binder:
     ) -> list[BoundTurn]:
         """Begin a turn for each choice of a request that brings its full history.
 
-        `chain` comes without its digest. The request_id may be any text.
+        `chain.digest` is still empty; the binder computes it. The request_id may be any text.
 
         If an identical request is about to begin its turns, this call waits for that request. A request
         continues after its client disconnects, because that is when clients retry.

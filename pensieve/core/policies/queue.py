@@ -12,10 +12,12 @@ All entries of a class have the same value at the same idle time, and the value 
 class is ordered by idle time, and this order never changes. The least valuable branch is therefore among the
 heads of the classes.
 
-An entry is a *lower bound* of its branch's value. The value rises when a holder becomes active, with time
-(`Branch.weight`), and when the chunk of the entry no longer qualifies. A rise changes no entry: the entry is
-corrected when it becomes the least valuable one. The value falls when the branch loses a holder, or when an
-earlier chunk qualifies again. Then the branch is offered again at once, and its old entry becomes stale.
+An entry is a *lower bound* of its branch's value. Apart from its fall with the idle time, which is the same
+for all entries of a class, the value rises in three cases: a holder becomes active, the weight of several
+holders grows with time (`Branch.weight`), or the chunk of the entry no longer qualifies. A rise changes no
+entry: the entry is corrected when it becomes the least valuable one. The value falls further when the branch
+loses a holder, or when an earlier chunk qualifies again. Then the branch is offered again at once, and its
+old entry becomes stale.
 Entries of branches that a running turn holds are removed when they become the head of a class. `offer` queues
 such a branch again when it is idle.
 
@@ -215,11 +217,14 @@ class RetentionQueue:
             assert entry is not None, f"{self.role.name}: {branch} is not offered"
             since, class_index = entry.since, entry.class_index
             assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
-            assert entry.start == branch.start, f"{self.role.name}: {branch} was offered elsewhere"
+            assert entry.start == branch.start, (
+                f"{self.role.name}: {branch} begins at another chunk than its entry"
+            )
             believed = self.policy.value(class_index, now - since)
             true_class = self.policy.class_of(branch, first.index, now)
             value = self.policy.value(true_class, now - branch.idle_since)
-            slack = 1.0 if since == branch.idle_since else self.policy.class_ratio  # rounded down
+            # The class was rounded down, so an outdated entry may be too high by one class.
+            slack = 1.0 if since == branch.idle_since else self.policy.class_ratio
             assert believed <= value * slack * (1 + 1e-9), (
                 f"{self.role.name}: {branch} is overvalued, {believed} > {value}"
             )

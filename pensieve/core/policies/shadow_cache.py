@@ -43,7 +43,8 @@ from pensieve.core.policies.protocol import EndedTurn
 FADE_SECONDS = 300.0
 LEARNED_PROOF = 0.98
 RANDOM_PROOF = 0.85
-BUCKET_STEP = 0.25  # log of the ratios in one bucket
+# width of a bucket, in log(ratio); return_model.py explains the ratio of a conversation
+BUCKET_STEP = 0.25
 SPREAD = 3.0  # random factors are between exp(-SPREAD) and 1
 HITS_MIN = 3  # successive hits with lru that make a conversation's factor 1
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2

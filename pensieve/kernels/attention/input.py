@@ -21,8 +21,8 @@ import torch
 class AttentionKind(NamedTuple):
     """How a layer's queries weigh keys; the same in every iteration.
 
-    Further fields are None in layers that do not use them.  A kernel names the fields that it supports
-    (`KIND_FIELDS`).  The reference computes layers that need other fields.
+    A field that is added later must be None in layers that do not use it.  A kernel names the fields that it
+    supports (`KIND_FIELDS`).  The reference computes layers that need other fields.
     """
 
     scaling: float  # factor of the scores

@@ -35,7 +35,10 @@ class Tiling(NamedTuple):
     wide: int
 
     def page_cost(self, num_rows: int) -> int:
-        """Return the cost of a page, if one kernel does narrow and wide tiles."""
+        """Return the relative cost of reading a page for a tile of `num_rows` rows.
+
+        It applies if one launch computes narrow and wide tiles.
+        """
         return 1 if num_rows <= self.narrow_max else 2
 
 
@@ -63,7 +66,7 @@ class PackedTiles(NamedTuple):
 
     tiles: list[Tile]  # in their order; members begin after their pack's pages
     packs: list[Tile]
-    rows: list[int]  # rows of all packs: token · group + member of the group
+    rows: list[int]  # rows of all packs: token · group + number of the query head in its group
     places: dict[int, tuple[int, int]]  # by member: its pack, and its first row there
 
 
@@ -80,7 +83,10 @@ def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tili
 
 
 def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list[Pack]:
-    """Return all possible packs, each with at least two members."""
+    """Cut the tiles of each group of slices, in order, into packs.
+
+    Return the packs with at least two members.
+    """
     by_group: dict[int, list[int]] = {}
     for index, tile in enumerate(tiles):
         if (group := shared.slice_groups[tile.slice_index]) >= 0:

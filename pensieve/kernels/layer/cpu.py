@@ -3,10 +3,11 @@
 `protocol` is the interface.  csrc/cpu/layer.cpp implements it for float32, bfloat16 and float16.  A row's
 result does not depend on other rows in the call.
 
-The weights of a product are stored in panels.  A panel holds the weights of as many outputs as fit into two
-vectors.  A panel is a sequence of steps.  A step holds the weights of one float or float16 input, two
-bfloat16 inputs or four int8 inputs, for all outputs of the panel.  So a product reads a panel from front to
-back.  Outputs that pad the last panel have weights of 0.  csrc/cpu/layer.h has the structures.
+The weights of a product are stored in panels.  A panel holds all weights of some outputs: as many outputs as
+two SIMD registers have lanes.  A panel is a sequence of steps.  A step holds the weights of one float or
+float16 input, two bfloat16 inputs or four int8 inputs, for all outputs of the panel.  So a product reads a
+panel from front to back.  Outputs that pad the last panel have weights of 0.  csrc/cpu/layer.h has the
+structures.
 """
 
 from __future__ import annotations
@@ -159,7 +160,10 @@ class CpuPackedWeights:
                 f"not ({shapes['inputs']}, {shapes['outputs']})"
             )
         if out.dtype not in (self.dtype, torch.float32) or out.stride(1) != 1:
-            raise ValueError(f"multiply: out is {out.dtype}, or its rows have gaps")
+            raise ValueError(
+                f"multiply: out is {out.dtype} with stride {out.stride(1)} in a row. It must be "
+                f"{self.dtype} (the type of rows) or torch.float32, with stride 1"
+            )
         if not self.int8 and self.inputs % self._step:
             rows = F.pad(rows, (0, 1))
         elif rows.stride(1) != 1:

@@ -400,7 +400,10 @@ def factor_between(before: torch.Tensor, after: torch.Tensor) -> float | None:
 
 
 class Router(NamedTuple):
-    """A call of a router, and the shares and experts that it returned."""
+    """A call of a router.
+
+    It returned for each row the chosen experts and their weights (`shares`, from the softmax of the logits).
+    """
 
     given: torch.Tensor
     weight: torch.Tensor

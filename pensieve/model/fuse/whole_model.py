@@ -56,7 +56,7 @@ class LayerGraphs(Protocol):
         kept: torch.Tensor,
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
-        """Return the last layer's residual of the kept rows."""
+        """Return the last layer's residual of the rows in `kept`, whose logits are needed."""
 
 
 class FusedModel:
@@ -117,7 +117,7 @@ class FusedModel:
         rows: torch.Tensor,
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
-        """Return the last layer's residual of the kept rows."""
+        """Return the last layer's residual of the rows in `rows`, whose logits are needed."""
         if self.graphs is not None and self.graphs.takes(len(hidden), forward_pass):
             return self.graphs.run(hidden, rotation, rows, forward_pass)
         paged_rows = forward_pass.paged_rows

@@ -3,9 +3,9 @@
     device_arena, host_arena   (layers, pages, 2, kv_heads, slots, row)
 
 Inside a layer a page is one contiguous run: keys, then values, of all heads.  So moving a page of one layer
-is one copy.  A head's tile of slots x row is also contiguous, for the kernels. kernels/kv_format.py defines a
-row; here rows move as bytes.  The core decides which page holds which chunk.  Nothing here is initialized: a
-slot that was never written may hold anything.
+is one copy.  The keys (or values) of one head in a page are also contiguous, for the kernels.
+kernels/kv_format.py defines a row; here rows move as bytes.  The core decides which page holds which chunk.
+Nothing here is initialized: a slot that was never written may hold anything.
 
     staging_arena              (2, staging_pages, 2, kv_heads, slots, row)
 
@@ -13,12 +13,13 @@ Two arenas on the device, shared by all layers, hold the pages of streamed turns
 `PageGroup`): one layer of one group at a time (streamer.py).  A staged page's number is its index in the
 group.
 
-Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and done one layer
-at a time, so copying can overlap with computing.
+Both tiers number their pages from 0.  Moves are given as `PageMoves`, built once for all layers, and done one
+layer at a time, so copying can overlap with computing.
 
-On a GPU the host tier is page-locked and mapped (host_arena.py).  If the driver can copy batches of pages, a
-call moves a layer's swapped pages over the bus (kernels/batched_copy.py).  Otherwise, and for streamed turns,
-one launch of the kernel `copy_pages` moves the pages.
+On a GPU the host tier is page-locked and mapped (host_arena.py).  If the driver can copy batches of pages,
+and pages are not too small, one call of the driver moves all swapped pages of a layer over the bus
+(kernels/batched_copy.py).  Otherwise, and for streamed turns, one launch of the kernel `copy_pages` moves the
+pages.
 """
 
 from __future__ import annotations

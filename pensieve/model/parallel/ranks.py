@@ -5,8 +5,10 @@ layers, by the plan that `transformers` has for the model.  A shard has some of 
 heads in its own two tiers.  All shards of a stage call the same layers in the same order.  `transformers`
 adds or gathers their parts with torch.distributed (NCCL between GPUs, gloo between processes on a CPU).
 
-    rank            0, 1, …, T-1        T, …, 2T-1          …        S stages of T shards
-    stage           the last one        the first one       …        shard t sends to shard t
+    rank            0, 1, …, T-1        T, …, 2T-1          …
+    stage           the last one        the first one       …
+
+There are S stages of T shards.  Shard t of a stage sends to shard t of the next stage.
 
 The processes run on one machine or on several (arrivals.py).  They find each other through a key-value store
 on rank 0 (rank_store.py). They communicate over one network interface of each machine, or over the GPUs' own

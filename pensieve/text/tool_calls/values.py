@@ -77,7 +77,10 @@ def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[st
 
 
 def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
-    """Return the first character that is not white space, from `character` on ("": none was read yet)."""
+    """Return the first character that is not white space: `character` itself or a later one.
+
+    If `character` is empty, start with the next one.
+    """
     if character and character not in WHITE:
         return character
     emit(character)
