@@ -134,14 +134,14 @@ class Allowance:
         """Return the error if one more turn would exceed a limit."""
         limits = self.limits
         if limits.turns_max is not None and num_turns >= limits.turns_max:
-            return _full("turns_max", f"this token may run {limits.turns_max} turns at once")
+            return _full("turns_max", f"your tenant may run {limits.turns_max} turns at once")
         return self.in_debt(now)
 
     def in_debt(self, now: float) -> QueueFull | None:
         if wait := self.tokens.seconds_until(0.0, now):
             rate = self.limits.tokens_per_second
             return _full(
-                "tokens_per_second", f"this token may use {rate:g} tokens per second", wait
+                "tokens_per_second", f"your tenant may use {rate:g} tokens per second", wait
             )
         return None
 
@@ -156,7 +156,7 @@ class Allowance:
         """Count a request, or return the error if it exceeds the limit."""
         if wait := self.requests.seconds_until(1.0, now):
             rate = self.limits.requests_per_second
-            text = f"this token may send {rate:g} requests per second"
+            text = f"your tenant may send {rate:g} requests per second"
             return _full("requests_per_second", text, wait)
         self.requests.spend(1.0, now)
         return None
@@ -177,13 +177,13 @@ class Allowance:
         calls_max = self.limits.calls_max
         if calls_max is None or self.num_calls <= allowed * calls_max:
             return None
-        return _full("calls_max", f"this token may have {calls_max} calls at once")
+        return _full("calls_max", f"your tenant may have {calls_max} calls at once")
 
     def unread_exceeded(self, num_bytes: int) -> QueueFull | None:
         """Return the error if this many more bytes would exceed unread_bytes."""
         if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
             return None
-        text = f"this token's clients have {self.num_unread_bytes:,} bytes to read first"
+        text = f"the clients of your tenant have {self.num_unread_bytes:,} bytes to read first"
         return _full("unread_bytes", text)
 
 

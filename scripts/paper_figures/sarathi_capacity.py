@@ -239,7 +239,7 @@ def _draw(
         Panel(
             title,
             title,
-            "P99 between tokens within (s)",
+            "objective for the P99 gap (s)",
             "requests per second",
             {system: line(by_slo, 0) for system, by_slo in found.items()},
             {
