@@ -238,6 +238,16 @@ def test_shares_of_pages_are_rounded_up_and_one_chunk_is_set_aside() -> None:
     assert config.device_tokens_max == 640
 
 
+@pytest.mark.parametrize(
+    ("device_pages", "host_pages", "distinct_pages"), [(20, 0, 20), (20, 3, 20), (20, 50, 65)]
+)
+def test_pages_for_copies_of_chunks_hold_no_further_chunks(
+    device_pages: int, host_pages: int, distinct_pages: int
+) -> None:
+    """A quarter of the device has copies on the host, so that its pages can be taken at once."""
+    assert CacheConfig(device_pages, host_pages).distinct_pages == distinct_pages
+
+
 def test_the_audit_notices_a_lost_page() -> None:
     cache = KVCache(CacheConfig(4, 4), LruPolicy())
     cache.check(0.0)
