@@ -143,6 +143,19 @@ def test_on_a_full_host_a_less_valuable_newcomer_is_marked_to_drop() -> None:
     assert cache.available == 12
 
 
+def test_a_chunk_on_a_full_host_stays_if_it_is_worth_a_little_more() -> None:
+    """`new` has been idle for 20 seconds and `old` for 30, so `new` is worth 1.5 times as much."""
+    stage = Stage(12, 2, policy="lru")
+    stage.say("old", 8)
+    stage.wait(10.0)
+    stage.say("new", 8)
+    assert stage.cache.move_to_host("new", stage.now) == 2
+    stage.run_until_idle()
+    stage.wait(20.0)
+    assert stage.cache.plan_swap_outs(stage.now, required_pages=12) == []
+    assert (stage.where("old"), stage.where("new")) == ("xx", "hh")
+
+
 def test_a_host_of_no_pages_makes_a_plain_device_cache() -> None:
     stage = Stage(6, 0)
     stage.say("a", 8)

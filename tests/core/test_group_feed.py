@@ -146,6 +146,18 @@ def test_replies_are_expected_to_be_as_long_as_those_that_ended() -> None:
     assert len(now(one)) == 5
 
 
+def test_replies_are_expected_to_be_longer_if_their_lengths_vary() -> None:
+    """Replies of 2 and 18 tokens: a request is expected to take 4 + 10 + 8 + 1 tokens, which are 6 pages.
+
+    The mean alone would be 4 pages, and two requests would fit into the 10 pages.
+    """
+    one = feed([(0, 1)] * 40, pages_max=10, reply=36)
+    for request in range(NUM_LEARNED_MIN):
+        assert requests(now(one)) == [request]
+        one.ended(request, 2 if request % 2 else 18)
+    assert len(now(one)) == 1
+
+
 def test_nothing_to_do_is_done() -> None:
     one = feed([])
     assert one.is_done

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pensieve.core.pipeline_stages import StageTimes
+from pensieve.core.pipeline_stages import MicroBatches, StageTimes
+from pensieve.core.scheduler_config import SchedulerConfig
 
 
 def pipeline(
@@ -85,3 +89,22 @@ def test_a_turn_that_is_alone_may_have_the_whole_limit() -> None:
     assert times.longest(3.0, 3.0, 10.0) == 5.0  # seconds per stage
     times.planned(3.0, 5.0)
     assert times.committed(13.0) == 5.0
+
+
+def test_the_turns_that_waited_longest_are_in_the_next_micro_batch() -> None:
+    """All tokens are known in time, so only the order of waiting decides. No turn misses two rounds."""
+    batches = MicroBatches(SchedulerConfig(16, 8, stages=2))
+    turns: list[Any] = [
+        SimpleNamespace(
+            turn_id=number, is_background=False, pending_tokens=0, is_prefill=False, tokens=[1]
+        )
+        for number in range(6)
+    ]
+    builder: Any = SimpleNamespace(others_generate=False)
+    rounds = [
+        {turn.turn_id for turn in batches.chosen(turns, turns, builder, background=False)}
+        for _ in range(8)
+    ]
+    assert all(len(each) == 3 for each in rounds)
+    for before, after in itertools.pairwise(rounds):
+        assert before | after == set(range(6))
