@@ -54,9 +54,7 @@ from pensieve.v1 import status_pb2 as pb
 WINDOW_BYTES = 16 << 10  # bytes of a request that gRPC receives before we read them
 HEADER_BYTES_MAX = 4 << 10
 STREAMS_MAX = 4096  # of one connection
-PENDING_MAX = (
-    STREAMS_MAX  # calls that wait to be accepted. gRPC ends any further call with CANCELLED
-)
+PENDING_MAX = STREAMS_MAX  # calls that wait to be accepted; gRPC cancels any further call
 IDENTITY = 1  # gRPC's bit for "no compression"
 SERVICES = (
     "",
@@ -74,7 +72,7 @@ OPTIONS = (
     ("grpc.absolute_max_metadata_size", HEADER_BYTES_MAX),
     ("grpc.server.max_pending_requests", PENDING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
-    ("grpc.max_concurrent_streams", 4096),
+    ("grpc.max_concurrent_streams", STREAMS_MAX),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.bdp_probe", 0),  # the probe would enlarge every window to megabytes
     ("grpc.compression_enabled_algorithms_bitset", IDENTITY),
