@@ -455,6 +455,8 @@ def main() -> None:
     from pensieve.launch.cpu_threads import prepare_threads
 
     prepare_threads()
+    # An engine is started with SIGINT blocked. If it is the first program, so is this server.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["GRPC_VERBOSITY"] = "NONE"  # the command line also sets this before importing gRPC
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # some packages are optional
