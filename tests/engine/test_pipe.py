@@ -129,8 +129,8 @@ def test_an_event_that_is_none_is_refused(frame: channel.Frame) -> None:
 @pytest.mark.parametrize(
     ("written", "problem"),
     [
-        (channel.LENGTHS.pack(2, 1 << 30), "a frame of 2 \\+ 1,073,741,824 bytes"),
-        (channel.LENGTHS.pack(0, 0), "a frame of 0"),
+        (channel.LENGTHS.pack(2, 1 << 30), "a head of 2 and a body of 1,073,741,824 bytes"),
+        (channel.LENGTHS.pack(0, 0), "a head of 0"),
         (channel.LENGTHS.pack(9, 0) + b"[1]", "ended within a frame"),
         (b"\x01\x00\x00", "ended within a frame"),
         (channel.LENGTHS.pack(3, 0) + b"[1,", "not JSON"),

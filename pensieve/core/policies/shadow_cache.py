@@ -156,10 +156,10 @@ class Trial:
         """Put a conversation into all caches. For lru, an announced absence counts as idle time."""
         away_seconds = ended.away_seconds
         away_bucket = round(math.log1p(away_seconds))
-        lru, learned, random = self._shadow_caches.values()
+        lru, learned, factored = self._shadow_caches.values()
         lru.put(conversation_id, away_bucket, ended.length, now - away_seconds)
         learned.put(conversation_id, bucket_of(ratio), ended.length, now)
-        random.put(conversation_id, bucket_of(ratio * factor), ended.length, now)
+        factored.put(conversation_id, bucket_of(ratio * factor), ended.length, now)
 
     def turn_began(self, conversation_id: str, length: int, now: float) -> bool:
         """Charge all caches. Return whether lru would have kept the whole conversation."""
@@ -175,9 +175,9 @@ class Trial:
         return not missing[Order.LRU]
 
     def _choose(self) -> None:
-        lru, learned, random = self._charges.values()
+        lru, learned, factored = self._charges.values()
         others = min(lru, learned)
-        if random < (others if self.followed is Order.RANDOM else RANDOM_PROOF * others):
+        if factored < (others if self.followed is Order.RANDOM else RANDOM_PROOF * others):
             self.followed = Order.RANDOM
         elif learned < LEARNED_PROOF * lru or (self.followed is Order.LEARNED and learned <= lru):
             self.followed = Order.LEARNED
