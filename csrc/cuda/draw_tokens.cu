@@ -21,13 +21,13 @@
 // The additions in shared memory and the double-precision exponentials take most of the time.  A token with a nonzero
 // weight needs one of each.  Each search makes three passes over the row, which stays in the cache.
 //
-// Measured on an H200: 64 rows of 128,256 take 1.4 ms, including the host's time.  Sorting takes 3.4 ms.
+// Measured on an H200: 64 rows of 128,256 take 0.16 ms, and 0.22 ms with top_p (0.25 and 0.36 ms with 512 threads).
 #include <element.h>
 #include <ptx.h>
 
 namespace {
 
-constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int THREADS = 1024, WARPS = THREADS / 32;
 constexpr int BINS = 2048;  // in each of the first two steps; the last step has half as many
 constexpr int DIGITS = 3;
 constexpr int UNROLLED = 8;
@@ -97,6 +97,7 @@ __device__ __forceinline__ uint64 sum_of_all(uint64 value, uint64 (&each_warps)[
   if (threadIdx.x % 32 == 0) each_warps[threadIdx.x / 32] = value;
   ptx::sync_block();
   uint64 sum = 0;
+#pragma unroll 1  // unrolled, this would need more registers than 1,024 threads have
   for (int warp = 0; warp < WARPS; ++warp) sum += each_warps[warp];
   return sum;
 }
@@ -212,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x % 32 == 0) shared.largest[threadIdx.x / 32] = largest;
   clear(shared.first);
   ptx::sync_block();
+#pragma unroll 1
   for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, shared.largest[warp]);
   row.largest = largest;
 

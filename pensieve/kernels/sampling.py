@@ -48,7 +48,7 @@ def draw_tokens_launch(
     return Launch(
         Kernel("draw_tokens.cu", "draw_tokens"),
         num_rows,
-        512,
+        1024,
         (
             *pointers(values, table),
             ("i", vocab_size),

@@ -33,7 +33,7 @@ from pensieve.errors import DeviceError
 from pensieve.model.kv.memory import KVMemory, PageMoves
 
 UNIT_BYTES = 16 << 20  # the bus takes a third of a millisecond for it
-LAYERS_AHEAD = 4  # how far a GPU's swap-ins are launched ahead of the compute
+LAYERS_AHEAD = 2  # how far a GPU's swap-ins are launched ahead of the compute
 
 
 def copier_for(memory: KVMemory) -> Copier:
