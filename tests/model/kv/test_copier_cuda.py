@@ -159,6 +159,7 @@ def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch)
         assert time.monotonic() < deadline, "the worker gave nothing to its stream"
         time.sleep(0.001)
     copier.submit([SwapIn(2, 5, 5, SIZE)], [])
+    copier.launch_rest()
     streams.going.set()
     while copier._swap_outs:  # the worker thread continues by itself
         assert time.monotonic() < deadline
