@@ -16,11 +16,20 @@ namespace pensieve {
 
 namespace {
 
-#if HAS_AVX2
-bool has_f16c() {  // older compilers have no query for F16C
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+#if defined(__x86_64__)
+[[maybe_unused]] bool has_avx2() {
+  unsigned a, b, c, d;  // older compilers have no query for F16C
+  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
+
+[[maybe_unused]] bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+[[maybe_unused]] bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+[[maybe_unused]] bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 #if HAS_NEON || HAS_NEON_BF16
@@ -51,23 +60,19 @@ bool has(Feature feature) {
 
 bool runs(const Kernel& kernel) {
 #if HAS_AMX
-  if (&kernel == &kAmx) return runs(kAvx512Bf16) && amx_works();
+  if (&kernel == &kAmx) return has_bf16() && amx_works();
 #endif
 #if HAS_AVX512_BF16
-  if (&kernel == &kAvx512Bf16)
-    return runs(kAvx512) && __builtin_cpu_supports("avx512bf16") &&
-           __builtin_cpu_supports("avx512vnni");
+  if (&kernel == &kAvx512Bf16) return has_bf16();
 #endif
 #if HAS_AVX512_VNNI
-  if (&kernel == &kAvx512Vnni) return runs(kAvx512) && __builtin_cpu_supports("avx512vnni");
+  if (&kernel == &kAvx512Vnni) return has_vnni();
 #endif
 #if HAS_AVX512
-  if (&kernel == &kAvx512)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (&kernel == &kAvx512) return has_avx512();
 #endif
 #if HAS_AVX2
-  if (&kernel == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  if (&kernel == &kAvx2) return has_avx2();
 #endif
 #if HAS_NEON_BF16
   if (&kernel == &kNeonBf16) return has(Feature::kBfloat16) && has(Feature::kInt8Matrix);
