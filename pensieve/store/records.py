@@ -1,9 +1,9 @@
 """The frozen values that the store takes and returns.
 
 A conversation's *log* is the sequence of all its token ids. The messages cover the log without gaps: a
-message has the positions [first_token, first_token + num_tokens), and the next message begins at the end of
-that range. Every commit to a conversation creates its next *revision*. Each message records the revision that
-added it. The messages of a new conversation have revision 0.
+message has the positions [first_token_index, first_token_index + num_tokens), and the next message begins at
+the end of that range. Every commit to a conversation creates its next *revision*. Each message records the
+revision that added it. The messages of a new conversation have revision 0.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class StoredMessage:
     tool_call_id: str
     extra: dict[str, Any]
     revision: int
-    first_token: int
+    first_token_index: int  # in the log
     num_tokens: int
     finish_reason: str | None  # only for replies
     token_ids: array[int] | None  # 'I'; None unless requested
