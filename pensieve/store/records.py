@@ -161,13 +161,22 @@ class NewTurn:
     # for a request with an Idempotency-Key: digest of all messages in it
     history_digest: bytes = b""
 
-    def content_hash(self) -> str:
-        """Return a digest of messages, sampling and `history_digest`, to recognize a repeated request."""
+    @property
+    def is_keyed(self) -> bool:
+        """Whether the request has an Idempotency-Key."""
+        return bool(self.history_digest)
+
+    def content(self) -> list[Any]:
+        """Return everything that a retry must repeat: messages, sampling and `history_digest`."""
         messages = [[message.role, message.private()] for message in self.messages]
-        content = [messages, dict(self.sampling)]
-        if self.history_digest:
+        content: list[Any] = [messages, dict(self.sampling)]
+        if self.is_keyed:
             content.append(self.history_digest.hex())
-        return hashlib.sha256(canonical_json(content)).hexdigest()
+        return content
+
+    def content_hash(self) -> str:
+        """Return the digest of the content that is stored with the turn."""
+        return hashlib.sha256(canonical_json(self.content())).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +255,7 @@ class ChainState(NamedTuple):
     """The digest of a history as a client sends it, up to and including a reply. See chains.py."""
 
     digest: bytes
-    session: bytes  # digest of the client's own name for the conversation; empty: none
+    client_session: bytes  # digest of the client's own name for the conversation; empty: none
 
 
 class ChainMatch(NamedTuple):

@@ -120,7 +120,7 @@ def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> 
     return None if row is None else _turn(row)
 
 
-def find_by_idempotency_key(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
+def find_keyed_turn(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
     row = conn.execute(
         "SELECT t.conversation, (SELECT count(*) FROM messages m"
         " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL) FROM turns t"
@@ -217,7 +217,7 @@ def insert_turn(
 
 def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
     """Return the key, or None for a request without an Idempotency-Key."""
-    return idempotency_key(tenant, request.request_id) if request.history_digest else None
+    return idempotency_key(tenant, request.request_id) if request.is_keyed else None
 
 
 def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) -> None:
