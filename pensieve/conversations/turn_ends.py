@@ -152,7 +152,8 @@ class TurnEnds:
 
     def engine_ended(self, ended: TurnEnded) -> None:
         """Handle the end of a turn or a warm in the engine."""
-        live, reason = self._turns.of_number(ended.turn_id), ended.failure or "FAILED"
+        number, reason = ended.turn_id, ended.failure or "FAILED"
+        live = self._turns.of_number(number)
         if reason == "ENGINE_FAILED":  # a failing engine ends all turns before its process exits
             self._engine_has_failed = True
             if live is not None and self._dies_of(live):
@@ -160,7 +161,7 @@ class TurnEnds:
         elif live is not None:
             self._turns.suspects.ended(live)
         if live is None:
-            if (tenant := self._turns.end_warm(ended.turn_id)) is not None:
+            if (tenant := self._turns.end_warm(number)) is not None:
                 num_tokens = ended.usage.new_tokens + ended.usage.recomputed_tokens
                 self._admission.charge(tenant, num_tokens, self._threads.loop.time())
         elif live.phase is TurnPhase.RUNNING:
