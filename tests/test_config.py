@@ -23,7 +23,7 @@ from pensieve.config import (
     shown_store,
     without_secrets,
 )
-from pensieve.config.settings import ALL, INTERNAL
+from pensieve.config.settings import ALL, INTERNAL, POLICY_NAMES
 from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import ConfigError
 
@@ -139,7 +139,7 @@ def test_print_config_says_where_values_come_from_and_keeps_secrets(
 def test_a_daemon_and_a_plan_have_the_same_policy_by_default() -> None:
     (setting,) = settings_named("policy")
     assert setting.default == DEFAULT
-    assert set(POLICIES) == {"lru", "value", "return"}
+    assert set(POLICIES) == set(POLICY_NAMES)
 
 
 ODD_TEXTS = (

@@ -36,6 +36,7 @@ TALK = "talk"  # `pensieve chat`
 RANK = "rank"  # `pensieve rank`
 INTERNAL = "internal"  # for tests and measurements: only a variable of the engine, no flag or key
 
+POLICY_NAMES = ("return", "value", "lru")  # of core/policies/registry.py
 DATA_FOLDER = (
     "~/Library/Application Support/pensieve"
     if sys.platform == "darwin"
@@ -170,10 +171,10 @@ class Settings:
         common=True,
     )
     policy: str = _setting(
-        choice("return", "value", "lru"),
+        choice(*POLICY_NAMES),
         "return",
         "eviction policy; return learns which conversations come back (`pensieve simulate` compares them)",
-        "return|value|lru",
+        "|".join(POLICY_NAMES),
         group="cache and scheduling",
     )
     stream: str = _setting(

@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pensieve import gc_pause
 from pensieve.conversations.admission import Admission, DaemonLoad
+from pensieve.conversations.arriving import ArrivingTurns
 from pensieve.conversations.backing_up import BackupWriter
 from pensieve.conversations.cancelling import CancelRequest, CancelResult, cancel_turn
-from pensieve.conversations.conversations import ArrivingTurns, Conversations
+from pensieve.conversations.conversations import Conversations
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram, Patience

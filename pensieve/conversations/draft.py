@@ -87,13 +87,23 @@ class TurnRequest:
     def num_characters(self) -> int:
         return sum(each.num_characters for each in self.messages) + len(self.reply_begins)
 
-    def says_the_same_as(self, other: TurnRequest) -> bool:
-        return (self.messages, self.sampling_given, self.metadata, self.history_digest) == (
-            other.messages,
-            other.sampling_given,
-            other.metadata,
-            other.history_digest,
+    def new_turn(
+        self, request_id: str, seed: int, prompt: Sequence[Sequence[int]] | None = None
+    ) -> records.NewTurn:
+        """Make the record that begins this turn; `prompt`: the tokens of each message, if known."""
+        return records.NewTurn(
+            request_id,
+            stored_messages(self.messages, prompt or [[] for _ in self.messages], self.metadata),
+            self.sampling_given,
+            seed,
+            self.expected_revision,
+            pending=self.pending,
+            history_digest=self.history_digest,
         )
+
+    def says_the_same_as(self, other: TurnRequest) -> bool:
+        """Whether the store would accept one request as a retry of the other (`begin_turn`)."""
+        return self.new_turn("", 0).content() == other.new_turn("", 0).content()
 
 
 @dataclass(frozen=True, slots=True)

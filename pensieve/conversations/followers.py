@@ -2,8 +2,10 @@
 
 Any number of followers read a turn, each from the first token on. When the last follower leaves before the
 end, the turn lives for another `grace_seconds`. In this time a client may attach again with the same
-request_id. Then the turn is abandoned: the engine stops it, its row becomes `interrupted`, and the history is
-unchanged. A retry with the same request_id then runs the turn again. The grace period passes in steps, so
+request_id. Then the turn is given up (`TurnEnds.give_up`): the engine stops it, its row becomes
+`interrupted`, and the history is unchanged. A retry with the same request_id then runs the turn again.
+
+The grace period also begins when a turn begins, and again when a retry finds the turn. It passes in steps, so
 that a stalled event loop does not use it up.
 
 A client that leaves on purpose stops the turn instead (cancelling.py). If a stop keeps fewer tokens than
@@ -56,12 +58,12 @@ class TurnFollowers:
         self,
         loop: asyncio.AbstractEventLoop,
         limits: FollowerLimits,
-        on_abandoned: Callable[[LiveTurn], None],
+        give_up: Callable[[LiveTurn], None],
     ) -> None:
-        """`on_abandoned` gets each turn that has no follower when its grace period ends."""
+        """`give_up` gets each turn that has no follower when its grace period ends."""
         self._loop = loop
         self._limits = limits
-        self._on_abandoned = on_abandoned
+        self._give_up = give_up
         self._followers: dict[int, list[Follower]] = {}  # by turn number
         self._graces: dict[int, asyncio.TimerHandle] = {}
 
@@ -158,7 +160,7 @@ class TurnFollowers:
         self._graces.pop(live.number, None)
         if live.finish is None and live.number not in self._followers:
             log.info("a turn is given up: its client did not come back", extra=ids_of(live))
-            self._on_abandoned(live)
+            self._give_up(live)
 
 
 def ids_of(live: LiveTurn) -> dict[str, str]:

@@ -496,17 +496,8 @@ class History:
     def _request(
         self, request: TurnRequest, request_id: str, prompt: Sequence[Sequence[int]] | None = None
     ) -> records.NewTurn:
-        return records.NewTurn(
-            request_id,
-            stored_messages(
-                request.messages, prompt or [[] for _ in request.messages], request.metadata
-            ),
-            request.sampling_given,
-            request.options.sampling.seed or self._random_bits(63) + 1,
-            request.expected_revision,
-            pending=request.pending,
-            history_digest=request.history_digest,
-        )
+        seed = request.options.sampling.seed or self._random_bits(63) + 1
+        return request.new_turn(request_id, seed, prompt)
 
     def _retried(
         self, request: TurnRequest, stored: records.StoredTurn | None

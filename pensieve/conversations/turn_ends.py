@@ -10,15 +10,19 @@ nothing. The calls return at once. The turn has ended when its end is stored. Th
 `Turns`, its `finish` is set, its followers wake, and `TurnEvents.ended` is published, in this order and
 without waiting in between.
 
-In the table, *row* is the state of the turn in the store.
+A turn is *given up* if nothing of it is kept: `give_up`, the phase GIVING_UP. Its row becomes `interrupted`.
+Its `finish` is CANCELLED if no client wants it, and FAILED if it cannot run. A turn that is *stopped* is
+different: its row becomes `cancelled`, and the history keeps the delivered text.
+
+In the table, *row* is the state of the turn in the store (`StoredTurnState`).
 
     cause                                  by                       row          followers get  charged
     the engine ended it                    engine_ended             completed    its finish     usage
-    its client keeps the delivered text    stop, then engine_ended  completed    CANCELLED      usage
+    its client keeps the delivered text    stop, then engine_ended  cancelled    CANCELLED      usage
     the engine could not finish it         engine_ended             failed       failure_of     nothing
     its reply cannot be stored             engine_ended             unchanged    store's error  usage
     its client keeps nothing of it         give_up                  interrupted  GIVEN_UP       its tokens
-    it has no follower any more            give_up                  interrupted  GIVEN_UP       its tokens
+    no follower at the end of its grace    give_up                  interrupted  GIVEN_UP       its tokens
     its conversation was deleted           give_up(is_interrupted)  by deletion  GIVEN_UP       its tokens
     deletion, while COMMITTING             engine_ended             by deletion  GIVEN_UP       usage
     another daemon took its conversation   give_up(failure)         interrupted  the failure    nothing
@@ -148,7 +152,8 @@ class TurnEnds:
 
     def engine_ended(self, ended: TurnEnded) -> None:
         """Handle the end of a turn or a warm in the engine."""
-        live, reason = self._turns.of_number(ended.turn_id), ended.failure or "FAILED"
+        number, reason = ended.turn_id, ended.failure or "FAILED"
+        live = self._turns.of_number(number)
         if reason == "ENGINE_FAILED":  # a failing engine ends all turns before its process exits
             self._engine_has_failed = True
             if live is not None and self._dies_of(live):
@@ -156,7 +161,7 @@ class TurnEnds:
         elif live is not None:
             self._turns.suspects.ended(live)
         if live is None:
-            if (tenant := self._turns.end_warm(ended.turn_id)) is not None:
+            if (tenant := self._turns.end_warm(number)) is not None:
                 num_tokens = ended.usage.new_tokens + ended.usage.recomputed_tokens
                 self._admission.charge(tenant, num_tokens, self._threads.loop.time())
         elif live.phase is TurnPhase.RUNNING:

@@ -36,7 +36,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-NUM_CLASSES = 64
 Points = tuple[tuple[int, float], ...]  # (count, seconds), ascending
 
 
@@ -135,7 +134,7 @@ class CostSteps(dict[int, float]):
         return steps
 
 
-def class_at(steps: float, num_classes: int = NUM_CLASSES) -> int:
+def class_at(steps: float, num_classes: int) -> int:
     """Return the class that is `steps` above class 0, rounded down and clipped to the existing classes."""
     return min(max(int(steps), 0), num_classes - 1)
 

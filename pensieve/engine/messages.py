@@ -1,6 +1,9 @@
 """The messages that an engine receives and the events that it publishes, as frozen values.
 
 They contain only ids, bytes and numbers, so they can cross a pipe to another process.
+
+Every `turn_id` here is the number of an attempt (`LiveTurn.number`), not the `turn_id` of the store and of
+clients. So is every `turn_id` in core, in model and in journals, whose lines have the fields by name.
 """
 
 from __future__ import annotations
@@ -21,9 +24,7 @@ class SubmitTurn:
     also has the earlier tokens. Otherwise it asks for them with `LogNeeded`.
     """
 
-    # Unique for the life of the engine, in all messages, in core and in journals. It is the `LiveTurn.number`
-    # of an attempt, not the `turn_id` of the store and of clients.
-    turn_id: int
+    turn_id: int  # the attempt's number; unique for the life of the engine
     conversation_id: str
     tokens: bytes  # packed uint32 in native order
     history_tokens: int  # length of the log: positions before it belong to earlier turns

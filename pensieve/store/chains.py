@@ -114,7 +114,7 @@ def insert_state(
     """Store the state of a history that ends with this reply."""
     conn.execute(
         "INSERT INTO chains (key, message, session, at) VALUES (?, ?, ?, ?)",
-        (tenant_key(tenant, state.digest), message, state.session, now),
+        (tenant_key(tenant, state.digest), message, state.client_session, now),
     )
 
 

@@ -37,7 +37,7 @@ def tenant_key(tenant: str, digest: bytes) -> bytes:
 
 LOOKED_AT = 4096  # rows that one call of `idle_conversations` reads
 IDLE_AT_ONCE = 32
-COLUMNS = (
+INSERTED = (
     "key",
     "tenant",
     "prefix_key",
@@ -272,7 +272,7 @@ def insert_conversation(
     return insert_numbered(
         conn,
         "conversations",
-        COLUMNS,
+        INSERTED,
         (
             conversation_key(conversation.conversation_id, conversation.tenant),
             conversation.tenant,

@@ -501,13 +501,13 @@ class ConversationStore:
             found = turn_rows.find_request(conn, key, request_id)
             return None if found is None else self._transactions.turn_as_read(conn, found.turn)
 
-    def find_by_idempotency_key(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
+    def find_keyed_turn(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
         """Return the turn of a request with an Idempotency-Key, in any conversation of the tenant.
 
         None if there is none, or if the turn is neither running nor has a reply.
         """
         with self._transactions.reading() as conn:
-            return turn_rows.find_by_idempotency_key(conn, tenant, request_id)
+            return turn_rows.find_keyed_turn(conn, tenant, request_id)
 
     def look_up(
         self, conversation_id: str, request_id: str, num_tokens: int, *, tenant: str = ""

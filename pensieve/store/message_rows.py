@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-COLUMNS = ("turn_id", "role", "finish_reason", "num_tokens", "body")
+INSERTED = ("turn_id", "role", "finish_reason", "num_tokens", "body")
 LINKS_AT_ONCE = 8  # rows per statement
 NO_END = 2**62
 LENGTHS = (  # length of a message, without and with its token ids; 0 if it is missing
@@ -63,7 +63,7 @@ def insert_message(
     body = insert_body(conn, tenant, message.private(), message.token_ids)
     reason = finish_reason and str(finish_reason)
     values = turn_id, str(message.role), reason, len(message.token_ids), body
-    return insert_numbered(conn, "messages", COLUMNS, values)
+    return insert_numbered(conn, "messages", INSERTED, values)
 
 
 def insert_messages(
@@ -280,7 +280,7 @@ def _message(row: Any, private: bytes, tokens: bytes, include_token_ids: bool) -
         index=row[0],
         role=row[3],
         revision=row[1],
-        first_token=row[2],
+        first_token_index=row[2],
         num_tokens=row[5],
         finish_reason=row[4],
         token_ids=unpack_tokens(tokens) if include_token_ids else None,

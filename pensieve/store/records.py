@@ -1,9 +1,9 @@
 """The frozen values that the store takes and returns.
 
 A conversation's *log* is the sequence of all its token ids. The messages cover the log without gaps: a
-message has the positions [first_token, first_token + num_tokens), and the next message begins at the end of
-that range. Every commit to a conversation creates its next *revision*. Each message records the revision that
-added it. The messages of a new conversation have revision 0.
+message has the positions [first_token_index, first_token_index + num_tokens), and the next message begins at
+the end of that range. Every commit to a conversation creates its next *revision*. Each message records the
+revision that added it. The messages of a new conversation have revision 0.
 """
 
 from __future__ import annotations
@@ -161,13 +161,22 @@ class NewTurn:
     # for a request with an Idempotency-Key: digest of all messages in it
     history_digest: bytes = b""
 
-    def content_hash(self) -> str:
-        """Return a digest of messages, sampling and `history_digest`, to recognize a repeated request."""
+    @property
+    def is_keyed(self) -> bool:
+        """Whether the request has an Idempotency-Key."""
+        return bool(self.history_digest)
+
+    def content(self) -> list[Any]:
+        """Return everything that a retry must repeat: messages, sampling and `history_digest`."""
         messages = [[message.role, message.private()] for message in self.messages]
-        content = [messages, dict(self.sampling)]
-        if self.history_digest:
+        content: list[Any] = [messages, dict(self.sampling)]
+        if self.is_keyed:
             content.append(self.history_digest.hex())
-        return hashlib.sha256(canonical_json(content)).hexdigest()
+        return content
+
+    def content_hash(self) -> str:
+        """Return the digest of the content that is stored with the turn."""
+        return hashlib.sha256(canonical_json(self.content())).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +225,7 @@ class StoredMessage:
     tool_call_id: str
     extra: dict[str, Any]
     revision: int
-    first_token: int
+    first_token_index: int  # in the log
     num_tokens: int
     finish_reason: str | None  # only for replies
     token_ids: array[int] | None  # 'I'; None unless requested
@@ -246,7 +255,7 @@ class ChainState(NamedTuple):
     """The digest of a history as a client sends it, up to and including a reply. See chains.py."""
 
     digest: bytes
-    session: bytes  # digest of the client's own name for the conversation; empty: none
+    client_session: bytes  # digest of the client's own name for the conversation; empty: none
 
 
 class ChainMatch(NamedTuple):

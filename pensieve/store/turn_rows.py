@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
-COLUMNS = (
+INSERTED = (  # columns of a new turn
     "conversation",
     "request_key",
     "state",
@@ -67,10 +67,11 @@ TURN = """
 
 
 def _turn(row: Any) -> TurnRow:
-    turn_id, conversation, state, attempts, seed, finish_reason, failure, usage = row[:8]
-    revision, created_at, finished_at, tenant = row[8:12]
-    private = read_private(f"turn {turn_id}", *row[12:15])
-    owner = read_private(f"conversation number {conversation}", *row[15:])
+    """Make the record of a row of TURN."""
+    turn_id, conversation, state, attempts, seed, finish_reason, failure, *more = row
+    usage, revision, created_at, finished_at, tenant, *bodies = more
+    private = read_private(f"turn {turn_id}", *bodies[:3])
+    owner = read_private(f"conversation number {conversation}", *bodies[3:])
     turn = StoredTurn(
         turn_id=turn_id,
         conversation_id=owner["conversation_id"],
@@ -119,7 +120,7 @@ def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> 
     return None if row is None else _turn(row)
 
 
-def find_by_idempotency_key(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
+def find_keyed_turn(conn: Connection, tenant: str, request_id: str) -> KeyedTurn | None:
     row = conn.execute(
         "SELECT t.conversation, (SELECT count(*) FROM messages m"
         " WHERE m.turn_id = t.turn_id AND m.finish_reason IS NULL) FROM turns t"
@@ -195,7 +196,7 @@ def insert_turn(
     key, seed = digest(request.request_id), str(request.seed)
     keyed = _idempotency_key(conversation.tenant, request)
     values = number, key, "running", 1, seed, "{}", now, body, keyed
-    turn_id = insert_numbered(conn, "turns", COLUMNS, values)
+    turn_id = insert_numbered(conn, "turns", INSERTED, values)
     return StoredTurn(
         turn_id=turn_id,
         conversation_id=conversation.conversation_id,
@@ -216,7 +217,7 @@ def insert_turn(
 
 def _idempotency_key(tenant: str, request: NewTurn) -> bytes | None:
     """Return the key, or None for a request without an Idempotency-Key."""
-    return idempotency_key(tenant, request.request_id) if request.history_digest else None
+    return idempotency_key(tenant, request.request_id) if request.is_keyed else None
 
 
 def restart_turn(conn: Connection, turn_id: int, tenant: str, request: NewTurn) -> None:

@@ -445,15 +445,15 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
 
     SendMessage: _ConversationServiceSendMessageType
     """Sends messages and streams the reply: started, deltas, completed. A request with the same request_id attaches to
-    the running turn, or replays the finished turn without computing it. Errors: ABORTED if another turn of the
-    conversation runs (the error names that turn); FAILED_PRECONDITION if expected_revision is stale; OUT_OF_RANGE if
-    the context would become too long. These errors leave the conversation unchanged.
+    the running turn, or replays the finished turn without computing it. A turn whose streams have all broken continues
+    for a grace period, so that such a request can attach. Then it ends, and the history is unchanged. Errors: ABORTED
+    if another turn of the conversation runs (the error names that turn); FAILED_PRECONDITION if expected_revision is
+    stale; OUT_OF_RANGE if the context would become too long. These errors leave the conversation unchanged.
     """
 
     CancelTurn: _ConversationServiceCancelTurnType
     """Ends a turn. Returns when the turn has ended and another turn may begin. The turn's stream completes with
-    FINISH_REASON_CANCELLED. The delivered text stays in the history. Without this call, a turn whose stream breaks
-    continues for a grace period. During this period, a request with the same request_id attaches to the turn.
+    FINISH_REASON_CANCELLED. The delivered text stays in the history.
     """
 
     ListMessages: _ConversationServiceListMessagesType
@@ -613,9 +613,10 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pensieve.v1.conversation_pb2.SendMessageResponse], collections.abc.AsyncIterator[pensieve.v1.conversation_pb2.SendMessageResponse]]:
         """Sends messages and streams the reply: started, deltas, completed. A request with the same request_id attaches to
-        the running turn, or replays the finished turn without computing it. Errors: ABORTED if another turn of the
-        conversation runs (the error names that turn); FAILED_PRECONDITION if expected_revision is stale; OUT_OF_RANGE if
-        the context would become too long. These errors leave the conversation unchanged.
+        the running turn, or replays the finished turn without computing it. A turn whose streams have all broken continues
+        for a grace period, so that such a request can attach. Then it ends, and the history is unchanged. Errors: ABORTED
+        if another turn of the conversation runs (the error names that turn); FAILED_PRECONDITION if expected_revision is
+        stale; OUT_OF_RANGE if the context would become too long. These errors leave the conversation unchanged.
         """
 
     @abc.abstractmethod
@@ -625,8 +626,7 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.conversation_pb2.CancelTurnResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.CancelTurnResponse]]:
         """Ends a turn. Returns when the turn has ended and another turn may begin. The turn's stream completes with
-        FINISH_REASON_CANCELLED. The delivered text stays in the history. Without this call, a turn whose stream breaks
-        continues for a grace period. During this period, a request with the same request_id attaches to the turn.
+        FINISH_REASON_CANCELLED. The delivered text stays in the history.
         """
 
     @abc.abstractmethod

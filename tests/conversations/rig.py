@@ -113,11 +113,12 @@ class Reference:
         if not log:
             return 0, 0, 0
         logits = self.logits(log).double()
-        sampled = wrong = ties = 0
+        sampled = wrong = ties = stop = 0
         for message in messages:
+            start, stop = stop, stop + message.num_tokens
             if not message.finish_reason:
                 continue
-            for position in range(message.first_token, message.first_token + message.num_tokens):
+            for position in range(start, stop):
                 row = logits[position - 1]
                 gap = float(row.max() - row[log[position]])
                 sampled += 1

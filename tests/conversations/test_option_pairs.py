@@ -104,7 +104,9 @@ def play(folder: Path, data: Path, settings: Row) -> Played:
                 position
                 for message in messages
                 if message.finish_reason
-                for position in range(message.first_token, message.first_token + message.num_tokens)
+                for position in range(
+                    message.first_token_index, message.first_token_index + message.num_tokens
+                )
             ]
         return Played(logs, outputs)
 

@@ -26,6 +26,7 @@ from pensieve.store import records
 from pensieve.text import Part, PartMarker, Tokenizer
 from pensieve.v1 import conversation_pb2 as pb
 from tests.conversations.rig_daemon import ECHO, DaemonRig, wait_for
+from tests.store.talk import stored_turn
 
 ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
 
@@ -68,7 +69,7 @@ def test_deltas_are_the_same_from_the_store(token_ids: list[int], with_logprobs:
         logprob = -0.125 if with_logprobs else None
         live.take(SampledToken(1, token_id, text, False, logprob, top))
     stored = json.loads(json.dumps(stream_of(live)))
-    turn = turn_row()
+    turn = ended_turn()
     packed = packed_logprobs(live) if with_logprobs else b""
     assert "logprobs" not in stored
     reply = records.NewMessage("assistant", live.text, token_ids, "", stored, packed)
@@ -77,21 +78,12 @@ def test_deltas_are_the_same_from_the_store(token_ids: list[int], with_logprobs:
     assert again.text == live.text
 
 
-def turn_row() -> records.StoredTurn:
-    return records.StoredTurn(
-        turn_id=1,
-        conversation_id="c",
-        tenant="",
-        request_id="r",
+def ended_turn() -> records.StoredTurn:
+    return stored_turn(
+        1,
         state=records.StoredTurnState.COMPLETED,
-        attempts=1,
-        sampling={},
-        seed=1,
         finish_reason="stop",
-        failure=None,
-        usage={},
         revision=1,
-        created_at=0.0,
         finished_at=1.0,
     )
 

@@ -25,9 +25,9 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.engine.messages import CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import QueueFull, TurnInterrupted
-from pensieve.store import records
 from pensieve.text import Message, Tokenizer
 from tests.conversations.in_process import turn_ends
+from tests.store.talk import stored_turn
 
 ENGINE_SINCE, NOW = 100.0, 7.0
 
@@ -44,21 +44,8 @@ def turns(tokenizer: Tokenizer) -> Turns:
 
 def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> StartedTurn:
     """Return a turn with three new tokens after a log of ten."""
-    turn = records.StoredTurn(
-        turn_id=turn_id,
-        conversation_id=f"c{turn_id}",
-        tenant=tenant,
-        request_id=f"r{turn_id}",
-        state=records.StoredTurnState.RUNNING,
-        attempts=1,
-        sampling={},
-        seed=7,
-        finish_reason=None,
-        failure=None,
-        usage={},
-        revision=None,
-        created_at=1.0,
-        finished_at=None,
+    turn = stored_turn(
+        turn_id, conversation_id=f"c{turn_id}", tenant=tenant, request_id=f"r{turn_id}"
     )
     tokens = array("I", [5, 6, 7])
     key = cache_key(tenant, f"c{turn_id}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from typing import Any
 
 from pensieve.store import ConversationStore, NewConversation, NewMessage, NewTurn
+from pensieve.store.records import StoredTurn, StoredTurnState
 
 DRIVERS = [name for name in ("pysqlite3", "sqlite3") if importlib.util.find_spec(name)]
 
@@ -34,3 +37,24 @@ def say(
     begun = store.begin_turn(name, NewTurn(request_id, [question]))
     assert begun.must_run
     return store.finish_turn(begun.turn.turn_id, answer, "stop", {"output_tokens": 2})
+
+
+def stored_turn(turn_id: int, **changes: Any) -> StoredTurn:
+    """Return the record of a running turn of the conversation `c`, or with other values."""
+    running = StoredTurn(
+        turn_id=turn_id,
+        conversation_id="c",
+        tenant="",
+        request_id="r",
+        state=StoredTurnState.RUNNING,
+        attempts=1,
+        sampling={},
+        seed=1,
+        finish_reason=None,
+        failure=None,
+        usage={},
+        revision=None,
+        created_at=0.0,
+        finished_at=None,
+    )
+    return replace(running, **changes)

@@ -129,7 +129,7 @@ def test_messages_tile_the_log_and_name_their_revision(store: ConversationStore)
     assert list(store.log("tea")) == [1, 2, 10, 11, 20, 21, 22, 30, 40, 41]
     messages = store.messages("tea", include_token_ids=True)
     assert [
-        (m.index, m.role, m.content, m.revision, m.first_token, m.num_tokens, m.finish_reason)
+        (m.index, m.role, m.content, m.revision, m.first_token_index, m.num_tokens, m.finish_reason)
         for m in messages
     ] == [
         (0, "system", "Be brief.", 0, 0, 2, None),
@@ -288,7 +288,7 @@ def test_a_replaced_log_keeps_text_and_revisions(store: ConversationStore) -> No
     assert (replaced.fingerprint, replaced.revision, replaced.num_tokens) == ("fingerprint 2", 2, 7)
     assert list(store.log("tea")) == [9, 8, 7, 6, 5, 4, 3]
     assert [
-        (m.content, m.revision, m.first_token, m.finish_reason) for m in store.messages("tea")
+        (m.content, m.revision, m.first_token_index, m.finish_reason) for m in store.messages("tea")
     ] == [
         ("Be brief.", 0, 0, None),
         ("hi", 1, 1, None),

@@ -19,15 +19,30 @@ from pensieve.errors import (
     TurnRunning,
 )
 from pensieve.store import ConversationStore
-from pensieve.store.migrations import STEPS, migrate
+from pensieve.store.migrations import STEPS, Steps, migrate
 from tests.store.faulty import writer_of
+from tests.store.older_schemas import TO_SCHEMA_1
 from tests.store.talk import begin, create, reply, say, user
 
 pytestmark = pytest.mark.sqlite  # PostgreSQL's schema is in test_postgres.py
 
 Open = Callable[..., ConversationStore]
-NEWEST = 11
+NEWEST = len(STEPS)
 COLOUR = "ALTER TABLE conversations ADD COLUMN colour TEXT"
+NEWER: Steps = {**STEPS, "m999_colour": [COLOUR]}  # the steps of a newer version
+FIRST_STEPS = [  # databases have these names
+    "m001_initial",
+    "m002_holders_by_body",
+    "m003_bytes_of_tenants",
+    "m004_logprobs",
+    "m005_prefixes",
+    "m006_chains",
+    "m007_responses",
+    "m008_owners",
+    "m009_idempotency_keys",
+    "m010_leases",
+    "m011_job_owners",
+]
 
 
 def edit(path: Path, driver: Any, *statements: str) -> None:
@@ -52,18 +67,9 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
     assert conn.execute("PRAGMA application_id").fetchone() == (0x50656E73,)
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
     assert conn.execute("PRAGMA auto_vacuum").fetchone() == (2,)  # incremental, to allow shortening
+    assert list(STEPS)[: len(FIRST_STEPS)] == FIRST_STEPS
     assert conn.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall() == [
-        ("pensieve", "m001_initial"),
-        ("pensieve", "m002_holders_by_body"),
-        ("pensieve", "m003_bytes_of_tenants"),
-        ("pensieve", "m004_logprobs"),
-        ("pensieve", "m005_prefixes"),
-        ("pensieve", "m006_chains"),
-        ("pensieve", "m007_responses"),
-        ("pensieve", "m008_owners"),
-        ("pensieve", "m009_idempotency_keys"),
-        ("pensieve", "m010_leases"),
-        ("pensieve", "m011_job_owners"),
+        ("pensieve", name) for name in STEPS
     ]
     conn.close()
 
@@ -92,7 +98,7 @@ def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStor
 @pytest.mark.parametrize(
     ("statement", "version"),
     [
-        ("PRAGMA user_version = 12", 12),
+        (f"PRAGMA user_version = {NEWEST + 1}", NEWEST + 1),
         (
             "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
             " VALUES ('pensieve', 'm004_future', '')",
@@ -120,7 +126,7 @@ def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open
 ) -> None:
     """Following the advice of this refusal works."""
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, {**STEPS, "m012_colour": [COLOUR]})
+    migrate(Database(conn), path, NEWER)
     conn.close()
     with pytest.raises(StoreTooNew) as refused:
         open_store()
@@ -136,7 +142,7 @@ def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open
 def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
     path: Path, driver: Any, open_store: Open
 ) -> None:
-    first_schema(path, driver)
+    edit(path, driver, *TO_SCHEMA_1)
     path.with_name("conversations.db.version1").mkdir()  # so that the copy cannot be written
     with pytest.raises(
         StoreUnavailable, match=r"conversations.db.version1 before the schema changes"
@@ -150,7 +156,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
 
 
 def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Open) -> None:
-    edit(path, driver, "PRAGMA user_version = 12")
+    edit(path, driver, f"PRAGMA user_version = {NEWEST + 1}")
     for _ in range(2):
         with pytest.raises(StoreTooNew):
             open_store()
@@ -187,7 +193,7 @@ def test_an_old_sqlite_is_refused(open_store: Open) -> None:
 
 def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any) -> None:
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, {**STEPS, "m012_colour": [COLOUR]})
+    migrate(Database(conn), path, NEWER)
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST + 1,)
     assert conn.execute("SELECT colour FROM conversations").fetchall() == [(None,)]
     conn.close()
@@ -203,7 +209,7 @@ def test_a_migration_that_fails_leaves_the_old_schema(path: Path, driver: Any) -
     broken = COLOUR, f"PRAGMA user_version = {NEWEST + 1}", "SELECT 1 FROM nowhere"
     conn = driver.connect(str(path), isolation_level=None)
     with pytest.raises(driver.OperationalError, match="nowhere"):
-        migrate(Database(conn), path, {**STEPS, "m012_broken": broken})
+        migrate(Database(conn), path, {**STEPS, "m999_broken": broken})
     assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
     columns = [row[1] for row in conn.execute("PRAGMA table_info(conversations)")]
     assert "colour" not in columns
@@ -219,30 +225,11 @@ def test_a_record_of_migrations_that_contradicts_the_schema_is_refused(
         open_store()
 
 
-def first_schema(path: Path, driver: Any) -> None:
-    """Create a database with schema version 1."""
-    conn = driver.connect(str(path), isolation_level=None)
-    for table in ("conversations", "turns", "messages"):
-        conn.execute(f"DROP INDEX {table}_body")
-    conn.execute("DROP TABLE tenants")
-    conn.execute("DROP TABLE prefixes")
-    conn.execute("DROP TABLE chains")
-    for table in ("responses", "owners", "sessions", "epochs", "housekeeping", "job_owners"):
-        conn.execute(f"DROP TABLE {table}")
-    conn.execute("DROP INDEX turns_logprobs")
-    conn.execute("ALTER TABLE turns DROP COLUMN logprobs")
-    conn.execute("DROP INDEX turns_idempotency_key")
-    conn.execute("ALTER TABLE turns DROP COLUMN idempotency_key")
-    conn.execute("DELETE FROM _sqlite_migrations WHERE name > 'm002'")
-    conn.execute("PRAGMA user_version = 1")
-    conn.close()
-
-
 def test_a_deletion_removes_the_copy_that_a_migration_made(
     path: Path, driver: Any, open_store: Open
 ) -> None:
     """The copy would otherwise keep the deleted text for ever."""
-    first_schema(path, driver)
+    edit(path, driver, *TO_SCHEMA_1)
     backup = path.with_name("conversations.db.version1")
     store = open_store()
     assert b"hello" in backup.read_bytes()
@@ -261,7 +248,7 @@ def test_a_deletion_removes_the_copy_that_a_migration_made(
 def test_a_copy_that_cannot_be_removed_refuses_the_deletion(
     path: Path, driver: Any, open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first_schema(path, driver)
+    edit(path, driver, *TO_SCHEMA_1)
     store = open_store()
 
     def refuse(*arguments: object, **options: object) -> None:
@@ -286,7 +273,7 @@ def test_what_an_earlier_version_has_stored_is_counted(
         store.delete_conversation("tea")
         counted = store.stored_bytes()
     assert counted > 0
-    first_schema(path, driver)
+    edit(path, driver, *TO_SCHEMA_1)
     with open_store() as store:
         assert store.stored_bytes() == counted
         assert store.verify() == []

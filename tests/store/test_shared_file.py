@@ -302,7 +302,7 @@ def test_a_schema_that_others_need_is_not_changed(
     from pensieve.store import migrations
 
     start("a")
-    newer = {**migrations.STEPS, "m012_more": ("CREATE TABLE more (number INTEGER)",)}
+    newer = {**migrations.STEPS, "m999_more": ("CREATE TABLE more (number INTEGER)",)}
     monkeypatch.setattr(
         migrations.migrate, "__defaults__", (newer, *(migrations.migrate.__defaults__ or ())[1:])
     )

@@ -291,7 +291,7 @@ def message(found: records.StoredMessage) -> pb.Message:
         content=found.content,
         tool_call_id=found.tool_call_id,
         revision=found.revision,
-        first_token=found.first_token,
+        first_token=found.first_token_index,
         num_tokens=found.num_tokens,
         token_ids=found.token_ids or (),
         finish_reason=FINISH_NUMBERS.get(found.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),

@@ -1,22 +1,14 @@
-"""Retries over HTTP: find the first request with the same `Idempotency-Key`.
-
-A retry does not run a second turn. The first request is found by an id that is derived from the key:
+"""Derive ids from the `Idempotency-Key`, so that a retry over HTTP finds the first request.
 
     chat completions, messages    the request_id of the turn; the binder looks for it in all conversations of
-                                  the tenant (binding/binder.py, column `idempotency_key` of `turns`)
+                                  the tenant (column `idempotency_key` of `turns`)
     responses                     the id of the response, running or stored
 
-The request_id of a turn is forgotten after 7 days. If the turn has failed, a retry runs a new turn. A
-response is known until it is deleted. If a background response has failed, a retry returns the failed
-response.
+docs/structure.md ("How a retry is recognised") explains what follows for request_ids. A response is known
+until it is deleted. If a background response has failed, a retry returns the failed response.
 
-A key with a different body is refused. A retry waits while the first request is being started
-(`ArrivingTurns.one_at_a_time`). If the client sent a key, its turn continues for 5 seconds after a
-disconnect, because clients then retry. For requests that store nothing, the key is ignored: a retry runs the
-request again.
-
-Over gRPC, SendMessage has the field request_id instead: `Daemon.begin` looks for the running turn, and
-`History.draft` for the stored one. In a batch job, each line has at most one result (jobs/job_store.py).
+With a key, a turn continues for its grace after a disconnect, because clients then retry. For requests that
+store nothing, the key is ignored: a retry runs the request again.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class ApiRequests:
     def chain(self, exchange: Exchange, request: ParsedRequest) -> ChainEnd:
         """Return the ChainEnd by which the next request finds this turn. The binder adds its digest."""
         session = _session(exchange, request)
-        return ChainEnd(session=session, reply_reader=self._reply_reader(request.tools))
+        return ChainEnd(client_session=session, reply_reader=self._reply_reader(request.tools))
 
     def _reply_reader(self, tools: Sequence[Mapping[str, Any]]) -> ReplyReader:
         """Return a function that converts a reply to the message that the client will send back."""

@@ -323,7 +323,7 @@ def as_stored(
             tool_call_id=each.tool_call_id,
             extra=dict(each.extra),
             revision=conversation.revision + 1,
-            first_token=conversation.num_tokens,
+            first_token_index=conversation.num_tokens,
             num_tokens=0,
             finish_reason=None,
             token_ids=None,

@@ -72,7 +72,9 @@ class BindingKind(StrEnum):
     APPENDED = "appended"
     FORKED = "forked"
     NEW = "new"
-    KNOWN = "known"  # the request is a retry: an earlier request began the turn
+    RETRIED = (
+        "known"  # an earlier request began the turn; the header x-pensieve-bound has this value
+    )
 
 
 class BoundTurn(NamedTuple):
@@ -160,7 +162,7 @@ class Binder:
         except BaseException:
             conversations = self._daemon.conversations
             for each in bound:
-                if each.how is not BindingKind.KNOWN:
+                if each.how is not BindingKind.RETRIED:
                     conversations.ends.give_up(each.live)
                     await conversations.followers.until_ended(each.live)
             raise
@@ -242,7 +244,7 @@ class Binder:
             return None
         store, tenant = self._daemon.store, choice.request.tenant
         found = await self._daemon.threads.in_store(
-            tenant, store.find_by_idempotency_key, choice.request_id, tenant=tenant
+            tenant, store.find_keyed_turn, choice.request_id, tenant=tenant
         )
         if found is None:
             return None
@@ -250,7 +252,7 @@ class Binder:
         live = await self._daemon.begin(
             choice.turn_request(found.conversation_id, num_known), seconds_left
         )
-        return BoundTurn(live, found.conversation_id, BindingKind.KNOWN, num_known)
+        return BoundTurn(live, found.conversation_id, BindingKind.RETRIED, num_known)
 
     async def _match(self, history: HistoryDigests, tenant: str) -> ChainMatch | None:
         """Return the stored prefix with the longest known digest."""
@@ -260,7 +262,7 @@ class Binder:
             tenant,
             self._daemon.store.chains.longest,
             list(history.lengths),
-            history.end.session,
+            history.end.client_session,
             tenant=tenant,
         )
         if match is not None and self._reserved[tenant, match.conversation_id]:
@@ -406,7 +408,7 @@ def _digests_of(request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
         for length in range(len(messages) - 1, 0, -1)
         if messages[length - 1].role == "assistant"
     }
-    return HistoryDigests(lengths, ChainEnd(found[-1], chain.session, chain.reply_reader))
+    return HistoryDigests(lengths, ChainEnd(found[-1], chain.client_session, chain.reply_reader))
 
 
 def _digest(*words: str) -> str:

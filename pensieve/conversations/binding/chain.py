@@ -51,7 +51,9 @@ class ChainEnd:
     """The position of a turn in its client's history."""
 
     digest: bytes = b""  # of everything before the reply
-    session: bytes = b""  # the digest of the client's own name for the conversation; empty: none
+    client_session: bytes = (
+        b""  # the digest of the client's own name for the conversation; empty: none
+    )
     reply_reader: ReplyReader = plain_reply
 
     def state(self, text: str, stream: Mapping[str, Any]) -> ChainState | None:
@@ -61,9 +63,9 @@ class ChainEnd:
         """
         try:
             message = self.reply_reader(pieces_of(text, stream))
-            return (
-                None if message is None else ChainState(after(self.digest, message), self.session)
-            )
+            if message is None:
+                return None
+            return ChainState(after(self.digest, message), self.client_session)
         except Exception as error:  # a failing reply reader must not lose the reply
             log.error("a reply cannot be matched to later requests: %s", type(error).__name__)
             return None

@@ -7,8 +7,7 @@ Eviction (core/eviction.py) decides when a chunk must go, and the policy decides
 * is told when turns of a conversation begin and end, so that it can learn, and
 * decides whether a copy between the tiers is worth its time.
 
-A new policy needs a file in this folder, a line in registry.py, and a choice of the setting `policy` in
-config/settings.py.
+CONTRIBUTING.md ("An eviction policy") lists the files of a new policy.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ class RetentionPolicy(Protocol):
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """Return the class of a chunk, in 0..num_classes - 1.
 
-        `value` of that class must not exceed the chunk's true value, at any idle time.
+        A class is a rounded value. Round down: if the policy's formula, without classes, gives the chunk
+        some value, then `value` of its class must not be higher, at any idle time.
         """
 
     def value(self, class_index: int, idle_seconds: float) -> float:

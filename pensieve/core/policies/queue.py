@@ -7,10 +7,10 @@ There are three roles, each with its own queue and its own condition on a chunk:
     DROP      free a host page       droppable: on the host, no copy in flight
 
 The entries of a queue are branches, not chunks. In a branch, the first chunk that qualifies is the least
-valuable chunk that qualifies. A policy puts the branch into a *class* (at most 64), according to that chunk.
-All entries of a class have the same value at the same idle time, and the value falls with the idle time. So a
-class is ordered by idle time, and this order never changes. The least valuable branch is therefore among the
-heads of the classes.
+valuable chunk that qualifies. The policy puts this chunk into one of its *classes* (`class_of`), and the
+branch is queued there. All entries of a class have the same value at the same idle time, and the value falls
+with the idle time. So a class is ordered by idle time, and this order never changes. The least valuable
+branch is therefore among the heads of the classes.
 
 An entry is a *lower bound* of its branch's value. Apart from its fall with the idle time, which is the same
 for all entries of a class, the value rises in three cases: a holder becomes active, the weight of several
@@ -21,10 +21,10 @@ old entry becomes stale.
 Entries of branches that a running turn holds are removed when they become the head of a class. `offer` queues
 such a branch again when it is idle.
 
-So a decision costs O(classes + log branches), amortized over the changes of branches, and never walks over
-the whole cache. All decisions of one plan have the same `now`. The branch found remains the least valuable
-one as long as no branch is queued or pinned and its next chunk has the same class. The value found may be off
-by one class (for the policy `value`, a factor of 1.1).
+So a decision costs O(`num_classes` + log branches), amortized over the changes of branches, and never walks
+over the whole cache. All decisions of one plan have the same `now`. The branch found remains the least
+valuable one as long as no branch is queued or pinned and its next chunk has the same class. The value found
+may be off by one class (for the policy `value`, a factor of 1.1).
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 
-from pensieve.core.cost import NUM_CLASSES, CostProfile, CostSteps, class_at
+from pensieve.core.cost import CostProfile, CostSteps, class_at
 from pensieve.core.policies.protocol import StaticPolicy
 from pensieve.core.prefix_tree import Branch
 
 CLASS_RATIO = 1.1
+NUM_CLASSES = 64
 
 
 class ValuePolicy(StaticPolicy):
@@ -30,7 +31,7 @@ class ValuePolicy(StaticPolicy):
         steps = self._steps[chunk_index]
         if len(branch.holders) > 1:
             steps += math.log(branch.weight(now), CLASS_RATIO)
-        return class_at(steps)
+        return class_at(steps, NUM_CLASSES)
 
     def value(self, class_index: int, idle_seconds: float) -> float:
         return self._values[class_index] / (idle_seconds if idle_seconds > 1.0 else 1.0)

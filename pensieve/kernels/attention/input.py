@@ -4,9 +4,8 @@
     batch ── PageIndex ──────┼─> AttentionInput ──> paged ──> cpu, cuda or reference
     layer ── queries, pages ─┘
 
-The code between a model's layer and a kernel only passes these values on.  A new kind of attention needs
-three changes: a field of `AttentionKind`, a kernel that reads the field, and support in `CausalPass`
-(model/fuse/record.py), which computes attention for checks at load time.
+The code between a model's layer and a kernel only passes these values on.  CONTRIBUTING.md ("A kind of
+attention") lists the changes for a new field of `AttentionKind`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import torch
 class AttentionKind(NamedTuple):
     """How a layer's queries weigh keys; the same in every iteration.
 
-    A field that is added later must be None in layers that do not use it.  A kernel names the fields that it
-    supports (`KIND_FIELDS`).  The reference computes layers that need other fields.
+    A field that is added later has the default None, for layers that do not use it.  A kernel names the
+    fields that it supports (`KIND_FIELDS`).  The reference computes layers that need other fields.
     """
 
     scaling: float  # factor of the scores

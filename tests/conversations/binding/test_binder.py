@@ -244,7 +244,9 @@ def test_two_clients_with_the_same_history_get_a_conversation_each(slow: Binding
 
 def test_sessions_keep_apart_what_has_the_same_history(bindings: Bindings) -> None:
     tabs = [
-        Talk(bindings, stateless((), chain=ChainEnd(session=session_digest(f"tab {number}"))))
+        Talk(
+            bindings, stateless((), chain=ChainEnd(client_session=session_digest(f"tab {number}")))
+        )
         for number in (1, 2)
     ]
     for round_number, text in enumerate(("One", "Two", "Three")):
@@ -485,7 +487,7 @@ def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_ans
         with pytest.raises(QueueFull):
             bindings.begin(stateless((Message("user", "Two"),), request_id="new"))
         again = bindings.one(known)
-        assert (again.how, again.live.text) == (BindingKind.KNOWN, answered.live.text)
+        assert (again.how, again.live.text) == (BindingKind.RETRIED, answered.live.text)
         bindings.leave(running)
         wait_for(lambda: bindings.ids == [answered.conversation_id])
 
@@ -494,7 +496,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
     """Requests that were new, appended or forked are sent again, while they run and after they have ended."""
     opening = stateless((Message("user", "One"),), request_id="first / ünïcode")
     runs, attached = slow.begin(opening, 2), slow.begin(opening, 2)
-    assert [each.how for each in attached] == [BindingKind.KNOWN, BindingKind.KNOWN]
+    assert [each.how for each in attached] == [BindingKind.RETRIED, BindingKind.RETRIED]
     assert [each.live for each in attached] == [each.live for each in runs]
     wait_for(lambda: all(each.live.finish for each in runs))
     history = (*opening.messages, Message("assistant", runs[0].live.text))
@@ -508,7 +510,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
         first = slow.one(chat)
         ids = slow.ids
         again = slow.one(chat)
-        assert (first.how, again.how) == (how, BindingKind.KNOWN)
+        assert (first.how, again.how) == (how, BindingKind.RETRIED)
         assert again.live.replayed
         assert again.live.token_ids == first.live.token_ids
         assert again.conversation_id == first.conversation_id
@@ -548,7 +550,7 @@ def test_a_key_with_another_body_is_refused_wherever_its_turn_is(
                 slow.begin(other)
     assert slow.ids == ids
     (again,) = slow.begin(keyed)
-    assert (again.how, again.live.turn_id) == (BindingKind.KNOWN, first.live.turn_id)
+    assert (again.how, again.live.turn_id) == (BindingKind.RETRIED, first.live.turn_id)
     if is_running:
         slow.leave(first)
 
@@ -562,8 +564,8 @@ def test_the_same_request_twice_at_once_is_one_turn(slow: Bindings) -> None:
     found = slow.rig.call(both())
     assert len({each.live.number for (each,) in found}) == 1
     assert sorted(each.how for (each,) in found) == [
-        BindingKind.KNOWN,
-        BindingKind.KNOWN,
+        BindingKind.RETRIED,
+        BindingKind.RETRIED,
         BindingKind.NEW,
     ]
     assert len(slow.ids) == 1
@@ -601,7 +603,7 @@ def test_a_key_that_was_forgotten_begins_another_turn_behind_its_own_history(
     slow.rig.call(forget())
     for chat in chats:
         again = slow.one(chat)
-        assert again.how is not BindingKind.KNOWN
+        assert again.how is not BindingKind.RETRIED
         said = [each.content for each in chat.messages]
         assert slow.texts(again.conversation_id) == [*said, again.live.text]
         assert again.conversation_id not in {each.conversation_id for each in before}

@@ -221,7 +221,7 @@ def test_the_state_after_a_reply_is_the_digest_of_what_the_client_sends_back() -
     assert state is not None
     sent = [QUESTION, Message("assistant", "It is.", thinking="hmm")]
     assert state.digest == digests([], {}, sent)[-1]
-    assert state.session == session_digest("tab 1") != session_digest("tab 2")
+    assert state.client_session == session_digest("tab 1") != session_digest("tab 2")
     assert session_digest("") == b""
 
 

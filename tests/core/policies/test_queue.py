@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pensieve.core.cost import NUM_CLASSES, CostProfile
+from pensieve.core.cost import CostProfile
 from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.queue import QUALIFIES, RetentionQueue, Role
 from pensieve.core.policies.registry import POLICIES
-from pensieve.core.policies.value import CLASS_RATIO, ValuePolicy
+from pensieve.core.policies.value import CLASS_RATIO, NUM_CLASSES, ValuePolicy
 from pensieve.core.prefix_tree import Branch, CachedConversation, Chunk
 from tests.core.world import Stage
 
@@ -178,10 +178,10 @@ def test_lru_takes_a_conversations_leading_branch_first() -> None:
     assert stage.where("a").replace("x", "d") == "---dd"
 
 
-@pytest.mark.parametrize("policy", [LruPolicy(), ValuePolicy(COST, SIZE)])
-def test_every_chunk_gets_its_turn(policy: RetentionPolicy) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_chunk_gets_its_turn(policy: str) -> None:
     """No chunk is passed over for ever, however young or expensive the other chunks are."""
-    forest = Forest(policy)
+    forest = Forest(POLICIES[policy](COST, SIZE))
     old = forest.grow(60, 1, [0.0] * 60)  # expensive, and shared by 60 holders
     forest.now = 1.0
     taken: list[Chunk] = []
