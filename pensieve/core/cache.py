@@ -30,14 +30,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from pensieve.core.audit import audit
+from pensieve.core.content import ContentIndex, Found
 from pensieve.core.eviction import Candidates, Eviction
 from pensieve.core.iteration import PageCopy, SwapOut
 from pensieve.core.policies.protocol import EndedTurn, RetentionPolicy
 from pensieve.core.policies.queue import Role
 from pensieve.core.prefix_tree import (
+    HOLDERS_SUMMED_MAX,
     Branch,
     CachedConversation,
     Chunk,
@@ -74,7 +77,9 @@ class KVCache:
         self.policy = policy
         self.tiers = Tiers(config.device_pages, config.host_pages)
         self.candidates = Candidates(policy, self.tiers)
-        self.tree = PrefixTree(config.chunk_tokens, len(Role), self.candidates)
+        self.content = ContentIndex(config.chunk_tokens)
+        self.tree = PrefixTree(config.chunk_tokens, len(Role), self.candidates, self.content.forget)
+        self._unsettled: list[CachedConversation] = []  # whose turns have ended; see `settle`
         self.eviction = Eviction(config, self.tree, self.candidates)
         self.streamed = (
             StreamedPages(config, self.tree, self.eviction, is_intact)
@@ -133,7 +138,7 @@ class KVCache:
         `filled_before`: for each chunk that this iteration writes, how far the chunk was filled before the
         iteration. Page copies need this, because they run before the slices.
         """
-        conversation = self._present(turn, now)
+        conversation = self._found(turn, now)
         chunks, tail = self._context_of(conversation)
         if self.streamed is not None:
             used = chunks if tail is None else [*chunks, tail.chunk]
@@ -155,6 +160,10 @@ class KVCache:
         self._bring_in(chunks, turn, admission, now)
         if tail is not None:
             chunks.append(self._copy_on_write(tail, turn, admission, filled_before, now))
+        if turn.identities is not None:  # the turn's next token shows whether their KV is finite
+            size = self.config.chunk_tokens
+            unknown = [c for c in chunks if c.identity is None and c.filled == size]
+            turn.completed += [(chunk, chunk.generation) for chunk in unknown]
         while len(chunks) * self.config.chunk_tokens < len(turn.tokens):
             chunks.append(self._append_chunk(conversation, now))
         turn.chunks = chunks
@@ -167,7 +176,7 @@ class KVCache:
     ) -> PageReservation | None:
         """Pin and reserve host pages for the turn's whole context; None if that is impossible now."""
         assert self.streamed is not None
-        conversation = self._present(turn, now)
+        conversation = self._found(turn, now)
         chunks, tail = self._context_of(conversation)
         known = conversation.num_tokens
         if not self.streamed.may_take(turn, chunks, known, filled_before, now):
@@ -226,6 +235,9 @@ class KVCache:
         conversation.factor = 1.0 if is_suspended else self.policy.factor_of(turn.conversation_id)
         conversation.num_tokens = len(turn.chunks) * size
         conversation.log = turn.tokens[:keep_tokens]
+        if turn.identities is not None:
+            turn.identities.cut(len(conversation.log))
+            self._unsettled.append(conversation)
         turn.chunks, turn.page_table = [], array("i")
         streamed = conversation.is_streamed
         conversation.is_streamed = turn.streamed = False
@@ -235,19 +247,55 @@ class KVCache:
         for branch in path:
             self.candidates.unpin(branch, now, streamed)
         self.candidates.scan_again()
-        self.tree.truncate(conversation, min(num_computed, keep_tokens), now)
+        num_kept = min(num_computed, keep_tokens)
+        conversation.is_temporary = turn.is_temporary and turn.finish is not None
+        if conversation.is_temporary:
+            num_kept -= num_kept % size  # no later turn of it could append
+        self.tree.truncate(conversation, num_kept, now)
         self.tree.prune(conversation.leaf)
         self.tree.forget_if_empty(conversation)
+
+    def settle(self, now: float) -> None:
+        """Free what the turns that have ended since the last call hold twice.
+
+        Their private chunks are replaced by registered chunks with the same content. An older temporary
+        conversation ends if a newer one has the same chunks.
+        """
+        unsettled, self._unsettled = self._unsettled, []
+        for conversation in unsettled:
+            if conversation.turn_id is not None or conversation.leaf is None:
+                continue
+            found = self.content.for_ended(conversation)
+            if found is not None:
+                merged = self.tree.rebase(conversation, self._last_chunk(found), now)
+                self.counters.merged += merged
+            if conversation.is_temporary:
+                self._end_older(conversation, now)
+
+    def register(self, turn: Turn) -> None:
+        """Let other turns find the chunks that the turn has completed in collected iterations."""
+        for chunk, generation in turn.completed:
+            if chunk.generation == generation and chunk.filled == self.config.chunk_tokens:
+                self.content.register(turn, chunk)
+        turn.completed.clear()
 
     def discard(self, turn: Turn, now: float) -> list[Chunk]:
         """Drop the chunks that a failed turn has computed, for all holders. Return the chunks.
 
         Also drop the chunks that only the turn's conversation holds, because they may have caused the
-        failure.
+        failure. If chunks are found by content, drop the turn's whole context. A chunk with wrong KV would
+        otherwise reach every conversation with the same prefix.
         """
-        alone = [c for c in turn.chunks if c.branch is not None and len(c.branch.holders) == 1]
-        suspects = list(dict.fromkeys((*turn.written, *alone)))
+        used = [
+            chunk
+            for chunk in turn.chunks
+            if turn.identities is not None
+            or (chunk.branch is not None and len(chunk.branch.holders) == 1)
+        ]
+        suspects = list(dict.fromkeys((*turn.written, *used)))
         for chunk in suspects:
+            if chunk.identity is not None:
+                self.content.forget(chunk)
             if not chunk.resident:
                 continue
             self.counters.discarded += 1
@@ -296,6 +344,8 @@ class KVCache:
         if conversation is not None:
             assert conversation.turn_id is None, f"{conversation} runs {conversation.turn_id}"
             del conversation.log[num_tokens:]
+            if conversation.identities is not None:
+                conversation.identities.cut(num_tokens)
             self.tree.truncate(conversation, min(num_tokens, conversation.num_tokens), now)
             self.tree.prune(conversation.leaf)
             self.tree.forget_if_empty(conversation)
@@ -326,8 +376,30 @@ class KVCache:
     def check(self, now: float) -> None:
         """Recompute every invariant from the chunks alone."""
         audit(self.tree, self.tiers, self.candidates.queues, now)
+        self.content.check()
 
     # -- the parts of `begin` --
+
+    def _found(self, turn: Turn, now: float) -> CachedConversation:
+        """Return the turn's conversation, with the longest beginning of its context that any chunks have."""
+        conversation = self._present(turn, now)
+        if turn.identities is None:
+            return conversation
+        found = self.content.for_turn(turn, conversation)
+        if found is None:
+            return conversation
+        self.conversations[turn.conversation_id] = conversation
+        conversation.idle_since = now
+        self.tree.rebase(conversation, self._last_chunk(found), now)
+        conversation.num_tokens = found.num_tokens
+        conversation.log = turn.tokens[: found.num_tokens]
+        if turn.usage.admitted_at is None:
+            turn.found_tokens = found.num_tokens
+        return conversation
+
+    def _last_chunk(self, found: Found) -> Chunk:
+        num_chunks = -(-found.num_tokens // self.config.chunk_tokens)
+        return found.holder.chunks()[num_chunks - 1]
 
     def _present(self, turn: Turn, now: float) -> CachedConversation:
         """Return the turn's conversation, cut to the length of its log."""
@@ -346,6 +418,7 @@ class KVCache:
         self.conversations[turn.conversation_id] = conversation
         conversation.turn_id = turn.turn_id
         conversation.log = turn.tokens  # it grows until the turn gives up its pages
+        conversation.identities, conversation.is_temporary = turn.identities, False
         resumes = turn.usage.admitted_at is not None
         if not (resumes or turn.is_background):  # conversations of batch jobs do not return
             self.policy.turn_began(turn.conversation_id, now)
@@ -447,6 +520,15 @@ class KVCache:
         else:
             self._release_source(source, now)
         return chunk
+
+    def _end_older(self, conversation: CachedConversation, now: float) -> None:
+        """End resting temporary conversations that have no chunk of their own beside this one's."""
+        for branch in conversation.path():
+            for other in list(islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)):
+                is_older = other.is_temporary and other is not conversation
+                if is_older and other.leaf is branch and other.turn_id is None:
+                    self.tree.truncate(other, 0, now)
+                    self.tree.forget_if_empty(other)
 
     def _append_chunk(self, conversation: CachedConversation, now: float) -> Chunk:
         chunk = self.tree.append_chunk(conversation)

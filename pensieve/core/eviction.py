@@ -256,6 +256,7 @@ class Eviction:
         self.log.record(chunk, now, "recomputed")
         self._tiers.free_host(chunk)
         chunk.filled = 0
+        chunk.generation += 1
         self._counters.dropped += 1
 
     def drop_damaged(self, chunk: Chunk, now: float) -> None:

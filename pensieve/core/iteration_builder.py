@@ -63,6 +63,8 @@ class IterationBuilder:
         self.filled_before: dict[
             Chunk, int
         ] = {}  # for each chunk that the iteration writes: `filled` before it
+        # Chunks that the iteration completes and that have no identity yet, with their generations.
+        self.completed: list[tuple[Turn, Chunk, int]] = []
         self.num_recomputed = 0  # positions that had KV before
         self.num_ranges_max = 0  # most disconnected slices of one turn
         self.required_pages = 0  # pages that should become available
@@ -94,6 +96,8 @@ class IterationBuilder:
         elif last.filled == self._size - 1:
             self.filled_before[last] = last.filled
         last.filled += 1
+        if last.filled == self._size:
+            self._complete(turn, last)
         turn.frontier = num_tokens
         turn.num_uncommitted += 1
         turn.pending_tokens += 1
@@ -108,6 +112,10 @@ class IterationBuilder:
             _new_tuple(Slice, (turn.turn_id, start, num_tokens, token_ids, pages, True, is_last))
         )
         self.num_tokens_left -= 1
+
+    def _complete(self, turn: Turn, chunk: Chunk) -> None:
+        if turn.identities is not None and chunk.identity is None:
+            self.completed.append((turn, chunk, chunk.generation))
 
     def iteration(
         self,
@@ -227,6 +235,8 @@ class IterationBuilder:
             self.filled_before.setdefault(chunk, chunk.filled)
             turn.written[chunk] = None
             chunk.filled += taken
+            if chunk.filled == size:
+                self._complete(turn, chunk)
             if turn.streamed:
                 chunk.host_filled = chunk.filled
             if position < turn.computed_to:

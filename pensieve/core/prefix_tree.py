@@ -37,9 +37,11 @@ The tree owns neither pages nor queues. They belong to its `BranchListener`, whi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple, Protocol
+
+from pensieve.core.identities import Identities
 
 HOLDERS_SUMMED_MAX = 64  # per branch: holders that count with their own idle times and ratios
 
@@ -49,8 +51,10 @@ class Chunk:
         "branch",
         "device_page",
         "filled",
+        "generation",
         "host_filled",
         "host_page",
+        "identity",
         "in_flight",
         "index",
         "marked_to_drop",
@@ -67,6 +71,8 @@ class Chunk:
         self.in_flight = 0  # unfinished copies that read or write one of its pages
         self.swapping_in = False
         self.marked_to_drop = False
+        self.identity: bytes | None = None  # set by the `ContentIndex` while it is registered there
+        self.generation = 0  # counts how often it has lost KV
 
     @property
     def resident(self) -> bool:
@@ -125,8 +131,10 @@ class CachedConversation:
     __slots__ = (
         "conversation_id",
         "factor",
+        "identities",
         "idle_since",
         "is_streamed",
+        "is_temporary",
         "leaf",
         "log",
         "num_tokens",
@@ -138,6 +146,8 @@ class CachedConversation:
         self.conversation_id = conversation_id
         self.leaf: Branch | None = None
         self.log = array("I")  # token ids; while a turn runs, the same array as `turn.tokens`
+        self.identities: Identities | None = None  # of `log`; while a turn runs, the turn's
+        self.is_temporary = False  # it has no further turn; only its chunks may be found
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, but not necessarily KV
         self.idle_since = now  # end of its last turn
         self.ratio = 1.0  # how much likelier than others it is to return; from the policy
@@ -313,14 +323,34 @@ class BranchListener(Protocol):
         """Called when a branch has a new holder, or has lost one of several holders."""
 
     def branch_removed(self, branch: Branch) -> None:
-        """Called when a branch has no holder any more, or when it and its descendants have no pages."""
+        """Called when a branch has no holder any more, or when it and its descendants have no pages.
+
+        Its chunks leave the tree.
+        """
+
+
+def _ancestors(branch: Branch | None) -> list[Branch]:
+    """Return a branch and all branches above it, the lowest first."""
+    found = []
+    while branch is not None:
+        found.append(branch)
+        branch = branch.parent
+    return found
 
 
 class PrefixTree:
     """The cached conversations, and the operations that change which chunks they hold."""
 
-    def __init__(self, chunk_tokens: int, num_roles: int, listener: BranchListener) -> None:
+    def __init__(
+        self,
+        chunk_tokens: int,
+        num_roles: int,
+        listener: BranchListener,
+        forget_content: Callable[[Chunk], None],
+    ) -> None:
+        """`forget_content` is called with each chunk that leaves the tree and has an identity."""
         self.chunk_tokens = chunk_tokens
+        self._forget_content = forget_content
         self.conversations: dict[str, CachedConversation] = {}
         self._num_roles = num_roles
         self._listener = listener
@@ -333,6 +363,8 @@ class PrefixTree:
         target = CachedConversation(target_id, now)
         target.ratio, target.factor = source.ratio, source.factor
         target.log = source.log[:num_tokens]
+        if source.identities is not None:
+            target.identities = source.identities.beginning(num_tokens)
         # While the source runs a turn, its `num_tokens` may be outdated, so all its chunks count. This is
         # safe, because callers fork only committed positions.
         held = source.num_tokens
@@ -343,14 +375,52 @@ class PrefixTree:
         branch, end = source.leaf, -(-target.num_tokens // self.chunk_tokens)
         while branch is not None and branch.start >= end:
             branch = branch.parent
-        if branch is None:
-            return
-        target.leaf = self._split(branch, end, now) if end < branch.end else branch
-        for each in target.path():
-            each.holders[target] = None
-            each.idle_since = now
-            self._listener.holders_changed(each, now)
-        self.conversations[target_id] = target
+        if branch is not None:
+            self.conversations[target_id] = target
+            last = min(end, branch.end) - 1 - branch.start
+            self.rebase(target, branch.chunks[last], now)
+
+    def rebase(self, conversation: CachedConversation, chunk: Chunk, now: float) -> bool:
+        """Let a conversation's path begin with the path of `chunk`, in place of its own first chunks.
+
+        The caller knows that both have the same tokens, as far as the conversation's path goes. Return False
+        if that is impossible: another conversation holds the chunks that would follow.
+        """
+        end, branch = chunk.index + 1, chunk.branch
+        assert branch is not None
+        own = _ancestors(conversation.leaf)
+        if (
+            own
+            and own[0].end > end
+            and any(len(each.holders) > 1 for each in own if each.end > end)
+        ):
+            return False
+        if end < branch.end:
+            branch = self._split(branch, end, now)
+        path = _ancestors(branch)
+        kept = {id(each) for each in path}
+        rest = next((each for each in reversed(own) if each.end > end), None)
+        if rest is None:
+            conversation.leaf = branch
+        elif id(rest) in kept or rest.parent is branch:
+            return True  # its own path
+        else:
+            if rest.start < end:
+                own.append(self._split(rest, end, now))
+            assert rest.parent is not None
+            rest.parent.num_children -= 1
+            rest.parent = branch
+            branch.num_children += 1
+        replaced = [each for each in own if each.end <= end and id(each) not in kept]
+        replaced.sort(key=lambda each: -each.start)
+        for each in replaced:
+            self._remove_holder(each, conversation, now)
+        for each in path:
+            if rest is None or conversation not in each.holders:
+                each.holders[conversation] = None
+                each.touch(conversation)
+                self._listener.holders_changed(each, now)
+        return True
 
     def truncate(self, conversation: CachedConversation, num_tokens: int, now: float) -> None:
         """Cut the path after `num_tokens`, and free chunks that no other conversation holds."""
@@ -440,6 +510,8 @@ class PrefixTree:
     def _remove(self, branch: Branch) -> None:
         self._listener.branch_removed(branch)
         for chunk in branch.chunks:
+            if chunk.identity is not None:
+                self._forget_content(chunk)
             chunk.branch = None
         branch.chunks = []
         if branch.parent is not None:

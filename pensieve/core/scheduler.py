@@ -171,6 +171,8 @@ class Scheduler:
         cut = self._pending_cuts.get(conversation_id, num_tokens)
         self._pending_cuts[conversation_id] = min(cut, num_tokens)
         conversation.log = conversation.log[:num_tokens]
+        if conversation.identities is not None:
+            conversation.identities = conversation.identities.beginning(num_tokens)
 
     def delete(self, conversation_id: str, now: float) -> None:
         if (turn := self.turn_of(conversation_id)) is not None:
@@ -197,6 +199,7 @@ class Scheduler:
         `extra_pages`: number of pages that should become available in addition to those that turns lack.
         """
         builder = IterationBuilder(self.config, self._size, self._index % TILE_EVERY == 0)
+        self.cache.settle(now)
         # Preempt running turns.
         self._preempt(now)
         self._stop_streaming(builder, now)
@@ -443,6 +446,7 @@ class Scheduler:
         """End the warms whose contexts are complete."""
         for turn in list(self.running.values()):
             if turn.warm and not turn.num_uncommitted and turn.frontier >= len(turn.tokens):
+                self.cache.register(turn)
                 self._finish(turn, FinishReason.WARMED, now)
 
     def _plan_swap_outs(
@@ -527,9 +531,13 @@ class Scheduler:
                 self._finish(turn, FinishReason.FAILED, now)
                 self.counters.failed += 1
                 news.append(Ended(turn, FinishReason.FAILED, failure.reason))
+        for turn, chunk, generation in builder.completed:
+            turn.completed.append((chunk, generation))
         for sample in outcome.samples:
             turn = self._turns[sample.turn_id]
             turn.pending_tokens -= 1
+            if turn.completed:
+                self.cache.register(turn)
             if turn.finish is not None:  # the turn ended while this token was computed
                 self.counters.idle_tokens += 1
                 continue
@@ -652,6 +660,11 @@ class Scheduler:
         sets = self.running, self.suspended, self.queued, self._releasing
         audit_turns(TurnsByState(self._turns, *sets), self.cache.conversations, self._size)
         self.preemption.check(self.running)
+        for _, builder in self._uncommitted:
+            for turn, chunk, generation in builder.completed:
+                assert chunk.identity is None or chunk.generation != generation, (
+                    f"{chunk} is found before turn {turn.turn_id} has computed it"
+                )
 
 
 def may_stream(cache: KVCache, config: SchedulerConfig) -> bool:

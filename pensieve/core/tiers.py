@@ -138,6 +138,7 @@ class CacheCounters:
     discarded: int = 0  # computed by a turn that failed
     damaged: int = 0  # host page changed since the copy
     adopted: int = 0  # came from another engine
+    merged: int = 0  # conversations whose private chunks were replaced by equal ones (not chunks)
 
 
 @dataclass(slots=True)
@@ -194,6 +195,7 @@ class Tiers:
         self.device.give_back(chunk.device_page)
         chunk.device_page = None
         chunk.marked_to_drop = False
+        chunk.generation += chunk.filled > chunk.host_filled
         chunk.filled = chunk.host_filled
         if chunk.host_page is None and chunk.branch is not None:
             chunk.branch.num_resident -= 1
@@ -205,6 +207,7 @@ class Tiers:
         chunk.host_page = None
         chunk.host_filled = 0
         if chunk.device_page is None:
+            chunk.generation += chunk.filled > 0
             chunk.filled = 0
             if chunk.branch is not None:
                 chunk.branch.num_resident -= 1
@@ -287,6 +290,7 @@ class Tiers:
         """Declare a chunk's KV invalid, also in its copies in flight."""
         self.count_reclaimable(chunk, -1)
         chunk.filled = chunk.host_filled = 0
+        chunk.generation += 1
         for swap in self.swaps.values():
             if swap.target is chunk or swap.source is chunk:
                 swap.num_slots = 0

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pensieve.core.constraint import Constraint
+from pensieve.core.identities import Identities
 from pensieve.core.prefix_tree import Chunk
 from pensieve.sampling import Sampling
 
@@ -112,6 +113,11 @@ class Turn:
     share: str = ""  # its owner in fair queueing, usually a tenant; see fair_queue.py
     weight: float = 1.0  # the share's weight
     shared_tokens: int = 0  # leading tokens that its conversation got when it was forked
+    found_tokens: int = 0  # leading tokens that were found by content; see `ContentIndex`
+    identities: Identities | None = (
+        None  # identities of its chunks; None: it shares no chunks by content
+    )
+    is_temporary: bool = False  # its conversation has no further turn
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # its number in the order of arrival
@@ -125,6 +131,8 @@ class Turn:
     chunks: list[Chunk] = field(default_factory=list)  # chunks of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # host pages if `streamed`
     written: dict[Chunk, None] = field(default_factory=dict)  # chunks that it has computed in part
+    # Chunks that collected iterations have completed, with their generations; see `ContentIndex`.
+    completed: list[tuple[Chunk, int]] = field(default_factory=list)
     num_uncommitted: int = 0  # launched iterations with a slice of this turn
     pending_tokens: int = 0  # number of tokens that uncommitted iterations sample
     computed_to: int = 0  # positions below this were computed before, by this or an earlier turn
@@ -138,8 +146,8 @@ class Turn:
 
     @property
     def history_kv(self) -> int:
-        """Positions of its history that can have KV: all but the last, which the turn computes."""
-        return max(self.history_tokens - 1, 0)
+        """Positions that can have KV when it begins: found ones, and its history without the last one."""
+        return max(self.history_tokens - 1, self.found_tokens, 0)
 
     @property
     def num_new_tokens(self) -> int:
@@ -171,7 +179,8 @@ class Turn:
         history_kv = self.computed_to = self.history_kv
         self.usage.admitted_at = now
         self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
-        self.usage.shared_tokens = min(self.shared_tokens, device_tokens + host_tokens)
+        shared_tokens = max(self.shared_tokens, self.found_tokens)
+        self.usage.shared_tokens = min(shared_tokens, device_tokens + host_tokens)
         self.usage.recomputed_tokens = history_kv - device_tokens - host_tokens
         self.usage.new_tokens = self.prompt_end - history_kv
 

@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
 from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.identities import Identities
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.scheduler import Scheduler
@@ -325,8 +326,19 @@ class Engine:
             share=message.share,
             weight=message.weight,
             shared_tokens=shared_tokens,
+            identities=self._identities_of(message) if message.root else None,
+            is_temporary=message.is_temporary,
         )
         self.scheduler.submit(turn, now)
+
+    def _identities_of(self, message: SubmitTurn) -> Identities:
+        """Return the identities of the turn's chunks, as far as they are known."""
+        cache = self.scheduler.cache
+        conversation = cache.conversations.get(message.conversation_id)
+        known = conversation.identities if conversation is not None else None
+        if known is not None and known.root == message.root:
+            return known.beginning(message.first_position)
+        return Identities(message.root, cache.config.chunk_tokens)
 
     def _known_log(self, message: SubmitTurn) -> array[int] | None:
         """Return a copy of the log before the message's first position; None if a part of it is unknown.

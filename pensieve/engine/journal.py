@@ -4,6 +4,7 @@ A journal has one JSON object per line. It records:
 
 * each message, with lengths instead of token ids and text;
 * each `now`;
+* which chunks were found by their content, because a replay has no content;
 * of each outcome, the parts that the core uses: finished copies, failures, and which turns sampled a token
   and whether the token ended the reply.
 
@@ -34,12 +35,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from pensieve import __version__
-from pensieve.core.cache import CacheConfig
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.content import ContentIndex, Found
 from pensieve.core.cost import CostProfile, IterationCost
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
 from pensieve.core.policies.registry import policy_named
+from pensieve.core.prefix_tree import CachedConversation, Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.tiers import IsIntact
+from pensieve.core.turn import Turn
 from pensieve.engine import codec
 from pensieve.engine.engine import Engine, EngineConfig, EngineConfigs
 from pensieve.engine.mailbox import Mailbox
@@ -122,6 +126,7 @@ class Journal:
         self._damaged: list[
             int
         ] = []  # host pages found damaged while the next iteration is planned
+        self._found: list[tuple[int, str, int]] = []  # what was found by content in the meantime
         self._write(
             {
                 "version": VERSION,
@@ -146,6 +151,10 @@ class Journal:
 
         return noted
 
+    def note_found(self, number: int, found: Found) -> None:
+        """Record what a lookup has found (`ContentIndex.note_found`)."""
+        self._found.append((number, found.holder.conversation_id, found.num_tokens))
+
     @property
     def given_up(self) -> bool:
         return self._lines is None
@@ -163,7 +172,10 @@ class Journal:
         if iteration is not None and iteration.predicted_seconds:
             entry["predicted"] = float(f"{iteration.predicted_seconds:.6g}")
         damaged, self._damaged = self._damaged, []
-        self._write(entry | ({"damaged": damaged} if damaged else {}))
+        found, self._found = self._found, []
+        self._write(
+            entry | ({"damaged": damaged} if damaged else {}) | ({"found": found} if found else {})
+        )
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         self._write(
@@ -206,6 +218,31 @@ class _Recorded:
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
         return
+
+
+class _RecordedContent(ContentIndex):
+    """Finds what the journal says was found."""
+
+    def __init__(self, cache: KVCache) -> None:
+        super().__init__(cache.config.chunk_tokens)
+        self._conversations = cache.conversations
+        self.recorded: dict[int, tuple[str, int]] = {}  # by number of the lookup
+
+    def register(self, turn: Turn, chunk: Chunk) -> None:
+        return
+
+    def for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
+        return self._next()
+
+    def for_ended(self, conversation: CachedConversation) -> Found | None:
+        return self._next() if conversation.identities is not None else None
+
+    def _next(self) -> Found | None:
+        self.num_lookups += 1
+        if self.num_lookups not in self.recorded:
+            return None
+        holder, num_tokens = self.recorded.pop(self.num_lookups)
+        return Found(self._conversations[holder], num_tokens)
 
 
 class Replayed(NamedTuple):
@@ -321,6 +358,8 @@ class _ReplayedEngine:
             configs, policy, recorded, ports, is_intact=lambda page: page not in self._damaged
         )
         self._scheduler = self._engine.scheduler
+        self._content = _RecordedContent(self._scheduler.cache)
+        self._scheduler.cache.content = self._content
         # Iterations that are not committed yet, with the times when they were planned.
         self._planned: deque[tuple[Iteration, float]] = deque()
         self._ended = float("-inf")  # when the previous iteration was committed
@@ -333,6 +372,8 @@ class _ReplayedEngine:
         if "plan" in entry:
             now = entry["plan"]
             self._damaged = set(entry.get("damaged", ()))
+            for lookup, holder, num_tokens in entry.get("found", ()):
+                self._content.recorded[lookup] = (holder, num_tokens)
             iteration = self._scheduler.plan(now)
             self._scheduler.drain_ended()
             if (hash_of(iteration) if iteration else None) != entry["iteration"]:

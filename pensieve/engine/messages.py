@@ -35,6 +35,10 @@ class SubmitTurn:
     prefix_tokens: int = 0
     share: str = ""  # the owner in fair queueing, usually a tenant; see core/fair_queue.py
     weight: float = 1.0  # of that share
+    root: str = (
+        ""  # of the identities of its chunks (core/content.py); "": they are not shared by content
+    )
+    is_temporary: bool = False  # its conversation has no further turn; only its chunks may be found
 
 
 @dataclass(frozen=True, slots=True)

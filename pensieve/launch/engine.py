@@ -132,6 +132,8 @@ def build_engine(
             is_intact,
         )
         observer = journal.observer if journal is not None else None
+        if observer is not None:
+            engine.scheduler.cache.content.note_found = observer.note_found
 
         def figures() -> dict[str, float]:
             more = {"rows_padded": float(executor.rows_padded)}

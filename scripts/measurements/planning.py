@@ -12,10 +12,12 @@ import time
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
+from zlib import crc32
 
 from pensieve.bench.report import percentile, progress
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
+from pensieve.core.identities import Identities
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.registry import POLICIES, policy_named
 from pensieve.core.scheduler import Scheduler
@@ -92,11 +94,19 @@ def measure(
             ),
         )
 
+    prefix_of: dict[str, str] = {}  # conversations that begin with a system prompt of 512 tokens
+
     def turn_of(name: str, tokens: int, history: int) -> Turn:
+        """Make a turn. The tokens of each conversation, and of each system prompt, are its own."""
         nonlocal num_turns
         num_turns += 1
-        ids = array("I", bytes(4 * tokens))
-        return Turn(num_turns, name, ids, history, tokens, tokens + 100_000)
+        own, common = crc32(name.encode()), crc32(prefix_of.get(name, name).encode())
+        ids = array("I", [common] * min(tokens, 512) + [own] * (tokens - 512))
+        turn = Turn(num_turns, name, ids, history, tokens, tokens + 100_000)
+        cached = cache.conversations.get(name)
+        known = cached.identities if cached is not None else None
+        turn.identities = known.beginning(history) if known is not None else Identities("", 32)
+        return turn
 
     def finish_swap_outs() -> None:
         while swap_outs := cache.plan_swap_outs(now, 0):
@@ -113,7 +123,10 @@ def measure(
         cache.release_sources(found.sources, now)  # type: ignore[union-attr]
         for chunk in turn.chunks:
             chunk.filled = min(32, tokens - 32 * chunk.index)
+            turn.completed.append((chunk, chunk.generation))
+        cache.register(turn)
         cache.end(turn, now, tokens)
+        cache.settle(now)
 
     # 1. cached conversations: one in ten shares a system prompt
     prefixes = [f"prefix-{i}" for i in range(max(num_conversations // 1000, 4))]
@@ -123,7 +136,8 @@ def measure(
         now += 0.05
         name = f"cached-{i}"
         if choose.random() < 0.1:
-            cache.fork(choose.choice(prefixes), 512, name, now)
+            prefix_of[name] = choose.choice(prefixes)
+            cache.fork(prefix_of[name], 512, name, now)
             remember(name, 512 + 32 * choose.randint(1, 4), 512)
         else:
             long = choose.random() < 0.003

@@ -14,6 +14,7 @@ from zlib import crc32
 from pensieve.core.adoption import Adopted, Adoption
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile, IterationCost
+from pensieve.core.identities import Identities
 from pensieve.core.iteration import Iteration
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.policies.return_policy import ReturnPolicy
@@ -90,6 +91,8 @@ class Shape:
         0.0  # probability that a conversation on the host and a fork of it get a turn together
     )
     adopting: float = 0.0  # probability that KV from another engine arrives
+    repeating: float = 0.0  # probability that a message repeats what another conversation has said
+    roots: int = 0  # tenants that share chunks by content; 0: nobody does
     switching: bool = False  # `return` follows another random order whenever a conversation returns
 
 
@@ -131,6 +134,24 @@ SPOILED = Shape(
     time_share=1,
     prompt_max=6,
     reply_max=20,
+)
+
+
+# Conversations of three tenants say the same again and again. Turns fail, and pages get wrong KV.
+REPEATING = Shape(
+    repeating=0.7,
+    roots=3,
+    failing=0.01,
+    spoiling=0.01,
+    damaging=0.1,
+    restless=True,
+    conversations=14,
+    chunk_tokens=2,
+    device_pages=30,
+    host_pages=40,
+    turns_max=6,
+    prompt_max=8,
+    reply_max=10,
 )
 
 
@@ -200,6 +221,9 @@ class World:
         self.arriving: dict[
             str, int
         ] = {}  # conversation -> number of chunks that have not arrived from another engine
+        self.roots: dict[str, str] = {}  # by conversation
+        self.said: list[list[int]] = []  # contexts of earlier turns, of all tenants
+        self.repeats = random.Random(seed)
         self._num_turns = 0
         self._num_conversations = 0
 
@@ -263,6 +287,8 @@ class World:
         if prompt is None:
             count = self.random.randint(1, self.shape.prompt_max)
             prompt = [self.random.randrange(VOCAB) for _ in range(count)]
+            if self.repeats.random() < self.shape.repeating:
+                prompt = self._said_after(log) or prompt
         if warm:
             if not log:
                 return
@@ -296,9 +322,27 @@ class World:
             share=share,
             weight=weight,
         )
+        if self.shape.roots:
+            root = self.roots.setdefault(name, str(self.repeats.randrange(self.shape.roots)))
+            conversation = self.cache.conversations.get(name)
+            known = conversation.identities if conversation is not None else None
+            turn.identities = known.beginning(len(log)) if known else self._identities(root)
+            turn.is_temporary = not log and self.repeats.random() < 0.4
         self.names[turn.turn_id] = name
         self.turns[name] = turn
         self.scheduler.submit(turn, self.clock.now())
+
+    def _identities(self, root: str) -> Identities:
+        return Identities(root, self.shape.chunk_tokens)
+
+    def _said_after(self, log: list[int]) -> list[int]:
+        """Return a piece of what was once said after the same beginning, perhaps with a word of its own."""
+        known = [each for each in self.said if each[: len(log)] == log and len(each) > len(log)]
+        if not known:
+            return []
+        rest = self.repeats.choice(known)[len(log) :]
+        piece = rest[: self.repeats.randint(1, len(rest))]
+        return piece + [self.repeats.randrange(VOCAB)] * (self.repeats.random() < 0.5)
 
     def cancel(self, name: str) -> None:
         turn = self.turns[name]
@@ -313,6 +357,8 @@ class World:
         target = f"{self.shape.scope}c{self._num_conversations}"
         if at is None:
             at = self.random.choice(self.commits[name])
+        if name in self.roots:
+            self.roots[target] = self.roots[name]
         self.logs[target] = self.logs[name][:at]
         self.commits[target] = [length for length in self.commits[name] if length <= at]
         self.cache.fork(name, at, target, self.clock.now())
@@ -343,7 +389,8 @@ class World:
         self.arriving.pop(name, None)
         self.scheduler.delete(name, self.clock.now())
         self._take_ends()
-        del self.logs[name], self.commits[name]
+        if name in self.logs:  # otherwise the end of its only turn has already removed it
+            del self.logs[name], self.commits[name]
 
     # -- what another engine does --
 
@@ -419,8 +466,18 @@ class World:
                     self._take(each)
             if check:
                 self.scheduler.check(self.clock.now())
+                self._check_roots()
             return True
         return iteration is not None
+
+    def _check_roots(self) -> None:
+        """Check that no chunk is held by two tenants."""
+        for name, conversation in self.cache.conversations.items():
+            for branch in conversation.path() if self.shape.roots else ():
+                for other in branch.holders:
+                    assert self.roots.get(other.conversation_id) == self.roots.get(name), (
+                        f"{name} and {other} share {branch}"
+                    )
 
     def _spoil_something(self, iteration: Iteration) -> None:
         """Make a turn fail over a wrong slot, in a chunk that it holds alone or that it has repaired.
@@ -487,7 +544,11 @@ class World:
             expected = reply_to(tokens[: turn.prompt_end], turn.length_max, self.shape.stops)
             assert tokens[turn.prompt_end :] == expected, f"turn {turn.turn_id} said something else"
             self.num_replies += 1
-        if len(tokens) > turn.history_tokens:
+        if self.shape.repeating:
+            self.said = [*self.said[-30:], tokens]
+        if turn.is_temporary:
+            del self.logs[name], self.commits[name]
+        elif len(tokens) > turn.history_tokens:
             self.logs[name] = tokens
             self.commits[name].append(len(tokens))
 

@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
@@ -125,7 +126,9 @@ class Rig:
         self.auditor = Auditor(self.scheduler)
         self.engine.observe(self.auditor)
         if journal is not None:
-            self.engine.observe(Journal(journal, config, cache, scheduler, "value", COST))
+            observer = Journal(journal, config, cache, scheduler, "value", COST)
+            self.engine.observe(observer)
+            self.scheduler.cache.content.note_found = observer.note_found
 
     def run(self) -> None:
         while self.engine.step():
@@ -147,13 +150,18 @@ def options_of(reply: int) -> TurnOptions:
 
 
 def submit(
-    turn_id: int, name: str, log: list[int], prompt: list[int], reply: int = 6
+    turn_id: int, name: str, log: list[int], prompt: list[int], reply: int = 6, root: str = ""
 ) -> SubmitTurn:
-    return SubmitTurn(turn_id, name, packed(log + prompt), len(log), options_of(reply))
+    return SubmitTurn(turn_id, name, packed(log + prompt), len(log), options_of(reply), root=root)
 
 
-def traffic(rig: Rig, seed: int, num_messages: int, reply_max: int = 9) -> None:
-    """Run several conversations at once, with all requests that a client may send."""
+def traffic(
+    rig: Rig, seed: int, num_messages: int, reply_max: int = 9, roots: Sequence[str] = ("",)
+) -> None:
+    """Run several conversations at once, with all requests that a client may send.
+
+    With two or more `roots`, most messages begin alike, and every conversation has one of the roots.
+    """
     choose = random.Random(seed)
     logs: dict[str, list[int]] = {}
     prompts: dict[int, tuple[str, list[int]]] = {}
@@ -171,9 +179,12 @@ def traffic(rig: Rig, seed: int, num_messages: int, reply_max: int = 9) -> None:
                 turn_id += 1
                 name = choose.choice(resting)
                 prompt = [choose.randrange(500) for _ in range(choose.randint(1, 9))]
+                if len(roots) > 1 and choose.random() < 0.7:
+                    prompt = [*range(choose.randint(1, 16)), *prompt[:2]]
                 prompts[turn_id] = (name, logs[name] + prompt)
                 reply = choose.randint(1, reply_max)
-                rig.mailbox.put(submit(turn_id, name, logs[name], prompt, reply))
+                root = roots[crc32(name.encode()) % len(roots)]
+                rig.mailbox.put(submit(turn_id, name, logs[name], prompt, reply, root))
         elif roll < 0.7 and running:
             turn, (name, _) = next((t, p) for t, p in prompts.items() if p[0] in running)
             rig.mailbox.put(CancelTurn(turn, len(logs[name])))

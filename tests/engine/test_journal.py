@@ -33,6 +33,20 @@ def test_a_journal_replays_to_the_same_iterations(seed: int, depth: int) -> None
     assert replay(lines) == rig.scheduler.counters.iterations > 60
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_found_by_content_is_found_again_without_the_content(
+    seed: int, depth: int
+) -> None:
+    lines = io.StringIO()
+    rig = Rig(seed, lines, depth=depth, failing=0.02)
+    traffic(rig, seed, 90, roots=("a", "b"))
+    assert '"found":' in lines.getvalue()
+    assert sum(each.usage.shared_tokens for each in rig.sink.ends().values()) > 0
+    lines.seek(0)
+    assert replay(lines) == rig.scheduler.counters.iterations
+
+
 def test_a_journal_knows_whose_turns_waited() -> None:
     lines = io.StringIO()
     rig = Rig(0, lines)

@@ -1,0 +1,142 @@
+"""Find chunks by their content, so that conversations share a prefix that nobody has declared.
+
+Chunks with the same identity have the same KV (identities.py). Only turns with `identities` look for chunks.
+The daemon does not give its turns any yet, so a daemon's turns share only what forks and prefixes share.
+
+**When a chunk is found.** A turn registers the chunks that it has completed when its next token was sampled
+from finite logits, because wrong KV (NaN) would reach these logits. A chunk that was invalidated in the
+meantime is not registered (`Chunk.generation`). If a turn fails, all chunks of its context are invalidated
+and forgotten. A chunk stays registered while a conversation holds it, even without pages. Whoever finds it
+then computes it again, for all holders. A partly filled chunk has no identity.
+
+**Equal chunks.** If two turns compute the same chunk at once, the first to complete it is registered. The
+other chunk is private until its turn has ended. Then the conversation continues on the registered chunk
+(`KVCache.settle`). The pages of a running turn never change.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from itertools import islice, takewhile
+from typing import NamedTuple
+
+from pensieve.core.prefix_tree import CachedConversation, Chunk
+from pensieve.core.turn import Turn
+
+TAILS_MAX = 4  # holders whose next chunk is compared
+
+
+class Found(NamedTuple):
+    holder: CachedConversation
+    num_tokens: int  # from the beginning, that it has in common
+
+
+class ContentIndex:
+    """The registered chunks, by identity."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._size = chunk_tokens
+        self._chunks: dict[bytes, Chunk] = {}
+        self.num_lookups = 0
+        # Called with the number of a lookup and what it has found; a journal records these.
+        self.note_found: Callable[[int, Found], None] = lambda number, found: None
+
+    def register(self, turn: Turn, chunk: Chunk) -> None:
+        """Register a chunk that the turn has computed, unless another chunk has its identity."""
+        identities = turn.identities
+        if identities is None or chunk.identity is not None or chunk.branch is None:
+            return
+        if len(identities.known) <= chunk.index:
+            identities.extend(turn.tokens)
+        identity = identities.known[chunk.index]
+        if self._chunks.setdefault(identity, chunk) is chunk:
+            chunk.identity = identity
+
+    def forget(self, chunk: Chunk) -> None:
+        """Remove a registered chunk."""
+        assert chunk.identity is not None
+        del self._chunks[chunk.identity]
+        chunk.identity = None
+
+    def for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
+        """Return who holds the longest known beginning of the turn's context.
+
+        None if the turn's conversation holds as many whole chunks. The turn computes at least one token.
+        """
+        assert turn.identities is not None
+        self.num_lookups += 1
+        turn.identities.extend(turn.tokens)
+        num_held = conversation.num_tokens // self._size
+        last, known = None, turn.identities.known
+        for index in range(num_held, min((len(turn.tokens) - 1) // self._size, len(known))):
+            chunk = self._chunks.get(known[index])
+            if chunk is None:
+                break
+            last = chunk
+        if last is None:
+            return None
+        return self._noted(conversation, self._with_tail(turn, last))
+
+    def for_ended(self, conversation: CachedConversation) -> Found | None:
+        """Return who holds the registered chunks that have the same content as private ones."""
+        if conversation.identities is None:
+            return None
+        self.num_lookups += 1
+        found = None
+        num_whole = conversation.num_tokens // self._size
+        for own, identity in zip(
+            conversation.chunks()[:num_whole], conversation.identities.known, strict=False
+        ):
+            if own.identity is not None:
+                if found is not None:
+                    break
+            elif (other := self._chunks.get(identity)) is not None:
+                found = other
+            else:
+                break
+        if found is None:
+            return None
+        assert found.branch is not None
+        holder = next(iter(found.branch.holders))
+        found_tokens = (found.index + 1) * self._size
+        return self._noted(conversation, Found(holder, found_tokens))
+
+    def check(self) -> None:
+        for identity, chunk in self._chunks.items():
+            assert chunk.identity == identity, f"{chunk} is registered under another identity"
+            assert chunk.branch is not None, f"{chunk} is registered, and nobody holds it"
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def _with_tail(self, turn: Turn, last: Chunk) -> Found:
+        """Look for a holder whose next, perhaps partly filled, chunk begins like the rest of the context."""
+        assert last.branch is not None
+        start = (last.index + 1) * self._size
+        rest = turn.tokens[start : min(start + self._size, len(turn.tokens)) - 1]
+        best = Found(next(iter(last.branch.holders)), start)
+        for holder in islice(reversed(last.branch.holders), TAILS_MAX):
+            # A resting conversation may use less of its last chunk than its log and the chunk have. The last
+            # token of a running one may be without KV.
+            known = len(holder.log) - 1 if holder.turn_id is not None else holder.num_tokens
+            count = _num_common(rest, holder.log[start : min(start + len(rest), known)])
+            if start + count > best.num_tokens:
+                chunks = holder.chunks()
+                if len(chunks) > last.index + 1 and chunks[last.index + 1].filled >= count:
+                    best = Found(holder, start + count)
+        return best
+
+    def _noted(self, conversation: CachedConversation, found: Found) -> Found | None:
+        """Return what was found, unless the conversation would give up a registered chunk or KV for it."""
+        pairs = zip(conversation.chunks(), found.holder.chunks(), strict=False)
+        for own, other in islice(pairs, found.num_tokens // self._size):
+            if own is not other and (own.identity is not None or own.filled > other.filled):
+                return None
+        self.note_found(self.num_lookups, found)
+        return found
+
+
+def _num_common(one: array[int], other: array[int]) -> int:
+    """Return the length of the common beginning of two short arrays."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

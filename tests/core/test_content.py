@@ -1,0 +1,248 @@
+"""Conversations of one tenant share chunks by content; tenants share none, and wrong KV is never found."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pensieve.core import identities as identities_module
+from pensieve.core.cache import KVCache
+from pensieve.core.identities import Identities
+from pensieve.core.iteration_builder import IterationBuilder
+from pensieve.core.prefix_tree import Chunk
+from pensieve.core.turn import FinishReason, Turn
+from tests.core.world import REPEATING, Stage, run
+
+TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]  # two and a half chunks
+
+
+def identities(tokens: list[int], root: str = "", size: int = 2) -> list[bytes]:
+    made = Identities(root, size)
+    made.extend(array("I", tokens))
+    return made.known
+
+
+def ask(stage: Stage, name: str, text: list[int], num_reply: int = 1, root: str = "r") -> Turn:
+    turn = stage.ask(name, 0, num_reply, prompt=text)
+    conversation = stage.cache.conversations.get(name)
+    known = conversation.identities if conversation is not None else None
+    before = turn.history_tokens
+    turn.identities = known.beginning(before) if known is not None else Identities(root, 4)
+    return turn
+
+
+def say(stage: Stage, name: str, text: list[int], num_reply: int = 1, root: str = "r") -> Turn:
+    turn = ask(stage, name, text, num_reply, root)
+    stage.until_ended(turn)
+    stage.scheduler.check(stage.now)
+    return turn
+
+
+def test_identities_made_in_pieces_are_those_of_the_whole() -> None:
+    whole = identities(list(range(100)), size=7)
+    assert len(whole) == 14
+    draw, at, made = random.Random(1), 0, Identities("", 7)
+    while at < 100:
+        at = min(at + draw.randint(0, 20), 100)
+        made.extend(array("I", range(at)))
+    assert made.known == whole
+    made.cut(50)
+    assert made.known == whole[:7] == made.beginning(99).known
+
+
+def test_an_identity_is_of_the_root_and_of_all_that_is_before_it() -> None:
+    assert identities([1, 1, 2, 2])[0] == identities([1, 1, 3, 3])[0]
+    assert identities([1, 1, 2, 2])[1] != identities([3, 3, 2, 2])[1]
+    assert not set(identities([1, 1, 2, 2], "one")) & set(identities([1, 1, 2, 2], "other"))
+
+
+def test_a_prompt_that_begins_like_another_computes_only_the_rest() -> None:
+    stage = Stage(20, 0)
+    say(stage, "a", [*TEXT, 1])
+    usage = say(stage, "b", [*TEXT, 2]).usage
+    assert (usage.device_tokens, usage.shared_tokens, usage.new_tokens) == (10, 10, 1)
+
+    stranger = say(stage, "c", [*TEXT, 3], root="another tenant").usage
+    assert (stranger.device_tokens, stranger.shared_tokens) == (0, 0)
+
+
+def test_at_least_one_token_is_computed() -> None:
+    stage = Stage(20, 0)
+    say(stage, "a", TEXT[:8])
+    usage = say(stage, "b", TEXT[:8]).usage
+    assert (usage.device_tokens, usage.new_tokens) == (7, 1)
+
+
+def test_a_reply_is_found_by_a_client_that_sends_the_history() -> None:
+    stage = Stage(20, 0)
+    first = say(stage, "a", TEXT, 9)
+    usage = say(stage, "b", [*first.tokens, 1, 2]).usage
+    assert usage.device_tokens == len(first.tokens) - 1
+
+
+def test_a_message_that_is_sent_again_after_a_rewind_is_not_computed_again() -> None:
+    stage = Stage(20, 0)
+    first = say(stage, "a", TEXT, 5)
+    stage.fork_at("a", len(first.tokens), "keeps")
+    stage.rewind("a", 0)
+    usage = say(stage, "a", [*first.tokens, 1]).usage
+    assert usage.device_tokens == len(first.tokens) - 1
+
+
+def test_what_two_turns_compute_at_once_is_held_once_after_their_ends() -> None:
+    stage = Stage(20, 0)
+    first, second = ask(stage, "a", [*TEXT, 1, 2], 3), ask(stage, "b", [*TEXT, 3, 4], 3)
+    stage.until_ended(first)
+    stage.until_ended(second)
+    pages = 20 - stage.cache.device.num_empty
+    assert stage.chunks("a")[0] is not stage.chunks("b")[0]
+    stage.step()
+    assert stage.chunks("a")[:2] == stage.chunks("b")[:2]
+    assert stage.chunks("a")[2] is not stage.chunks("b")[2]
+    assert 20 - stage.cache.device.num_empty == pages - 2
+    stage.scheduler.check(stage.now)
+    assert say(stage, "b", [9], 3).usage.recomputed_tokens == 0
+
+
+def test_a_dropped_prefix_is_found_and_computed_for_all_of_its_holders() -> None:
+    stage = Stage(8, 0)
+    say(stage, "a", [*TEXT, 1, 2], 3)
+    stage.wait(1000.0)
+    say(stage, "filler", [100 + n for n in range(18)], 4, root="other")
+    assert stage.where("a").startswith("-")
+    usage = say(stage, "b", [*TEXT, 1, 2, 3], 1).usage
+    assert usage.recomputed_tokens > 0
+    assert usage.shared_tokens == usage.device_tokens + usage.host_tokens
+    assert stage.chunks("a")[0] is stage.chunks("b")[0]
+
+
+def test_nothing_of_a_turn_that_fails_is_found() -> None:
+    stage = Stage(20, 0)
+    say(stage, "a", [*TEXT, 1])
+    failing = ask(stage, "b", [*TEXT, 2])
+    stage.executor.failing_turns.add(failing.turn_id)
+    stage.until_ended(failing)
+    assert len(stage.cache.content) == 0
+    usage = say(stage, "c", [*TEXT, 3]).usage
+    assert (usage.device_tokens, usage.new_tokens) == (0, 11)
+
+
+def test_wrong_kv_that_made_a_turn_fail_is_found_by_nobody() -> None:
+    stage = Stage(30, 0)
+    say(stage, "a", [*TEXT, 1])
+    say(stage, "b", [*TEXT, 2])  # shares chunks with "a"
+    page = stage.chunks("a")[0].device_page
+    assert page is not None
+    stage.executor.spoil(stage.executor.device, page, 1)
+    failing = say(stage, "c", [*TEXT, 3])
+    assert failing.finish is FinishReason.FAILED
+    for name in ("d", "a", "b"):
+        turn = say(stage, name, [*TEXT, 4])
+        assert turn.finish is FinishReason.LENGTH
+
+
+def test_of_temporary_conversations_with_the_same_chunks_the_newest_stays() -> None:
+    stage = Stage(30, 0)
+    for number in range(5):
+        turn = ask(stage, f"t{number}", [*TEXT, 1, number], 2)
+        turn.is_temporary = True
+        stage.until_ended(turn)
+        stage.wait(10.0)
+        stage.step()
+    held = [name for name in stage.cache.conversations if name.startswith("t")]
+    assert len(held) == 5  # each ends with a chunk of its own
+    for number in range(5, 10):
+        turn = ask(stage, f"t{number}", TEXT, 1)
+        turn.is_temporary = True
+        stage.until_ended(turn)
+        stage.wait(10.0)
+        stage.step()
+        stage.scheduler.check(stage.now)
+    held = [name for name in stage.cache.conversations if name.startswith("t")]
+    assert held[5:] == ["t9"]
+    assert stage.cache.conversations["t9"].num_tokens == 8
+
+
+SHAPES = (
+    REPEATING,
+    replace(REPEATING, overlap=True),
+    replace(REPEATING, failing=0.0, spoiling=0.0, damaging=0.0, overlap=True),
+    replace(REPEATING, staging_pages=12, overlap=True),
+    replace(REPEATING, adopting=0.05, late=0.9),
+    replace(REPEATING, policy="return", device_pages=16, host_pages=10),
+)
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_whatever_is_repeated_replies_are_right(seed: int) -> None:
+    run(seed, SHAPES[seed % len(SHAPES)], checks_every=3)
+
+
+def test_repeated_content_is_shared_and_merged() -> None:
+    worlds = [run(seed, SHAPES[2]) for seed in range(30)]
+    assert sum(each.cache.counters.merged for each in worlds) > 10
+
+
+def without_the_root(patch: pytest.MonkeyPatch) -> None:
+    init = Identities.__init__
+    patch.setattr(Identities, "__init__", lambda self, root, *rest: init(self, "", *rest))
+
+
+def short_digests(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(identities_module, "IDENTITY_BYTES", 1)
+
+
+def before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    complete = IterationBuilder._complete
+
+    def early(self: IterationBuilder, turn: Turn, chunk: Chunk) -> None:
+        complete(self, turn, chunk)
+        turn.completed += [each[1:] for each in self.completed if each[0] is turn]
+        caches[-1].register(turn)
+
+    caches: list[KVCache] = []
+    init = KVCache.__init__
+
+    def remember(self: KVCache, *rest: Any) -> None:
+        init(self, *rest)
+        caches.append(self)
+
+    patch.setattr(KVCache, "__init__", remember)
+    patch.setattr(IterationBuilder, "_complete", early)
+
+
+def old_generations(patch: pytest.MonkeyPatch) -> None:
+    def register(self: KVCache, turn: Turn) -> None:
+        for chunk, _ in turn.completed:
+            if chunk.filled == self.config.chunk_tokens:
+                self.content.register(turn, chunk)
+        turn.completed.clear()
+
+    patch.setattr(KVCache, "register", register)
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "an identity leaves out the root": without_the_root,
+    "digests are so short that they collide": short_digests,
+    "a chunk is found before its iteration was collected": before_the_commit,
+    "a chunk that was invalidated is registered": old_generations,
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[mistake](monkeypatch)
+    assert any(fails(seed) for seed in range(1200)), f"1,200 seeds did not notice that {mistake}"
+
+
+def fails(seed: int) -> bool:
+    try:
+        run(seed, SHAPES[seed % len(SHAPES)])
+    except (AssertionError, IndexError):
+        return True
+    return False
