@@ -31,6 +31,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.engine_client import EngineProgram
@@ -38,7 +40,7 @@ from pensieve.errors import DeviceError, StoreError, StoreUnavailable
 from pensieve.launch.model_folder import LoadedTexts
 from pensieve.sampling import Sampling
 from pensieve.sim.executor import VirtualClock
-from pensieve.store import conversation_rows
+from pensieve.store import conversation_rows, shared_commits
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with
 from tests.faults.fibers import Fibers
@@ -530,8 +532,12 @@ class World:
 
 
 def run(seed: int, shelf: Path, tell: Callable[[str], None] | None = None) -> World:
-    """Run the world of this seed to its end."""
-    with quiet():
+    """Run the world of this seed to its end.
+
+    The time in which calls may join a shared commit is real time, so it must not end in a simulated world.
+    """
+    with quiet(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_commits, "GROUP_SECONDS", 3600.0)
         world = World(seed, shelf, tell)
         try:
             world.run()
