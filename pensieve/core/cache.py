@@ -250,7 +250,7 @@ class KVCache:
         num_kept = min(num_computed, keep_tokens)
         conversation.is_temporary = turn.is_temporary and turn.finish is not None
         if conversation.is_temporary:
-            num_kept -= num_kept % size  # no later turn of it could append
+            num_kept -= num_kept % size  # it has no later turn that could append
         self.tree.truncate(conversation, num_kept, now)
         self.tree.prune(conversation.leaf)
         self.tree.forget_if_empty(conversation)
@@ -522,7 +522,7 @@ class KVCache:
         return chunk
 
     def _end_older(self, conversation: CachedConversation, now: float) -> None:
-        """End resting temporary conversations that have no chunk of their own beside this one's."""
+        """End resting temporary conversations whose chunks this conversation holds, too."""
         for branch in conversation.path():
             for other in list(islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)):
                 is_older = other.is_temporary and other is not conversation

@@ -1,7 +1,7 @@
 """Find chunks by their content, so that conversations share a prefix that nobody has declared.
 
 Chunks with the same identity have the same KV (identities.py). Only turns with `identities` look for chunks.
-The daemon does not give its turns any yet, so a daemon's turns share only what forks and prefixes share.
+The daemon does not give its turns any yet, so its turns share only what forks and prefixes share.
 
 **When a chunk is found.** A turn registers the chunks that it has completed when its next token was sampled
 from finite logits, because wrong KV (NaN) would reach these logits. A chunk that was invalidated in the
@@ -39,7 +39,7 @@ class ContentIndex:
         self._size = chunk_tokens
         self._chunks: dict[bytes, Chunk] = {}
         self.num_lookups = 0
-        # Called with the number of a lookup and what it has found; a journal records these.
+        # Called with the number of each successful lookup and its result; a journal records both.
         self.note_found: Callable[[int, Found], None] = lambda number, found: None
 
     def register(self, turn: Turn, chunk: Chunk) -> None:
@@ -128,7 +128,7 @@ class ContentIndex:
         return best
 
     def _noted(self, conversation: CachedConversation, found: Found) -> Found | None:
-        """Return what was found, unless the conversation would give up a registered chunk or KV for it."""
+        """Return `found`; None if the conversation would lose a registered chunk or KV."""
         pairs = zip(conversation.chunks(), found.holder.chunks(), strict=False)
         for own, other in islice(pairs, found.num_tokens // self._size):
             if own is not other and (own.identity is not None or own.filled > other.filled):

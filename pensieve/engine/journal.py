@@ -126,7 +126,9 @@ class Journal:
         self._damaged: list[
             int
         ] = []  # host pages found damaged while the next iteration is planned
-        self._found: list[tuple[int, str, int]] = []  # what was found by content in the meantime
+        self._found: list[
+            tuple[int, str, int]
+        ] = []  # results of lookups by content (number, holder, tokens)
         self._write(
             {
                 "version": VERSION,

@@ -35,9 +35,7 @@ class SubmitTurn:
     prefix_tokens: int = 0
     share: str = ""  # the owner in fair queueing, usually a tenant; see core/fair_queue.py
     weight: float = 1.0  # of that share
-    root: str = (
-        ""  # of the identities of its chunks (core/content.py); "": they are not shared by content
-    )
+    root: str = ""  # of its chunks' identities (core/identities.py); "": not found by content
     is_temporary: bool = False  # its conversation has no further turn; only its chunks may be found
 
 

@@ -76,12 +76,12 @@ def text_of(cost: CostModel, facts: Mapping[str, Any]) -> str:
 
 
 def read(text: str) -> CostModel:
-    """Return the costs. A ValueError names what is wrong."""
+    """Return the costs. Raises ValueError with the problem."""
     return parsed(text).cost
 
 
 def parsed(text: str) -> CostFile:
-    """Return the contents of the file. A ValueError names what is wrong."""
+    """Return the contents of the file. Raises ValueError with the problem."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
