@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ PAUSE_SECONDS = 0.05  # of the user, between a reply and the next message
 REPLY_TOKENS = 24
 TURNS_OF_A_CONVERSATION = 50
 QUIET_SECONDS = 2.0  # after the noise begins or ends
+EXPECTED = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}  # accepted, too large, beyond a limit
 
 
 @dataclass
@@ -74,7 +76,8 @@ def main(given: Sequence[str] | None = None) -> None:
     )
 
 
-def compared(num_rounds: int, seconds: float) -> IsolationTimes:
+def compared(num_rounds: int, seconds: float, noise_policy: int = os.SCHED_IDLE) -> IsolationTimes:
+    """`noise_policy` is how the operating system schedules the noisy tenant's process."""
     quiet, quiet_entry = new_token("quiet", False)
     noisy = [
         new_token(f"noisy-{number}", False, turns_max=1, tokens_per_second=10.0)
@@ -90,7 +93,7 @@ def compared(num_rounds: int, seconds: float) -> IsolationTimes:
             asyncio.run(measure(daemon.address, quiet, QUIET_SECONDS, Times()))
             for token, _ in noisy:
                 asyncio.run(measure(daemon.address, quiet, seconds, found.alone))
-                with _noise(daemon.address, token, found.noise):
+                with _noise(daemon.address, token, noise_policy, found.noise):
                     asyncio.run(measure(daemon.address, quiet, seconds, found.beside))
                 time.sleep(QUIET_SECONDS)
     if not found.alone.first or not found.beside.first:
@@ -99,19 +102,23 @@ def compared(num_rounds: int, seconds: float) -> IsolationTimes:
 
 
 @contextmanager
-def _noise(address: str, token: str, codes: Counter[str]) -> Iterator[None]:
-    """Run the noisy tenant inside the block, from its first answer on; add its answers to `codes`."""
+def _noise(address: str, token: str, policy: int, codes: Counter[str]) -> Iterator[None]:
+    """Run the noisy tenant inside the block, which begins when all EXPECTED answers have come.
+
+    Add the tenant's answers to `codes`.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.measurements.noisy_tenant", address, token],
+        [sys.executable, "-m", "scripts.measurements.noisy_tenant", address, token, str(policy)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
     )
     assert process.stdout is not None
     try:
-        line = process.stdout.readline()
-        if not line:
-            raise InvalidArgument("noise", "the noisy tenant ended before it began")
+        line = "{}"
+        while not EXPECTED.issubset(json.loads(line)):
+            if not (line := process.stdout.readline()):
+                raise InvalidArgument("noise", "the noisy tenant ended before it began")
         yield
     finally:
         process.terminate()

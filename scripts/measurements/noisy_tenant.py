@@ -163,6 +163,7 @@ async def main(address: str, token: str) -> None:
 
 
 if __name__ == "__main__":
-    # Any other process gets the core at once. With nice(19) a client would wait up to 3 ms for it.
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # With SCHED_IDLE, any other process gets the core at once. With nice(19) a client would wait up
+    # to 3 ms for it.
+    os.sched_setscheduler(0, int(sys.argv[3]), os.sched_param(0))
     asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -223,7 +223,7 @@ def test_every_reply_under_a_prefix_is_what_plain_transformers_would_have_said(
             crowd.runtime = runtime
             crowd.run(150)
             crowd.rush(8)
-            for _ in range(8):  # run longer if timing has prevented this event so far
+            for _ in range(40):  # run longer if timing has prevented this event so far
                 if is_first or crowd.happened["shared, and computed the rest again"]:
                     break
                 crowd.run(50)

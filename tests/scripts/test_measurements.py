@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,8 @@ def test_each_history_is_at_least_as_long_as_was_asked() -> None:
 
 
 def test_both_tenants_are_answered() -> None:
-    alone, beside, noise = isolation.compared(1, 1.5)
+    # An idle-priority process might get no time at all beside the other tests.
+    alone, beside, noise = isolation.compared(1, 1.5, noise_policy=os.SCHED_OTHER)
     assert min(alone.first + alone.gaps + beside.first + beside.gaps) > 0
     assert beside.refused == 0
     assert noise["OK"] > 0
