@@ -11,6 +11,13 @@ const EXAMPLES = [
   ["Write some code", "Write a Python function that reverses a string."],
   ["Make a plan", "Suggest three things to do on a rainy Sunday."],
 ];
+const BUILTIN = "built-in";  // the name of the built-in model: model_name("") in model_folder.py
+const BUILTIN_EXAMPLES = [
+  ["Introduce yourself", "My name is Ada, I live in Oslo, and my cat is called Pixel."],
+  ["Tell it a number", "Remember that my door code is 4821."],
+  ["Tell it what you like", "My favourite colour is green and I play the piano."],
+  ["Ask what it can do", "What can you do?"],
+];
 const ENDINGS = {
   FINISH_REASON_LENGTH: "The reply reached its maximum length.",
   FINISH_REASON_CANCELLED: "The reply was stopped.",
@@ -235,11 +242,12 @@ function welcomeDrawn() {
   logo.setAttribute("aria-hidden", "true");
   logo.append(make("i", "d"), make("i", "b"), make("i", "h"), make("i", "hole"));
   box.append(logo, make("h2", "", "What would you like to talk about?"));
-  const note = server.model === "builtin"
-    ? "The built-in model is tiny. It can repeat what you tell it, but it knows no facts."
+  const isBuiltin = server.model === BUILTIN;
+  const note = isBuiltin
+    ? "The built-in model is tiny. It knows no facts, but it can repeat what you tell it. Tell it something, then ask for it."
     : "Pensieve keeps conversations in memory. Each reply shows how much of its prompt came from there.";
   box.append(make("p", "", note), list);
-  for (const [name, text] of EXAMPLES) {
+  for (const [name, text] of isBuiltin ? BUILTIN_EXAMPLES : EXAMPLES) {
     const button = make("button"), li = make("li");
     button.append(make("b", "", name), make("span", "note", text));
     button.onclick = () => { $("text").value = text; sendComposed(); };

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from pensieve.guard import callers
+from pensieve.launch.model_folder import model_name
 from pensieve.v1 import conversation_pb2 as pb
 from tests.api.http.rig_http import HttpRig, http_rig
 from tests.conversations.rig_daemon import ECHO
@@ -30,6 +31,7 @@ expect = sync_api.expect
 
 WIDE, PHONE = (1280, 800), (390, 800)
 TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cache": "480t"}
+BUILTIN = model_name("")
 LONG = "The grey cat walks along the river and looks at the boats. " * 3
 EDIT = "Edit message (later messages will be removed)"
 SEND = "**/pensieve.v1.ConversationService/SendMessage"
@@ -57,6 +59,7 @@ def browser() -> Iterator[Any]:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpRig]:
     data = Path(tmp_path_factory.mktemp("tiny")) / "data"
     with http_rig(data, model=True, settings=TINY) as rig:
+        rig.rig.daemon.engine.model_name = BUILTIN  # as `pensieve serve` names it
         yield rig
 
 
@@ -557,6 +560,19 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         expect(rows).to_have_count(0)
         page.fill("#search", "")
         expect(rows.filter(has_text="Botany")).to_have_count(1)
+
+
+def test_the_examples_are_for_the_model(browser: Any, tiny: HttpRig, slow: HttpRig) -> None:
+    with opened(browser, slow) as page:
+        expect(page.locator(".examples")).to_contain_text("Python")
+    with opened(browser, tiny) as page:
+        sample(page, temperature=0)
+        expect(page.locator(".welcome")).to_contain_text("The built-in model is tiny.")
+        for number, reply in enumerate(("Pixel", "4821", "piano", "I will remember")):
+            page.click("#new")
+            page.locator(".examples button").nth(number).click()
+            expect(page.locator("article.reply .cost")).to_be_visible()
+            expect(page.locator("article.reply .text")).to_contain_text(reply)
 
 
 def test_an_example_begins_a_conversation(browser: Any, slow: HttpRig) -> None:
