@@ -18,6 +18,7 @@ const BUILTIN_EXAMPLES = [
   ["Tell it what you like", "My favourite colour is green and I play the piano."],
   ["Ask what it can do", "What can you do?"],
 ];
+const AGAIN = "Write another reply", AGAIN_EARLIER = "Write another reply (later messages will be removed)";
 const ENDINGS = {
   FINISH_REASON_LENGTH: "The reply reached its maximum length.",
   FINISH_REASON_CANCELLED: "The reply was stopped.",
@@ -104,6 +105,7 @@ async function askDelete(id) {
   const near = (rows[at + 1] || rows[at - 1])?.dataset.id;
   await call("DeleteConversation", { conversation_id: id });
   conversations.delete(id);
+  sessionStorage.removeItem(`draft/${id}`);
   if (current === id) begin(); else { drawList(); focusRow(near); }
   announce("Conversation deleted");
 }
@@ -183,6 +185,7 @@ function excerptDrawn({ before, found, after }) {
 function begin() {
   current = opening = null;
   messages = [];
+  openDraft("");
   openSidebar(false);
   drawAll();
   if (isWide()) $("text").focus();
@@ -196,12 +199,14 @@ async function messagesOf(id) {
 
 async function show(id) {
   const mine = opening = messagesOf(id);
+  openDraft(id);
   try {
     const found = await mine;
     if (opening !== mine) return;  // another conversation was selected meanwhile
     messages = found;
     current = id;
     openSidebar(false);
+    openDraft(id);
     drawAll();
     $("log").scrollTop = $("log").scrollHeight;
   } catch (error) { problem(error); }
@@ -234,6 +239,7 @@ function drawLog() {
   log.replaceChildren(...messages.map(messageDrawn));
   if (running && running.id === current) log.append(...running.boxes);
   if (!log.children.length) log.append(welcomeDrawn());
+  labelAgain();
   noticeScroll();
 }
 
@@ -281,12 +287,22 @@ function messageDrawn(message) {
       acts.append(iconButton("edit", "Edit message", () => edit(message, before, box)));
       acts.append(iconButton("fork", "New conversation from before this message", () => fork(before)));
     } else if (message.finish_reason) {
-      acts.append(iconButton("again", "Write another reply", () => replyAgain(message, before)));
+      const another = iconButton("again", AGAIN, () => replyAgain(message, before));
+      another.classList.add("another");
+      acts.append(another);
       acts.append(iconButton("fork", "New conversation from here", () => fork(after)));
     }
   }
   box.append(acts);
   return box;
+}
+
+// Name the buttons for another reply: only the last reply has no messages after it.
+function labelAgain() {
+  for (const button of document.querySelectorAll("#log .another")) {
+    button.title = button.closest("article").matches(":last-of-type") ? AGAIN : AGAIN_EARLIER;
+    button.setAttribute("aria-label", button.title);
+  }
 }
 
 function revisionBefore(message) {
@@ -334,6 +350,7 @@ function send(text, request = { id: crypto.randomUUID(), text, sampling: samplin
   if (running) return;
   failed = null;
   $("text").value = "";
+  keepDraft();
   say(request).catch(problem);
 }
 
@@ -349,6 +366,7 @@ async function say(request) {
   const title = isFresh ? request.text.replace(/\s+/g, " ").slice(0, TITLE_MAX) : "";  // shown until the daemon knows the title
   running = { id, request, boxes, isFresh, title };
   current = id;
+  openDraft(id);
   drawHeading();
   busy(true);
   announce("Waiting for the reply");
@@ -421,6 +439,7 @@ async function finish(id, boxes) {
     messages = found;
     drawLog();
   }
+  labelAgain();
   drawAround();
   if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
   noticeScroll();
@@ -431,6 +450,7 @@ async function finish(id, boxes) {
 function fail(request, error) {
   failed = { ...request, conversation: current };
   if (!$("text").value) $("text").value = request.text;
+  keepDraft(current || "");
   drawAll();
   problem(error, () => sendComposed());
   announce("");
@@ -443,6 +463,24 @@ async function sendComposed() {
   if (!text || running) return;
   const isRetry = failed && failed.text === text && failed.conversation === current;
   if (isRetry) send(text, failed); else send(text);
+}
+
+// -- drafts: the tab keeps the unsent text of each conversation --
+
+let draftOf = null;  // the conversation that the text in the message field is for; "": a new conversation
+
+// Keep the text in the message field, as the draft of conversation `id`.
+function keepDraft(id = draftOf) {
+  const text = $("text").value;
+  sessionStorage.removeItem(`draft/${draftOf}`);
+  draftOf = id;
+  try { if (text) sessionStorage.setItem(`draft/${id}`, text); } catch { /* it exceeds the browser's quota */ }
+}
+
+function openDraft(id) {
+  if (id === draftOf) return;
+  draftOf = id;
+  $("text").value = sessionStorage.getItem(`draft/${id}`) || "";
 }
 
 function busy(is) {
@@ -494,6 +532,13 @@ async function replyAgain(message, before) {
   idle();
   const question = messages.slice(0, messages.indexOf(message)).findLast(each => each.role === "ROLE_USER");
   if (!question) return;
+  const later = messages.length - 1 - messages.indexOf(message);
+  if (later) {
+    const note = `${counted(later, "later message")} will be removed. You cannot undo this.`;
+    if (!await ask({ title: "Write another reply?", note, yes: "Remove and write", isDanger: true })) return;
+    idle();
+    if (!messages.includes(message)) return;  // another conversation was opened meanwhile
+  }
   await rewound(before);
   send(question.content);
 }
@@ -646,6 +691,7 @@ const submitOnEnter = event => {
 
 $("form").onsubmit = event => { event.preventDefault(); sendComposed(); };
 $("text").onkeydown = submitOnEnter;
+$("text").oninput = () => keepDraft();
 $("stop").onclick = () => running && call("CancelTurn", { conversation_id: running.id, request_id: running.request.id }).catch(problem);
 $("log").onscroll = noticeScroll;
 $("latest").onclick = () => { $("log").scrollTop = $("log").scrollHeight; $("log").focus(); };
@@ -671,10 +717,11 @@ async function start() {
   drawSettings();
   openMemory(matchMedia("(min-width: 75rem)").matches && localStorage.getItem("memory") !== "closed");
   begin();
+  openDraft(linked);
   try {
     await describe();
     await load();
-    if (conversations.has(linked)) await show(linked);
+    if (conversations.has(linked)) await show(linked); else openDraft("");
   } catch (error) { problem(error); }
   watch();
 }

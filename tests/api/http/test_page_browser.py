@@ -33,6 +33,7 @@ WIDE, PHONE = (1280, 800), (390, 800)
 TINY = {"threads": "1", "chunk_tokens": "16", "device_cache": "480t", "host_cache": "480t"}
 BUILTIN = model_name("")
 LONG = "The grey cat walks along the river and looks at the boats. " * 3
+AGAIN = "Write another reply"
 EDIT = "Edit message (later messages will be removed)"
 SEND = "**/pensieve.v1.ConversationService/SendMessage"
 MESSAGES = "**/pensieve.v1.ConversationService/ListMessages"
@@ -183,6 +184,65 @@ def test_send_edit_another_reply_and_fork(browser: Any, tiny: HttpRig) -> None:
         act(page, "reply", 0, "New conversation from here")
         expect(named(page)).to_have_text("Fork of Fork of My name is Ada.")
         assert told(page) == ["My name is Ada."]
+
+
+def test_another_reply_in_the_middle_asks_first(browser: Any, slow: HttpRig) -> None:
+    with opened(browser, slow) as page:
+        for text in ("One.", "Two.", "Three."):
+            say(page, text)
+        buttons = page.locator("article.reply .another")
+        earlier = f"{AGAIN} (later messages will be removed)"
+        for number, name in enumerate((earlier, earlier, AGAIN)):
+            expect(buttons.nth(number)).to_have_attribute("title", name)
+            expect(buttons.nth(number)).to_have_attribute("aria-label", name)
+        box = page.get_by_role("dialog", name=f"{AGAIN}?")
+        act(page, "reply", 0, earlier)
+        expect(box).to_contain_text("4 later messages will be removed.")
+        page.get_by_role("button", name="Cancel").click()
+        expect(buttons.first).to_be_focused()
+        assert told(page) == ["One.", "Two.", "Three."]
+        assert len(history(slow, page)) == 6
+        act(page, "reply", 1, earlier)
+        expect(box).to_contain_text("2 later messages will be removed.")
+        with page.expect_response(SEND):
+            page.click("#ask-yes")
+        expect(page.locator("article.reply .cost")).to_have_count(2)
+        assert told(page) == ["One.", "Two."]
+        assert [each.content for each in history(slow, page)][::2] == ["One.", "Two."]
+        expect(buttons.first).to_have_attribute("title", earlier)
+        expect(buttons.last).to_have_attribute("title", AGAIN)
+
+
+def test_each_conversation_keeps_its_draft(browser: Any, slow: HttpRig) -> None:
+    given(slow, "drafted", ("Hm?", "", "Yes."))
+    given(slow, "not drafted", ("Hm?", "", "Yes."))
+    with opened(browser, slow) as page:
+        field = page.locator("#text")
+
+        def pick(title: str) -> None:
+            page.get_by_role("button", name=title, exact=True).click()
+            expect(named(page)).to_have_text(title)
+
+        page.fill("#text", "For a new one.")
+        pick("drafted")
+        expect(field).to_have_value("")
+        page.fill("#text", "For the first.")
+        pick("not drafted")
+        expect(field).to_have_value("")
+        page.click("#new")
+        expect(field).to_have_value("For a new one.")
+        pick("drafted")
+        expect(field).to_have_value("For the first.")
+        page.reload()
+        expect(named(page)).to_have_text("drafted")
+        expect(field).to_have_value("For the first.")
+        page.press("#text", "Enter")
+        expect(page.locator("article.reply .cost")).to_be_visible()
+        page.reload()
+        expect(page.locator("article.user")).to_have_count(2)
+        expect(field).to_have_value("")
+        page.click("#new")
+        expect(field).to_have_value("For a new one.")
 
 
 def test_an_edit_keeps_the_lines_of_a_message(browser: Any, slow: HttpRig) -> None:
