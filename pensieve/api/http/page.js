@@ -383,7 +383,7 @@ async function say(request) {
     if (current === id) {
       if (!conversations.has(id)) current = null;
       fail(request, error);
-    } else problem(new Error(`“${title}”: ${wordsOf(error)}`));
+    } else problem(new Error(`“${title}”: ${wordsOf(error, id)}`));
   } finally {
     busy(false);
     if (isWide()) $("text").focus();
@@ -452,7 +452,7 @@ function fail(request, error) {
   if (!$("text").value) $("text").value = request.text;
   keepDraft(current || "");
   drawAll();
-  problem(error, () => sendComposed());
+  problem(error, error.code === "context_length_exceeded" ? null : () => sendComposed());
   announce("");
 }
 
@@ -670,7 +670,9 @@ async function connected() {
 
 function disconnected(error) {
   $("banner").textContent = error instanceof Lost ? "Connection to the daemon lost. Reconnecting …" : `Live view of the memory stopped: ${wordsOf(error)}`;
+  const isAtEnd = atEnd();
   $("banner").hidden = false;
+  if (isAtEnd) $("log").scrollTop = $("log").scrollHeight;
 }
 
 async function describe() {

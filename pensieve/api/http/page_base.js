@@ -73,9 +73,13 @@ class Lost extends Error {
 
 function lost(error) { throw error.name === "AbortError" ? error : new Lost(); }
 
-function wordsOf(error) {
-  if (error.code !== "context_length_exceeded") return error.message;
-  return `${error.message}. ${messages.length ? "Start a new conversation, or edit an earlier message." : "Shorten the message."}`;
+// Return an error as a sentence, with advice if a message did not fit the context of conversation `id`.
+function wordsOf(error, id = current) {
+  const text = error.message.replace(/^[a-z](?=[a-z]* )/, letter => letter.toUpperCase());
+  if (error.code !== "context_length_exceeded") return text;
+  const { num_tokens: used, context_max_tokens: most } = conversations.get(id) || {};
+  const advice = number(used) > number(most) / 2 ? "Start a new conversation, or shorten the message or an earlier one." : "Shorten the message.";
+  return `${text.replace(/\b\d{4,}\b/g, digits => Number(digits).toLocaleString("en"))}. ${advice}`;
 }
 
 async function fetched(path, options = {}) {

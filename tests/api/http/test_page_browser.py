@@ -708,22 +708,36 @@ def test_a_refused_first_message_leaves_no_conversation(browser: Any, tiny: Http
         found = tiny.rig.stub.ListConversations(pb.ListConversationsRequest(page_size=500))
         return {each.conversation_id for each in found.conversations}
 
-    before, text = stored(), "word " * 600
+    before, text = stored(), "word " * 1200
     with opened(browser, tiny, is_quiet=False) as page:
+        alert = page.get_by_role("alert")
         page.fill("#text", text)
-        page.press("#text", "Enter")
         for _ in range(2):
-            expect(page.get_by_role("alert")).to_contain_text("Shorten the message")
+            with page.expect_response(SEND):
+                page.press("#text", "Enter")
+            expect(alert).to_have_text(
+                re.compile(r"^This turn .* 1,2\d\d tokens .*\. Shorten the message\.$")
+            )
+            expect(alert.get_by_role("button")).to_have_count(0)  # the same text cannot fit later
             expect(page.locator("#send")).to_be_visible()
             expect(page.locator("#text")).to_have_value(text.strip())
             expect(named(page)).to_have_count(0)
             assert stored() == before
-            with page.expect_response(SEND):
-                page.get_by_role("button", name="Try again").click()
-        expect(page.get_by_role("alert")).to_be_visible()
         say(page, "Short.")
         expect(named(page)).to_have_text("Short.")
         assert len(stored() - before) == 1
+        page.fill("#text", text)
+        page.press("#text", "Enter")
+        expect(alert).to_contain_text("Shorten the message.")
+        expect(alert).not_to_contain_text("Start a new conversation")
+
+    given(tiny, "almost full", (LONG * 3, "", LONG * 2))
+    with opened(browser, tiny, is_quiet=False) as page:
+        page.get_by_role("button", name="almost full", exact=True).click()
+        expect(named(page)).to_have_text("almost full")
+        page.fill("#text", LONG * 3)
+        page.press("#text", "Enter")
+        expect(page.get_by_role("alert")).to_contain_text("Start a new conversation")
 
 
 def test_the_page_asks_for_a_token(browser: Any, tmp_path: Path) -> None:
