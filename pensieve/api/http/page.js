@@ -84,8 +84,9 @@ function rowDrawn(id) {
   const li = make("li", id === current ? "current" : ""), title = titleOf(id), open = make("button", "open");
   li.dataset.id = open.dataset.id = id;
   open.title = title;
-  open.append(make("span", "", title));
-  if (results?.get(id)) open.append(excerptDrawn(results.get(id)));
+  const at = results ? title.toLowerCase().indexOf(wanted) : -1;
+  open.append(at < 0 ? make("span", "", title) : markedDrawn("", excerptOf(title, at, wanted.length, Infinity)));
+  if (results?.get(id)) open.append(markedDrawn("note", results.get(id)));
   open.setAttribute("aria-current", String(id === current));
   open.onclick = () => show(id);
   li.append(open, iconButton("edit", `Rename ${title}`, () => askName(id)), iconButton("trash", `Delete ${title}`, () => askDelete(id)));
@@ -110,6 +111,8 @@ async function askDelete(id) {
   announce("Conversation deleted");
 }
 
+const scrollToRow = () => document.querySelector("#list .current")?.scrollIntoView({ block: "nearest" });
+
 function focusRow(id, place = 0) {
   const row = [...document.querySelectorAll("#list li")].find(each => each.dataset.id === id);
   (row?.children[place] || $("new")).focus();
@@ -119,11 +122,12 @@ function focusRow(id, place = 0) {
 
 const texts = new Map();  // text and revision of loaded conversations, by id
 let searching = new AbortController();
+let wanted = "";  // what is searched, in lower case
 let results = null;  // found conversations, by id: an excerpt, or "" if the title matches; null: no search
 
 // Search the titles at once. Then load the messages of the other conversations and search their text.
 async function search() {
-  const wanted = $("search").value.trim().toLowerCase();
+  wanted = $("search").value.trim().toLowerCase();
   searching.abort();
   searching = new AbortController();
   const { signal } = searching;
@@ -165,17 +169,18 @@ async function textOf(id, signal) {
   return text;
 }
 
-function excerptOf(text, at, length) {
-  const from = Math.max(0, at - EXCERPT), before = text.slice(from, at);
+// Return a match and the text around it: `most` characters before it, four times as many after it.
+function excerptOf(text, at, length, most = EXCERPT) {
+  const from = Math.max(0, at - most), before = text.slice(from, at);
   return {
     before: from ? `…${before.slice(before.indexOf(" ") + 1)}` : before,
     found: text.slice(at, at + length),
-    after: text.slice(at + length, at + length + 4 * EXCERPT),
+    after: text.slice(at + length, at + length + 4 * most),
   };
 }
 
-function excerptDrawn({ before, found, after }) {
-  const line = make("span", "note");
+function markedDrawn(cls, { before, found, after }) {
+  const line = make("span", cls);
   line.append(before, make("mark", "", found), after);
   return line;
 }
@@ -209,6 +214,7 @@ async function show(id) {
     openDraft(id);
     drawAll();
     $("log").scrollTop = $("log").scrollHeight;
+    if (isWide()) $("text").focus();
   } catch (error) { problem(error); }
   if (opening === mine) opening = null;
 }
@@ -631,7 +637,7 @@ function openSidebar(is) {
   $("sidebar-open").setAttribute("aria-expanded", String(isOver));
   if (isOver) openMemory(false);
   drawShade();
-  if (isOver) $("sidebar-close").focus(); else if (wasOpen) $("sidebar-open").focus();
+  if (isOver) { $("sidebar-close").focus(); scrollToRow(); } else if (wasOpen) $("sidebar-open").focus();
 }
 
 function openMemory(is) {
@@ -724,6 +730,7 @@ async function start() {
     await describe();
     await load();
     if (conversations.has(linked)) await show(linked); else openDraft("");
+    scrollToRow();
   } catch (error) { problem(error); }
   watch();
 }

@@ -13,7 +13,8 @@ let figuresBefore = null, opened = null, isPictured = false;
 
 const number = value => Number(value || 0);
 const counted = (count, noun = "token") => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-const seconds = value => `${number(value).toFixed(2)} s`;
+const seconds = value => (number(value) < 0.1 ? `${Math.round(1000 * number(value))} ms` : `${number(value).toFixed(2)} s`);
+const percentDrawn = share => make(share ? "b" : "span", "", `${share}\u00a0%`);
 
 // Return a reply's usage as a headline, a sentence, and a list of [class, name, tokens].
 function savings(usage) {
@@ -33,7 +34,7 @@ function savings(usage) {
 
 function headlineOf(into, { percent, isFirst }) {
   if (isFirst) into.append("First turn: nothing to save yet");
-  else into.append("Saved ", make("b", "", `${percent}\u00a0%`), " of the prompt");
+  else into.append("Saved ", percentDrawn(percent), " of the prompt");
   return into;
 }
 
@@ -75,7 +76,7 @@ function drawSaved() {
   const isKnown = strips.has(current) || (isPictured && strips.size < STRIPS_MAX);  // with STRIPS_MAX strips, a cached conversation may be missing
   if (!usage && isKnown && number(size?.num_tokens)) {
     const strip = strips.get(current), share = shareInMemory(strip || ""), headline = make("p", "headline");
-    headline.append(make("b", "", `${share}\u00a0%`), " is in memory");
+    headline.append(percentDrawn(share), " is in memory");
     card.append(headline, make("p", "note", share ? "The next turn of this conversation starts from there." : `The next turn ${strip ? "recomputes" : "computes"} this conversation.`));
   } else if (!usage) {
     card.append(make("p", "headline", "Nothing measured yet"));

@@ -510,6 +510,23 @@ def test_markdown_of_any_text_takes_little_time(browser: Any, slow: HttpRig) -> 
             page.evaluate(script, part * (30_000 // len(part)))
 
 
+def test_a_running_reply_ends_with_a_caret(browser: Any, slow: HttpRig) -> None:
+    script = """content => {
+        const box = messageDrawn({ role: "ROLE_ASSISTANT", content, isRunning: true });
+        $("log").replaceChildren(box);
+        const hasCaret = each => getComputedStyle(each, "::after").content === '""';
+        return [...box.querySelectorAll(".text *")].filter(hasCaret).map(each => each.textContent);
+    }"""
+    with opened(browser, slow) as page:
+        for content, ends in (
+            ("One.\n\nTwo.", "Two."),
+            ("- one\n- **two**", "two"),
+            ("- one\n  - inner\n- two\n  - last", "last"),
+            ("```python\nx = 1", "x = 1"),
+        ):
+            assert page.evaluate(script, content) == [ends]
+
+
 def test_copies(browser: Any, slow: HttpRig) -> None:
     given(slow, "copied", ("Hm?\n\nYes.", "Let me see.", CODE))
     with opened(browser, slow, permissions=["clipboard-read", "clipboard-write"]) as page:
@@ -610,7 +627,7 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         page.fill("#search", "OAK")
         expect(found).to_have_text("2 conversations found.")
         expect(rows.filter(has_text="Botany").locator("mark")).to_have_text("oak")
-        expect(rows.filter(has_text="An oak chest").locator("mark")).to_have_count(0)
+        expect(rows.filter(has_text="An oak chest").locator("mark")).to_have_text("oak")
         page.fill("#search", "quercus")
         expect(rows).to_have_count(1)
         rows.first.click()
@@ -620,6 +637,28 @@ def test_search_finds_titles_and_texts(browser: Any, slow: HttpRig) -> None:
         expect(rows).to_have_count(0)
         page.fill("#search", "")
         expect(rows.filter(has_text="Botany")).to_have_count(1)
+
+
+def test_an_opened_conversation_shows_its_title_and_has_the_focus(
+    browser: Any, slow: HttpRig
+) -> None:
+    for number in range(20):
+        given(slow, f"row {number}", ("Hm?", "", "Yes."))
+    with opened(browser, slow) as page:
+        row = page.locator("#list li", has_text="row 0")
+        icons = row.locator(".icon")
+        row.locator(".open").click()
+        expect(page.locator("#text")).to_be_focused()
+        expect(icons.first).to_have_css("opacity", "1")
+        page.mouse.move(600, 300)
+        expect(icons.first).to_have_css("opacity", "0")
+        row.locator(".open").focus()
+        page.keyboard.press("Tab")  # with the keyboard, the buttons are visible
+        expect(icons.first).to_be_focused()
+        expect(icons.first).to_have_css("opacity", "1")
+        page.reload()
+        expect(page.locator("#text")).to_be_focused()
+        expect(row).to_be_in_viewport()
 
 
 def test_the_examples_are_for_the_model(browser: Any, tiny: HttpRig, slow: HttpRig) -> None:
