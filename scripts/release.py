@@ -118,7 +118,7 @@ def compiled(machine: str, folder: Path) -> Path:
     """Compile csrc/cpu for Linux on a machine such as aarch64; returns the library."""
     folder.mkdir()
     compiler = folder / "c++"
-    # Clang of ziglang spells an ARM processor's features in -mcpu.
+    # ziglang's clang takes an ARM processor's features in -mcpu, not in -march.
     compiler.write_text(
         f"#!{sys.executable}\nimport os, re, sys\n"
         "given = [re.sub(r'^-march=armv8.2-a', '-mcpu=generic', each) for each in sys.argv[1:]]\n"
@@ -187,7 +187,7 @@ def check_loads(wheel: Path) -> None:
 
 
 def run(module: str, *arguments: str) -> None:
-    """Run a Python module as a program; ReleaseError if it fails."""
+    """Run a Python module as a program. Raises ReleaseError if it fails."""
     if subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode:
         raise ReleaseError(f"{module} {' '.join(arguments[:2])} failed")
 

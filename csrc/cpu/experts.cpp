@@ -2,23 +2,24 @@
 //
 //   router  computes the logits (as Elements) of all rows; chooses each row's num_chosen largest logits and computes
 //           their shares
-//   sort    sorts *pairs* of a row and an expert by expert, so that an expert's rows are contiguous in the buffers
+//   sort    sorts the *pairs* (row, expert) by expert, so that an expert's rows are contiguous in the buffers
 //   in      computes gate and up for the rows of each expert
 //   out     computes the experts' outputs (hidden width, floats)
 //   sum     adds, for each row, the outputs of its experts times their shares, the largest share first
 //
-// In a decode batch of 16 rows, most of 128 experts get one or two rows. Sharing one expert's rows among threads, or a
-// thread per expert, would leave threads idle. So threads claim panels of all experts from one counter. While a thread
-// works on a panel, it prefetches the first bytes of the next panel. Each expert's weights are read once for all of its
-// rows.
+// In a decode batch of 16 rows, most of 128 experts get one or two rows. Threads would be idle if they shared the rows
+// of one expert after the other, or if each thread took a whole expert. So threads claim panels (layer.h) of all experts
+// from one counter. While a thread works on a panel, it prefetches the first bytes of the next panel. Each expert's
+// weights are read once for all of its rows.
 //
 // A row's result depends on that row alone: its logits choose its experts, products do not depend on other rows, and
 // outputs are added in the order of the row's own shares.
 //
-// Logits of few bits are often equal. Then the sorting algorithm decides which experts are chosen. The transformers
-// library chooses with torch.topk, which uses the algorithms of the C++ library on a CPU. `take_largest` makes the same
-// comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax. This code sorts the
-// differences from which the softmax is computed.) tests/kernels/layer/test_ties.py compares the chosen experts.
+// Logits of bfloat16 and fp16 have few bits, so some are often equal. Then the sorting algorithm decides which experts
+// are chosen. The transformers library chooses with torch.topk, which uses the algorithms of the C++ library on a CPU.
+// `take_largest` makes the same comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax.
+// This code sorts the differences from which the softmax is computed.) tests/kernels/layer/test_ties.py compares the
+// chosen experts.
 #include "experts.h"
 
 #include <algorithm>
@@ -32,14 +33,16 @@
 namespace pensieve {
 namespace {
 
-// The rows first..end of the buffers, and the weights by which they are multiplied.
+// The rows first..end of the buffers, and the weights by which they are multiplied. A piece of the work multiplies one of
+// `stretches` parts of the rows by one panel.
 struct Group {
   int expert, first, end;
   const Linear* linear = nullptr;
   int stretches = 0, first_piece = 0;
 };
 
-// `product` has everything except the weights. All groups' weights have the same sizes.
+// Multiplies each group's rows by the group's weights. `product` has everything except the weights. All groups' weights
+// have the same sizes.
 void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const Product& product,
                      const Linear* then, int num_threads) {
   if (groups.empty()) return;
@@ -75,7 +78,7 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   });
 }
 
-// Buffers for one part of the rows. The computing thread keeps them between calls.
+// Buffers for one part of the rows. The thread that calls run_experts keeps them between calls.
 struct Pairs {
   std::vector<int32_t> experts;  // (rows * chosen), by row
   std::vector<float> shares;     // (rows * chosen)

@@ -22,7 +22,8 @@
 // The last stage of an item may hold fewer than 128 keys.  Scores after the last key are masked.  The consumers set
 // the rows of values after the last key to zero, because a slot that was never written may hold NaN.
 //
-// This kernel never gets items of packs (work.h): their rows may be few, and CUDA graphs have no list of wide items.
+// This kernel never gets items of packs (work.h).  The kernel for narrow items does all packs, because a pack may have
+// few rows, and because a CUDA graph has no list of wide items.
 //
 // Measured on an H200 with 32 query heads and 8 KV heads of size 128: 59 % of the rate of a large matrix product for
 // 4,096 queries from position 0 on, 76 % for 512 queries over a context of 16,384 tokens.
@@ -79,7 +80,7 @@ struct Stages {
   __device__ __forceinline__ uint32 values(int slot) const { return keys(slot) + STAGES * STAGE_BYTES; }
 };
 
-// A count of stages since the kernel began.
+// The number of a stage, counted since the kernel began.  (Not a turn of a conversation.)
 struct Turn {
   int count = 0;
   __device__ __forceinline__ int slot() const { return count % STAGES; }
@@ -90,7 +91,7 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
   return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
 }
 
-// Returns the number (of an item and KV head) that this block does in its n-th run.
+// Returns the number of the item and KV head that this block does in the run of items with number `turn`.
 __device__ __forceinline__ int item_of(int turn) {
   const bool back = turn % 2 != 0;
   return turn * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -295,14 +296,14 @@ extern "C" __device__ const int multi_token_attention_shared_bytes = SHARED_BYTE
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     multi_token_attention(const Element* query,   // (tokens, heads, head_size), rows query_stride apart
-                          const void* key_map,    // of (pages, kv_heads * 32, head_size), boxes of 32 x 64
-                          const void* value_map,  // alike
+                          const void* key_map,    // tensor map of (pages, kv_heads * 32, head_size), in boxes of 32 x 64
+                          const void* value_map,  // like key_map
                           const int* page_table,     // (turns, pages_max)
                           const int* slice_offsets,  // (slices + 1)
                           const int* slice_turns,    // (slices)
                           const int* slice_starts,   // (slices)
                           const WorkItem* items,     // only wide items
-                          int num_items,             // times kv_heads
+                          int num_items,             // number of items times kv_heads
                           int kv_heads, int group, int pages_max, int64 query_stride, int64 out_stride,
                           float scale,
                           float* part_values,  // (part rows, kv_heads, head_size)

@@ -4,9 +4,9 @@ Each row is one shape: `batch` slices of `queries` tokens at the end of a contex
 same attention:
 
     here                multi_token_attention over pages in random order
-    contiguous          torch's fused attention on contiguous keys and values: the fastest of one padded batch
-                        and a loop over slices, with grouped heads (`enable_gqa`) or with the queries of a
-                        group folded into rows
+    contiguous          torch's fused attention on contiguous keys and values, in up to four ways, of which
+                        the fastest counts: as one padded batch or as a loop over slices, and with grouped
+                        heads (`enable_gqa`) or with the queries of a group folded into rows
     copy_out            gather the pages into contiguous memory first, then attend
     token_by_token      multi_token_attention with one query at a time
     int8_kv             multi_token_attention over pages stored as int8 (`--kv-dtype int8`)
@@ -358,7 +358,7 @@ def check_close(
     tolerance: dict[torch.dtype, float],
     where: str = "",
 ) -> float:
-    """Return the largest error of a result against float32; PensieveError if it exceeds the tolerance.
+    """Return the largest error against float32. Raises PensieveError if it exceeds the tolerance.
 
     Called before a result is timed, so that no wrong result gets a figure."""
     worst = float((answer.float() - right).abs().max())

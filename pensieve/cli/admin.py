@@ -167,7 +167,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _kv_text(kv_dtype: str) -> str:
-    return f"{kv_dtype} KV, " if kv_dtype else ""  # a daemon of an earlier version does not tell it
+    return f"{kv_dtype} KV, " if kv_dtype else ""  # earlier versions do not report the type
 
 
 def _sampling_text(info: ServerInfo) -> str:

@@ -89,7 +89,7 @@ def named(discovery: Discovery, name: str) -> Replica:
 
 
 def check_alone(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that have no effect with one daemon."""
+    """Raise InvalidArgument for flags that have no effect with one daemon."""
     for flag in ("replica", "listen"):
         if getattr(arguments, flag, ""):
             raise InvalidArgument(f"--{flag}", "needs several daemons: pass --replicas NAME=A,…")

@@ -81,7 +81,7 @@ def stats_table(stats: pb.Stats) -> RenderableType:
 
 
 def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
-    """Add how well the engine met its objectives."""
+    """Add rows that show how well the engine met its objectives."""
     for name, kind in (("tbt", "tokens"), ("ttft", "first tokens")):
         if (objective := more.get(f"{name}_objective_seconds", 0.0)) and more[f"{name}_count"]:
             table.add_row(
@@ -105,7 +105,7 @@ def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
 
 
 def _add_work(table: Any, more: Mapping[str, float]) -> None:
-    """Add how the engine's time was used."""
+    """Add rows about iteration times, the token budget, and the tenants' tokens."""
     if more.get("iterations_predicted"):
         table.add_row(
             "predicted",

@@ -31,13 +31,13 @@ HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # no large objects pass through Ray
 START_SECONDS = 60.0
 STOP_SECONDS = 120.0  # Ray waits until its actors have drained
-PROXY_SECONDS = 2.0  # period of Ray's checks of a proxy, which it replaces after three failures
+PROXY_SECONDS = 2.0  # between two checks of a proxy; Ray replaces it after three failures
 EDGE = "pensieve.cluster.http_edge:middlewares"
 
 
 class Node(NamedTuple):
     pid: int
-    started: str  # start time from /proc; "" if unknown
+    started: str  # start time from /proc; "gone" if the process had already ended
 
     @property
     def runs(self) -> bool:

@@ -41,7 +41,10 @@ def resolve(
     file: Path | None = None,
     table: Table = ENGINE_SETTINGS,
 ) -> Resolved:
-    """Resolve the settings of `table` and the internal settings. A ConfigError names an invalid setting."""
+    """Resolve the settings of `table` and the internal settings.
+
+    Raises ConfigError, which names the invalid setting or file.
+    """
     in_file = _read(file) if file is not None else {}
     internal = {each.name for each in settings_for(INTERNAL)}
     for name in REMOVED_SETTINGS.keys() - internal:
@@ -98,7 +101,7 @@ def print_settings(resolved: Resolved) -> None:
 
 
 def _as_toml(text: str) -> str:
-    """Write a text as a TOML number if that reads back unchanged, otherwise as a TOML string."""
+    """Write a text as a TOML number if the number reads back unchanged, otherwise as a TOML string."""
     if re.fullmatch(r"0|[1-9][0-9]{0,17}", text):
         return text
     if re.fullmatch(r"[0-9]+\.[0-9]+", text) and str(float(text)) == text:

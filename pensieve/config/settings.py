@@ -34,9 +34,9 @@ REACH = "reach"  # clients of a daemon
 LOOK = "look"  # `pensieve admin`
 TALK = "talk"  # `pensieve chat`
 RANK = "rank"  # `pensieve rank`
-INTERNAL = "internal"  # for tests and measurements: only a variable of the engine, no flag or key
+INTERNAL = "internal"  # for tests and measurements: set only by a variable, without a flag or key
 
-POLICY_NAMES = ("return", "value", "lru")  # of core/policies/registry.py
+POLICY_NAMES = ("return", "value", "lru")  # the names in core/policies/registry.py
 DATA_FOLDER = (
     "~/Library/Application Support/pensieve"
     if sys.platform == "darwin"
@@ -57,9 +57,9 @@ class Setting:
     default: str  # as a text; "" for no default
     help: str
     metavar: str = ""  # "" for a switch
-    of: tuple[str, ...] = (ENGINE,)
+    of: tuple[str, ...] = (ENGINE,)  # the parts of the program that use the setting
     group: str = ""
-    common: bool = False  # shown in `serve --help`; other settings only in --help-all
+    common: bool = False  # shown in --help; `serve`, `chat` and `batch` show others in --help-all
     spelled: str = ""  # the flag, if it is not derived from the name
     secret: bool = False
     name: str = ""
@@ -88,7 +88,7 @@ def _parser_of(type_: Any, parameter: Parameter) -> Callable[[str], float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The parsed values. None if the command does not use the setting, or if there is no value."""
+    """The parsed values. A value is None if the command does not use the setting, or if nothing sets it."""
 
     # The model.
     model: str = _setting(
@@ -270,7 +270,7 @@ class Settings:
         group="history",
         common=True,
     )
-    store: str | None = _setting(  # with its password, if it has one
+    store: str | None = _setting(  # secret, because the URL may contain a password
         store_url,
         "",
         "database with the history, instead of --data: postgresql://USER@HOST/NAME (docs/postgresql.md), or "

@@ -2,7 +2,7 @@
 
 If several daemons share a history file, the daemon that does the housekeeping writes the backup
 (store/housekeeper.py). All daemons use one folder, and no daemon keeps the folder locked between two writes.
-If that daemon exits or hangs, another daemon takes over within a minute.
+If the daemon that writes the backup exits or hangs, another daemon takes over within a minute.
 
 Access to the folder may be slow or hang, so a separate thread writes to it. No turn and no deletion waits for
 that thread. The daemon's shutdown waits at most STOP_SECONDS for it. A problem is logged when it begins and

@@ -1,7 +1,7 @@
 """Check every invariant of the cache and of its turns.
 
-Everything is recomputed from the chunks, and running counts are compared with the result. The AssertionError
-names the broken invariant.
+Everything is recomputed from the chunks and compared with the counts that the cache keeps up to date. An
+AssertionError names the broken invariant.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class GroupFeed:
     # -- what happened --
 
     def prefix_computed(self, group: int) -> None:
-        """Note that a group's prefix is computed, and open the group. One of its requests is active."""
+        """Note that a group's prefix is computed, and open the group. One of its requests must be active."""
         found = self._groups[group]
         assert found.prefix_tokens, f"group {group} has no prefix"
         assert found.num_active, f"group {group} computes nothing"

@@ -3,7 +3,7 @@
 A journal has one JSON object per line. It records:
 
 * each message, with lengths instead of token ids and text;
-* each `now`;
+* the time of each call (`now`);
 * which chunks were found by their content, because a replay has no content;
 * of each outcome, the parts that the core uses: finished copies, failures, and which turns sampled a token
   and whether the token ended the reply.

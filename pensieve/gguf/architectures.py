@@ -53,7 +53,7 @@ KEYS = {
     "rope.dimension_count",
     "rope.freq_base",
 }
-# Keys that have no effect on the model.
+# Keys that have no effect on the model if they have this value.
 MEANINGLESS: dict[str, Any] = {
     "expert_count": 0,
     "expert_used_count": 0,

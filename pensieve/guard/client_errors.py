@@ -48,7 +48,7 @@ def client_text(error: PensieveError) -> str:
 
 
 def is_of_the_machine(error: PensieveError) -> bool:
-    """Return whether the error's text names files of this machine. Such a text belongs only in the log."""
+    """Return whether the error's text may name files of this machine. Such a text belongs only in the log."""
     return isinstance(error, tuple(TEXTS_OF_THE_MACHINE))
 
 

@@ -89,7 +89,7 @@ class Guard:
     def authenticate(
         self, name: str, access: Access, authorization: str | None, peer: str
     ) -> Caller:
-        """Return the caller, and audit the use of its token; `name`: of the method."""
+        """Return the caller, and audit the use of its token. `name`: the method's name."""
         try:
             found = self._tokens.authenticate(access, authorization, peer)
         except PensieveError as error:

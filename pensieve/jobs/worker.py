@@ -100,7 +100,7 @@ class Activity:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     run: JobRun | None = None
     problem: str = ""
-    num_done: int = 0  # lines answered since the begin
+    num_done: int = 0  # lines with a result since the activity began
     num_tokens: int = 0  # tokens of these lines
     # (time, `num_tokens` at that time)
     _before: deque[tuple[float, int]] = field(default_factory=deque)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SUBJECTS = ("turn_id", "conversation_id", "tenant")  # attributes of a record that both formats show
-FIGURES = "figures"  # attribute of a record with further values, by name
+FIGURES = "figures"  # attribute of a record: a dict of further values by name
 LINES_MAX = 10_000
 END_SECONDS = 2.0  # how long to write the queued lines after the daemon has stopped
 

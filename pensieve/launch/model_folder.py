@@ -82,7 +82,7 @@ def model_name(name: str) -> str:
 
 
 def needs_making(name: str) -> bool:
-    """Return whether `resolve_model` would first download or convert the model."""
+    """Return whether `resolve_model` would first download smollm2 or convert a GGUF file."""
     path = Path(name).expanduser()
     if not name or path.is_dir():
         return False

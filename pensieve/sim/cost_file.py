@@ -3,8 +3,8 @@
 The costs come from a fit to a journal or from a profile. Simulations and starting daemons read them.
 
 The file is one JSON object. `cost` has the numbers of `CostModel` by name. `chunks` has the measured cost of
-recomputing a chunk, if any. `measured_with` says what a profile measured, and when. Other fields (errors,
-found and assumed numbers) are for people and are not read back.
+recomputing a chunk, if any. `measured_with` says what a profile measured, and when. `errors` has the errors
+of the predictions. Other fields (found and assumed numbers) are for people and are not read back.
 """
 
 from __future__ import annotations

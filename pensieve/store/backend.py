@@ -140,7 +140,7 @@ class ScrubSteps(Protocol):
 
 
 class Marks(Protocol):
-    """Whether a history is damaged or was not closed. Stored beside it for the next process that opens it."""
+    """Whether a history is damaged or was not closed. Stored for the next process that opens the history."""
 
     @property
     def is_damaged(self) -> bool: ...

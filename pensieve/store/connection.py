@@ -223,7 +223,8 @@ class WriterConnection:
         except self.driver.Error as error:
             if primary_code(error) in REOPEN_AFTER:
                 self._discard()
-            raise self._explained(error) from error  # a local variable would make a reference cycle
+            # not stored in a variable, which would make a reference cycle with the traceback
+            raise self._explained(error) from error
         finally:
             if self._db is not None and self._db.conn.in_transaction:
                 self._discard()  # the rollback failed; closing rolls back

@@ -175,7 +175,7 @@ class NewTurn:
         return content
 
     def content_hash(self) -> str:
-        """Return the digest of the content that is stored with the turn."""
+        """Return a digest of `content()`. The digest is stored with the turn."""
         return hashlib.sha256(canonical_json(self.content())).hexdigest()
 
 

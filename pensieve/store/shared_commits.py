@@ -8,8 +8,8 @@ each in a savepoint. One COMMIT ends the transaction for all of them:
     third thread     waits                                          └─ … ──────┘          └─ returns
 
 * The first thread is the leader. If no other thread waits, its transaction has no savepoint and no delay.
-* Only a thread that is already waiting may join, and only until GROUP_SECONDS after BEGIN. Then another
-  daemon may write.
+* Only a thread that is already waiting may join, and only until GROUP_SECONDS after BEGIN. So another daemon
+  can write soon.
 * If a call fails, its savepoint is rolled back, and the other calls are unaffected. The error may depend on a
   row that the group has not committed yet. So the call raises its error only after the commit. If the commit
   fails, the call raises Conflict instead of its error, and the store repeats the call.
@@ -24,8 +24,8 @@ happens after the commit.
 These operations never share a transaction:
 
     reads               They run between transactions and see only committed data. Reads that wait when a
-                        group ends run before the next group. Most of them are the first half of a turn,
-                        whose second half can then join the next group.
+                        group ends run before the next group. Most of these reads look up a conversation
+                        for a new turn. The transaction that begins this turn can then join the next group.
     `is_serializable`   Deletions, rewinds, forks, compaction and forgetting. They are rare and may be
                         large, so other calls should not wait for them in a group. Also, a deletion on a
                         full disk is repeated after the reserve was freed.
@@ -97,7 +97,7 @@ class ConnectionTurns:
         return bool(self._joining)
 
     def take_alone(self) -> None:
-        """Wait for the connection when no transaction is open."""
+        """Wait for the connection, to use it when no transaction is open."""
         self._take(self._alone)
 
     def take(self) -> None:
@@ -105,7 +105,7 @@ class ConnectionTurns:
         self._take(self._joining)
 
     def leave(self, *, is_group: bool = False) -> None:
-        """Release the connection; no transaction is open."""
+        """Release the connection. Called when no transaction is open."""
         with self._lock:
             self._user = NOBODY
             if is_group:
@@ -221,7 +221,9 @@ class SharedCommits(WriterConnection):
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
         """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
-        if self._turns.is_mine:  # called by `truncate_journal`; otherwise a bug of the caller
+        # Called by `truncate_journal`, which has the connection. Any other such call is a mistake, for which
+        # `_operation` raises an error.
+        if self._turns.is_mine:
             with super().reading(is_snapshot) as conn:
                 yield conn
             return
@@ -245,7 +247,7 @@ class SharedCommits(WriterConnection):
             self._turns.leave()
 
     def _let_join(self, group: Group) -> None:
-        """Let threads join until none may or wants to. Raises Conflict if the transaction is lost."""
+        """Let threads join until no thread may join or waits. Raises Conflict if the transaction is lost."""
         first = self._joining_in(group)
         if first is None:
             return

@@ -164,7 +164,10 @@ class SharedFile:
                 self._damaged_path.unlink(missing_ok=True)
 
     def close(self, *, clean: bool) -> None:
-        """Release the file. If `clean`, the last process records that the database was closed."""
+        """Release the file.
+
+        If `clean` and no other process has the file open, record that the database was closed.
+        """
         if self._lock is None:
             return
         lock, self._lock = self._lock, None

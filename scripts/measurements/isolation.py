@@ -41,7 +41,7 @@ CONVERSATIONS = 4
 PAUSE_SECONDS = 0.05  # of the user, between a reply and the next message
 REPLY_TOKENS = 24
 TURNS_OF_A_CONVERSATION = 50
-QUIET_SECONDS = 2.0  # after the noise begins or ends
+QUIET_SECONDS = 2.0  # warm-up at the start, and pause after each noisy half of a round
 EXPECTED = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}  # accepted, too large, beyond a limit
 
 

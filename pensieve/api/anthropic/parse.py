@@ -285,7 +285,7 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
 
 
 def _system(fields: Fields) -> Message | None:
-    """Return the system message. None if it is empty, so that a template can use its default prompt."""
+    """Return the system message, or None if it is empty. A template can then use its default prompt."""
     run = RoleRun("system")
     if "system" in fields:
         _take_content(fields, run, {}, "system")

@@ -15,7 +15,7 @@ from google.protobuf import struct_pb2
 from pensieve.errors import InvalidArgument
 
 VALUES_MAX = 16_384  # per field; an object, a list and each value in them count as one
-WHOLE_MAX = 2.0**53  # the numbers of a Struct are doubles, and exact integers up to this one
+WHOLE_MAX = 2.0**53  # the numbers of a Struct are doubles: integers are exact only up to this one
 
 
 class TooManyValues(ValueError):

@@ -3,8 +3,8 @@
 status.proto has a copy of the messages of reflection and health checks, so no other package is needed. The
 protocol versions `v1` and `v1alpha` have the same messages.
 
-A separate descriptor pool has our proto files, and files for health and reflection with their official names.
-The latter are made from the messages in status.proto.
+A separate descriptor pool has our proto files, and files for health and reflection. The files for health and
+reflection have the official names, and are made from the messages in status.proto.
 """
 
 from __future__ import annotations

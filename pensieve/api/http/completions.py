@@ -1,8 +1,8 @@
 """`POST /v1/chat/completions` and `/v1/completions`.
 
 A chat request has the whole history. The binder finds the stored conversation with these messages, and only
-the new messages are computed (conversations/binding). With `n` choices, the first choice continues this
-conversation, and the other choices continue forks. Three kinds of request are not stored: requests with
+the new messages are computed (conversations/binding). With `n` choices, only the first choice may continue
+this conversation, and the other choices continue forks. Three kinds of request are not stored: requests with
 `store: false`, text completions, and Open WebUI's own tasks, which have a header.
 """
 
@@ -86,7 +86,7 @@ class CompletionsEndpoint:
 
 
 async def all_of(works: Any) -> None:
-    """Run all at the same time. The first error cancels the others."""
+    """Run these coroutines at the same time. The first error cancels the other coroutines."""
     tasks = [asyncio.ensure_future(each) for each in works]
     try:
         await asyncio.gather(*tasks)

@@ -231,7 +231,7 @@ class Fleet:
         interval_seconds: float,
         keep: Callable[[ReplicaAnswer[pb.Stats]], None],
     ) -> None:
-        """Pass each new figures of one replica to `keep`, or the error if the replica sends none."""
+        """Pass each update of one replica's figures to `keep`, or an error if the replica sends none."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
         patience = interval_seconds + self.seconds
         while True:

@@ -178,7 +178,10 @@ def _right_factors(
     record: LayerRecord,
     mlp: MlpWeights | ExpertWeights,
 ) -> list[float]:
-    """Return the factors that reproduce the recorded output; raise NoMatch if there are none."""
+    """Return the factors with which the fused layer reproduces the recorded output.
+
+    A factor multiplies the terms that the layer adds to the residual.  Raises NoMatch if no factor is right.
+    """
     given, rotation = record.given, record.arguments.get("position_embeddings")
     assert given is not None
     answer = record.answer[0] if isinstance(record.answer, tuple) else record.answer

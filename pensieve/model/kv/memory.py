@@ -77,7 +77,11 @@ class PageMoves(NamedTuple):
         return cls(*table.T.contiguous())
 
     def in_pieces(self, chunk_tokens: int, tiles: int, tile_bytes: int) -> Pieces:
-        """Return a layer's moves as runs of whole pages, and the beginnings of the tiles of partial pages."""
+        """Return a layer's moves as pieces, in bytes.
+
+        Consecutive whole pages are joined into one piece.  Of a partial page, each tile (the keys or values
+        of one head) is a piece that has only the tile's first slots.
+        """
         page_bytes = tiles * tile_bytes
         rows: list[tuple[int, int, int]] = []
         for source, target, count in sorted(

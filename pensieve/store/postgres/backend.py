@@ -164,7 +164,7 @@ class PostgresErasure(ErasureSteps):
 
 
 class PostgresMarks:
-    """Stores the marks in the table `owner`, where every host can read them.
+    """Stores the mark of damage in the table `owner`, where every host can read it.
 
     No check is due after an unclean stop, because the server recovers by itself.
     """
