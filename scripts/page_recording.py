@@ -43,7 +43,7 @@ NOTES = (
     "train to Paris, and on Sunday evening they come back. Ada likes museums, good bread and long walks "
     "by the river. Ines likes old bookshops and strong coffee."
 )
-HAD = {  # titles and messages of the conversations before the recording
+EARLIER_CONVERSATIONS = {  # titles and messages of the conversations before the recording
     "The moon": (
         "Why does the moon have phases? Answer in one sentence.",
         "Is there water on the moon? Answer in one sentence.",
@@ -72,8 +72,8 @@ def main() -> None:
         sys.exit("scripts/record_page needs Debian's chromium: apt-get install chromium")
     options.out.mkdir(parents=True, exist_ok=True)
     with served(options.model) as url:
-        for title, texts in HAD.items():
-            have(url, title, texts)
+        for title, texts in EARLIER_CONVERSATIONS.items():
+            hold_conversation(url, title, texts)
         record(url, chromium, options.out)
 
 
@@ -101,7 +101,7 @@ def served(model: str) -> Iterator[str]:
             daemon.wait(60)
 
 
-def have(url: str, title: str, texts: Sequence[str]) -> None:
+def hold_conversation(url: str, title: str, texts: Sequence[str]) -> None:
     """Create a conversation and send its messages."""
 
     def call(method: str, value: Any) -> None:

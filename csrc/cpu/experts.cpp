@@ -34,11 +34,11 @@ namespace pensieve {
 namespace {
 
 // The rows first..end of the buffers, and the weights by which they are multiplied. A piece of the work multiplies one of
-// `stretches` parts of the rows by one panel.
+// `num_row_parts` parts of the rows by one panel.
 struct Group {
   int expert, first, end;
   const Linear* linear = nullptr;
-  int stretches = 0, first_piece = 0;
+  int num_row_parts = 0, first_piece = 0;
 };
 
 // Multiplies each group's rows by the group's weights. `product` has everything except the weights. All groups' weights
@@ -51,9 +51,9 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   const int panels = (any.outputs + width - 1) / width;
   int pieces = 0;
   for (Group& group : groups) {
-    group.stretches = (group.end - group.first + kRowsAtOnce - 1) / kRowsAtOnce;
+    group.num_row_parts = (group.end - group.first + kRowsAtOnce - 1) / kRowsAtOnce;
     group.first_piece = pieces;
-    pieces += panels * group.stretches;
+    pieces += panels * group.num_row_parts;
   }
   auto group_of = [&](int piece) -> const Group& {
     auto after = [](int piece, const Group& group) { return piece < group.first_piece; };
@@ -61,20 +61,20 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   };
   each_piece(num_threads, pieces, [&](int piece, int following) {
     const Group& group = group_of(piece);
-    const int panel = (piece - group.first_piece) / group.stretches;
+    const int panel = (piece - group.first_piece) / group.num_row_parts;
     const char* ahead = nullptr;
     if (following >= pieces) {
       ahead = panel_of(then, lanes, following - pieces);
     } else {
       const Group& after = group_of(following);
-      const int panel_after = (following - after.first_piece) / after.stretches;
+      const int panel_after = (following - after.first_piece) / after.num_row_parts;
       if (&after != &group || panel_after != panel) ahead = panel_of(after.linear, lanes, panel_after);
     }
     Product own = product;
     own.linear = group.linear;
-    const int stretch = (piece - group.first_piece) % group.stretches, rows = group.end - group.first;
-    act(own, panel, group.first + int(int64_t(rows) * stretch / group.stretches),
-        group.first + int(int64_t(rows) * (stretch + 1) / group.stretches), ahead);
+    const int stretch = (piece - group.first_piece) % group.num_row_parts, rows = group.end - group.first;
+    act(own, panel, group.first + int(int64_t(rows) * stretch / group.num_row_parts),
+        group.first + int(int64_t(rows) * (stretch + 1) / group.num_row_parts), ahead);
   });
 }
 

@@ -80,8 +80,8 @@ struct Stages {
   __device__ __forceinline__ uint32 values(int slot) const { return keys(slot) + STAGES * STAGE_BYTES; }
 };
 
-// The number of a stage, counted since the kernel began.  (Not a turn of a conversation.)
-struct Turn {
+// The number of a stage, counted since the kernel began.
+struct StageCount {
   int count = 0;
   __device__ __forceinline__ int slot() const { return count % STAGES; }
   __device__ __forceinline__ uint32 phase() const { return count / STAGES & 1; }
@@ -91,10 +91,10 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
   return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
 }
 
-// Returns the number of the item and KV head that this block does in the run of items with number `turn`.
-__device__ __forceinline__ int item_of(int turn) {
-  const bool back = turn % 2 != 0;
-  return turn * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+// Returns the number of the item and KV head that this block does in its run of items number `nth`.
+__device__ __forceinline__ int item_of(int nth) {
+  const bool back = nth % 2 != 0;
+  return nth * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
 // -- the producer --
@@ -112,20 +112,20 @@ __device__ __forceinline__ void fetch(uint32 target, uint32 barrier, const void*
 
 __device__ __forceinline__ void produce(const Arguments<Element>& arguments, int num_items, const void* key_map,
                                         const void* value_map, const Stages& stages) {
-  Turn turn;
+  StageCount current;
   for (int index, nth = 0; (index = item_of(nth)) < num_items; ++nth) {
     const WorkItem item = arguments.items[index / arguments.kv_heads];
     const int head = index % arguments.kv_heads;
     if (item.num_rows <= 0) continue;
     const int* const table =
         arguments.page_table + int64(arguments.slice_turns[item.slice]) * arguments.pages_max;
-    for (int stage = 0; stage < stages_of(item); ++stage, ++turn.count) {
+    for (int stage = 0; stage < stages_of(item); ++stage, ++current.count) {
       const int first = item.key_begin + stage * KEYS, left = item.key_end - first;
       const int num_pages = ((left < KEYS ? left : KEYS) + PAGE - 1) / PAGE;
-      const int slot = turn.slot();
-      hopper::wait(stages.empty_keys(slot), turn.phase() ^ 1);
+      const int slot = current.slot();
+      hopper::wait(stages.empty_keys(slot), current.phase() ^ 1);
       fetch(stages.keys(slot), stages.full_keys(slot), key_map, table + first / PAGE, num_pages, head);
-      hopper::wait(stages.empty_values(slot), turn.phase() ^ 1);
+      hopper::wait(stages.empty_values(slot), current.phase() ^ 1);
       fetch(stages.values(slot), stages.full_values(slot), value_map, table + first / PAGE, num_pages, head);
     }
   }
@@ -137,14 +137,14 @@ struct Consumer {
   const Stages& stages;
   const int thread;  // number in its warpgroup
   const Lane lane;
-  Turn turn;  // the current stage of keys
+  StageCount current;  // the current stage of keys
 
   __device__ __forceinline__ explicit Consumer(const Stages& stages)
       : stages(stages), thread(threadIdx.x % 128), lane(threadIdx.x) {}
 
   __device__ __forceinline__ void scores_of(float (&scores)[KEY_COLUMNS][4], const uint32 (&query)[STEPS][4]) const {
-    const int slot = turn.slot();
-    hopper::wait(stages.full_keys(slot), turn.phase());
+    const int slot = current.slot();
+    hopper::wait(stages.full_keys(slot), current.phase());
     hopper::begin_products();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -238,13 +238,13 @@ struct Consumer {
     scores_of(scores, query);
     hopper::wait_for_products_but<0>();
     hopper::pin(scores);
-    release(stages.empty_keys(turn.slot()));
+    release(stages.empty_keys(current.slot()));
     weigh(scores, softmax, corrections, rows, first_row, limit_min, key_begin);
     round(powers, scores);
     for (int stage = 1; stage < num_stages; ++stage) {
-      const int slot = turn.slot();
-      const uint32 phase = turn.phase();
-      ++turn.count;
+      const int slot = current.slot();
+      const uint32 phase = current.phase();
+      ++current.count;
       hopper::pin(values);
       hopper::pin(powers);
       scores_of(scores, query);
@@ -252,7 +252,7 @@ struct Consumer {
       add_values(values, powers, slot);
       hopper::wait_for_products_but<1>();
       hopper::pin(scores);
-      release(stages.empty_keys(turn.slot()));
+      release(stages.empty_keys(current.slot()));
       weigh(scores, softmax, corrections, rows, first_row, limit_min, key_begin + stage * KEYS);
       hopper::finish_before_waiting(softmax.sum[0][0] + softmax.sum[0][1], stages.base + UNUSED);
       hopper::wait_for_products_but<0>();
@@ -267,12 +267,12 @@ struct Consumer {
     }
     hopper::pin(values);
     hopper::pin(powers);
-    await_values(turn.slot(), turn.phase(), item.key_end - item.key_begin - (num_stages - 1) * KEYS);
-    add_values(values, powers, turn.slot());
+    await_values(current.slot(), current.phase(), item.key_end - item.key_begin - (num_stages - 1) * KEYS);
+    add_values(values, powers, current.slot());
     hopper::wait_for_products_but<0>();
     hopper::pin(values);
-    release(stages.empty_values(turn.slot()));
-    ++turn.count;
+    release(stages.empty_values(current.slot()));
+    ++current.count;
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -273,11 +273,11 @@ def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionR
         expected = first.right(name) if name == "int8_kv" else right
         check_close(name, answer, expected, TOLERANCE, where=f" at {shape}")
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    turn = 0
+    call = 0
     for _ in range(repeats):
         for name in names:
-            turn += 1
-            run = act(inputs[turn % copies], name)
+            call += 1
+            run = act(inputs[call % copies], name)
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)

@@ -207,10 +207,10 @@ def measured(
         done(min((clock() - began) / seconds_max, 1.0))
     times: dict[ProfilePoint, list[float]] = {point: [] for point in first}
     order = list(first)
-    for turn in range(rounds[1]):
+    for round_number in range(rounds[1]):
         draw.shuffle(order)
         for point in order:
-            if turn >= rounds[0] and clock() - began > seconds_max:
+            if round_number >= rounds[0] and clock() - began > seconds_max:
                 break
             if first[point] < CHEAP_SECONDS:
                 driver.seconds(point)

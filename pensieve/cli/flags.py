@@ -50,7 +50,7 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
         )
         if shown != text:
             hidden.append((action, text))
-    if any(ENGINE in setting.of for setting in table):
+    if any(ENGINE in setting.used_by for setting in table):
         for name in REMOVED_SETTINGS:
             command.add_argument(
                 "--" + name.replace("_", "-"),

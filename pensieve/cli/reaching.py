@@ -122,13 +122,13 @@ def start_daemon(
 
 def make_model(model: str, ctrl_c: CtrlC) -> None:
     """Download or convert the model if it is used for the first time. Progress lines stay on the screen."""
-    from pensieve.launch.model_folder import needs_making, resolve_model
+    from pensieve.launch.model_folder import needs_conversion, resolve_model
 
     def check() -> None:
         if ctrl_c.pressed:
             raise KeyboardInterrupt
 
-    if needs_making(model):
+    if needs_conversion(model):
         resolve_model(model, lambda line: print(line, file=sys.stderr, flush=True), check)
 
 

@@ -89,10 +89,10 @@ class _Standing:
 
 
 class Choice(NamedTuple):
-    """An address for a request. `look_first`: check its health first, and use it only if it serves."""
+    """An address for a request. `check_health_first`: use it only if its health check succeeds."""
 
     name: str
-    look_first: bool
+    check_health_first: bool
 
 
 class Addresses:

@@ -114,7 +114,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
-            if not choice.look_first:
+            if not choice.check_health_first:
                 return self.link(choice.name)
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)

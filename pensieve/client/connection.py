@@ -148,7 +148,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
-            if not choice.look_first:
+            if not choice.check_health_first:
                 return self.link(choice.name)
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)

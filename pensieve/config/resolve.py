@@ -72,7 +72,7 @@ def resolve(
             but = "" if setting.secret else f", not {text!r}"
             raise ConfigError(f"{named} {error}{but}") from None
         sources[setting.name], texts[setting.name] = source, text
-        if text and not setting.secret and {ENGINE, INTERNAL} & set(setting.of):
+        if text and not setting.secret and {ENGINE, INTERNAL} & set(setting.used_by):
             written[setting.name] = text
     for name, default in (("model", ""), ("data", default_data_folder(environ))):
         if name in values:
@@ -117,7 +117,7 @@ def _read(file: Path) -> dict[str, str]:
         raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    known = {each.name for each in ALL if INTERNAL not in each.of}
+    known = {each.name for each in ALL if INTERNAL not in each.used_by}
     for name, value in table.items():
         if name in REMOVED_SETTINGS:
             raise removed(f"{file}: {name}", name)

@@ -113,7 +113,7 @@ class Daemon:
             store.scrub(),
             self.threads,
             self.config.scrub_seconds,
-            lambda: store.erasure.pending or not store.keeps_house,
+            lambda: store.erasure.pending or not store.is_housekeeper,
             self.damage.found,
         )
         self.admission = Admission(

@@ -313,7 +313,7 @@ def planned_conversation(
         for index, each in enumerate(new.messages)
     ]
     conversation = replace(
-        new.at_first(now),
+        new.without_messages(now),
         num_messages=len(head),
         tools=tuple(as_stored(new.tools)),
         template_options=as_stored(new.template_options),

@@ -160,7 +160,7 @@ class Shortage(NamedTuple):
 
 
 @dataclass(slots=True)
-class SwapInFlight:
+class UnfinishedSwap:
     """A swap-in or swap-out that has not finished."""
 
     source: Chunk
@@ -176,7 +176,7 @@ class Tiers:
         self.device = PagePool(device_pages)
         self.host = PagePool(host_pages)
         self.counters = CacheCounters()
-        self.swaps: dict[int, SwapInFlight] = {}  # by copy_id
+        self.swaps: dict[int, UnfinishedSwap] = {}  # by copy_id
         self.held_sources: list[Chunk] = []  # read by unfinished page-to-page copies
         self.num_reclaimable = 0  # sum over the idle branches
         self.num_swapping_in = 0
@@ -244,7 +244,7 @@ class Tiers:
         target.swapping_in = True
         self.num_swapping_in += 1
         self.counters.swapped_in += 1
-        copy_id = self._add(SwapInFlight(source, target, True, num_slots))
+        copy_id = self._add(UnfinishedSwap(source, target, True, num_slots))
         return SwapIn(copy_id, source.host_page, target.device_page, num_slots)
 
     def start_swap_out(self, chunk: Chunk) -> SwapOut:
@@ -253,10 +253,10 @@ class Tiers:
         chunk.in_flight += 1
         self.num_swapping_out += 1
         self.counters.swapped_out += 1
-        copy_id = self._add(SwapInFlight(chunk, chunk, False, chunk.filled))
+        copy_id = self._add(UnfinishedSwap(chunk, chunk, False, chunk.filled))
         return SwapOut(copy_id, chunk.device_page, chunk.host_page, chunk.filled)
 
-    def finish_swap(self, copy_id: int) -> SwapInFlight:
+    def finish_swap(self, copy_id: int) -> UnfinishedSwap:
         """Mark the copied slots as valid. The caller must then release source and target."""
         swap = self.swaps.pop(copy_id)
         if swap.inward:
@@ -295,7 +295,7 @@ class Tiers:
             if swap.target is chunk or swap.source is chunk:
                 swap.num_slots = 0
 
-    def _add(self, swap: SwapInFlight) -> int:
+    def _add(self, swap: UnfinishedSwap) -> int:
         self._num_copies += 1
         self.swaps[self._num_copies] = swap
         return self._num_copies

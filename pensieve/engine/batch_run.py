@@ -90,7 +90,7 @@ class _Active:
     missing_tokens: int | None = None  # at its admission; None: not admitted
     samples: list[SampledToken] = field(default_factory=list)
 
-    def has_computed_of_prefix(self, num_tokens: int) -> bool:
+    def computed_part_of_prefix(self, num_tokens: int) -> bool:
         """Whether it has computed a part of its prefix. `num_tokens`: the length of its prompt."""
         return (
             self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens + 1
@@ -253,7 +253,7 @@ class BatchRun:
         prefix_tokens = self._feed.prefix_tokens_of(active.group)
         if not prefix_tokens:
             return
-        if active.has_computed_of_prefix(len(self._requests[active.request].tokens)):
+        if active.computed_part_of_prefix(len(self._requests[active.request].tokens)):
             prefix_id = self._prefix_id(active.group)
             if prefix_id in self._kept:
                 self._messages += self._delete(prefix_id)

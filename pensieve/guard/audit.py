@@ -190,10 +190,10 @@ class AuditLog:
                 while len(batch) < BATCH_LINES_MAX:
                     batch.append(self._lines.get_nowait())
             is_open = None not in batch
-            self._put_down([line for line in batch if line is not None])
+            self._write_batch([line for line in batch if line is not None])
         self._close_file()
 
-    def _put_down(self, lines: list[str]) -> None:
+    def _write_batch(self, lines: list[str]) -> None:
         if not lines:
             return
         lost, report = self._num_lost, []

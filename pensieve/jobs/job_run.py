@@ -100,7 +100,7 @@ class JobRun:
             except PensieveError:
                 if isinstance(message, SubmitTurn):
                     self._not_taken(message)
-        self._see_the_end()
+        self._end_if_done()
 
     def stop(self) -> None:
         """End the run and remove its requests from the engine."""
@@ -179,7 +179,7 @@ class JobRun:
         ended = TurnEnded(message.turn_id, message.conversation_id, failed, usage, "QUEUE_FULL")
         self._batch.take(ended)
 
-    def _see_the_end(self) -> None:
+    def _end_if_done(self) -> None:
         if self._batch.is_done:
             self._end()
 

@@ -48,7 +48,7 @@ from pensieve.model.shape import ModelShape
 
 # Weights that a language model may ignore: heads that predict several tokens ahead, towers for other inputs,
 # and scales of fp8 KV.
-LEFT_OUT = re.compile(
+IGNORABLE = re.compile(
     r"(^|[._])(mtp|nextn|vision|visual|image|audio|speech|multi_modal)([._]|$)|\.[kv]_scale$"
 )
 
@@ -319,9 +319,9 @@ def _read_weights(
         except Exception as error:
             reason = _reported("\n".join(logged)) or one_line(error)
             raise ModelError(f"cannot load the weights of {name}: {reason}") from error
-    left_out = [key for key in loading["unexpected_keys"] if _would_count(module, key)]
+    wrongly_ignored = [key for key in loading["unexpected_keys"] if _would_count(module, key)]
     for keys, problem in (
-        (left_out, "contain weights that the model would ignore:"),
+        (wrongly_ignored, "contain weights that the model would ignore:"),
         (loading["missing_keys"], "lack"),
         (loading["mismatched_keys"], "have the wrong shape for"),
     ):
@@ -342,7 +342,7 @@ def _would_count(module: Any, key: str) -> bool:
     Examples are a scale or a bias of a module whose weight is loaded, or an additional norm in a layer.  A
     weight outside of the layers, or in a layer after the model's last layer, belongs to another module.
     """
-    if LEFT_OUT.search(key):
+    if IGNORABLE.search(key):
         return False
     prefix = f"{module.base_model_prefix}."
     for path in (key, prefix + key):

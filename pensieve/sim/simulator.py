@@ -56,7 +56,7 @@ STEPS_PER_REPORT = 2000  # engine steps between two calls of `progress`
 class SimulationFigures:
     """Figures of a run. Figures of turns count only turns that begin at `count_from` or later."""
 
-    begun: int = 0  # all turns that were due, counted or not
+    num_submitted: int = 0  # all turns that were due, counted or not
     turns: int = 0
     refused: int = 0  # turns too large to serve
     history_tokens: int = 0  # context from earlier turns
@@ -203,7 +203,7 @@ class Simulator:
         """Submit a message that arrived at `since`, which may be before the last iteration's end."""
         name = arrival.conversation
         conversation = self._conversations[name]
-        self.counts.begun += 1
+        self.counts.num_submitted += 1
         if arrival.fork_of:
             source = self._conversations.get(arrival.fork_of)
             conversation.length = min(arrival.history_tokens or 0, source.length if source else 0)

@@ -179,7 +179,7 @@ class Backend(Protocol):
     def share(self) -> None:
         """Let other daemons open the history. Called after the startup work that needs exclusive access."""
 
-    def beside(self) -> LeaseTransactions:
+    def lease_connection(self) -> LeaseTransactions:
         """Return a second writing connection, for another thread. A power loss may undo its commits."""
 
     def close(self) -> None:

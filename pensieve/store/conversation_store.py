@@ -157,7 +157,7 @@ class ConversationStore:
         self._backend.share()
         if self.is_shared:
             self._leases = Leases(
-                self._backend.beside(), self.owners, self.housekeeper, self.erasure.tidy
+                self._backend.lease_connection(), self.owners, self.housekeeper, self.erasure.tidy
             )
             self._leases.start()
 
@@ -224,7 +224,7 @@ class ConversationStore:
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
             shared = _shared_head(conn, new)
             number = conversation_rows.insert_conversation(
-                conn, new.at_first(now), pending_json(new.pending)
+                conn, new.without_messages(now), pending_json(new.pending)
             )
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
@@ -543,7 +543,7 @@ class ConversationStore:
         return self._backend.path if self.is_shared else self.folder.database_path
 
     @property
-    def keeps_house(self) -> bool:
+    def is_housekeeper(self) -> bool:
         """Whether this daemon is the housekeeper (housekeeper.py). Any thread may ask."""
         return self.housekeeper.is_ours
 

@@ -47,7 +47,7 @@ COLUMNS = {  # by table; a table comes after the tables that it refers to
     "chains": "chain key message session at",
     "responses": "response key conversation revision last_revision is_ours body",
 }
-GIVEN_OUT = (  # query for the highest turn number, in SQLite and in PostgreSQL
+HIGHEST_TURN = (  # query for the highest turn number, in SQLite and in PostgreSQL
     "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'turns'",
     "SELECT last_value FROM turns_turn_id_seq",
 )
@@ -154,7 +154,7 @@ def _batches(old: Connection, table: str, columns: list[str]) -> Iterator[list[A
 
 
 def _highest(conn: Connection) -> int:
-    (highest,) = conn.execute(GIVEN_OUT[isinstance(conn, ServerSession)]).fetchone()
+    (highest,) = conn.execute(HIGHEST_TURN[isinstance(conn, ServerSession)]).fetchone()
     return int(highest)
 
 

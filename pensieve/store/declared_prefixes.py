@@ -74,7 +74,9 @@ class PrefixStore:
                 tenant=new.tenant,
                 began_at=new.began_at,
             )
-            number = conversation_rows.insert_conversation(conn, declared.at_first(self._now()))
+            number = conversation_rows.insert_conversation(
+                conn, declared.without_messages(self._now())
+            )
             head = message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
             conn.execute(

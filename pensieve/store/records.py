@@ -101,7 +101,7 @@ class NewConversation:
     created_at: float | None = None  # None: now
     pending: Sequence[NewMessage] = ()  # messages that the first turn will insert before its own
 
-    def at_first(self, now: float) -> StoredConversation:
+    def without_messages(self, now: float) -> StoredConversation:
         """Return the conversation without its messages."""
         return StoredConversation(
             conversation_id=self.conversation_id,

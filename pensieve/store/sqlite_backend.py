@@ -95,7 +95,7 @@ class SqliteBackend:
         if self._shared is not None:
             self._shared.share()
 
-    def beside(self) -> WriterConnection:
+    def lease_connection(self) -> WriterConnection:
         """Return a second writing connection, for leases."""
         return WriterConnection(
             self.path,

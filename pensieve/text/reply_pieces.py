@@ -78,7 +78,7 @@ class ReplyPieces:
         """End the reply and return the withheld pieces."""
         self._end_thinking()
         if self._finder is not None:
-            self._take(self._finder.interrupt())
+            self._take(self._finder.end_text())
         self._add(Text(self._text.end()))
         return self._taken()
 
@@ -108,7 +108,7 @@ class ReplyPieces:
     def _begin_thinking(self) -> None:
         if not self._is_thinking:
             if self._finder is not None:
-                self._take(self._finder.interrupt())
+                self._take(self._finder.end_text())
             self._text.thinking()
             self._is_thinking = True
 

@@ -52,7 +52,7 @@ CONTEXT_MAX = 16_384
 GREEDY = Sampling(ignore_eos=True, max_tokens=100_000)
 
 
-class SilentTokenizer:
+class DummyTokenizer:
     """A tokenizer for random tokens: the text of each token is a space."""
 
     def is_silent(self, token_id: int) -> bool:
@@ -151,7 +151,7 @@ def executor_of(
             raise PensieveError(f"no graphs: {captured.failure}")
         if failure := capture_pieces(model.flat, memory, TOKENS_MAX):
             raise PensieveError(f"no graphs of pieces: {failure}")
-    tokenizer: Any = SilentTokenizer()
+    tokenizer: Any = DummyTokenizer()
     sampler = Sampler(model.shape.vocab_size)
     return TorchExecutor(model, memory, sampler, tokenizer, graphs=captured)
 

@@ -131,7 +131,12 @@ def main(given: Sequence[str] | None = None) -> None:
         metavar="FOLDER",
         help="where to measure syncs (default: the folder of the SQLite file, or the temporary folder)",
     )
-    parser.add_argument("--pairs", type=int, default=3, help="repeats (default: 3)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="how often all combinations are measured (default: 3)",
+    )
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         if arguments.sync_ms:
@@ -152,7 +157,7 @@ def measure(arguments: argparse.Namespace) -> None:
     scheme, _, path = arguments.store.partition("://")
     in_file = Path(path).parent if scheme == "sqlite" else Path(tempfile.gettempdir())
     disk = arguments.disk or in_file
-    for _ in range(arguments.pairs):
+    for _ in range(arguments.repeats):
         for num_daemons in arguments.daemons:
             for num_lanes in arguments.lanes:
                 num_talkers = arguments.talkers or num_lanes

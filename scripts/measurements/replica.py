@@ -245,6 +245,6 @@ def row_of(simulators: Sequence[Simulator], admitted: Admitted, window: Window) 
         "host_full": all(
             host.num_pages > 0 and host.num_empty < host.num_pages * 0.02 for host in hosts
         ),
-        "asked": counts.begun,
+        "asked": counts.num_submitted,
         "refused": counts.refused,
     }

@@ -95,16 +95,16 @@ class ScheduleRun:
                 continue
             moment = min((ahead.at or 0.0) if ahead is not None else math.inf, schedule.wakes_at())
             if moment == math.inf:
-                assert self.counts.turns == self.counts.begun, "a request waits for nothing"
+                assert self.counts.turns == self.counts.num_submitted, "a request waits for nothing"
                 return self.counts
             assert moment >= clock.now(), "the awaited event is in the past"
             clock.advance_to(moment)
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.counts.begun += 1
+        self.counts.num_submitted += 1
         at = arrival.at or 0.0
         self.schedule.arrive(
-            Request(self.counts.begun, at, arrival.input_tokens, arrival.output_tokens)
+            Request(self.counts.num_submitted, at, arrival.input_tokens, arrival.output_tokens)
         )
 
     def _run(self, batch: Sequence[Request]) -> None:

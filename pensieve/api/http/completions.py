@@ -44,8 +44,11 @@ class CompletionsEndpoint:
         if request.stream:
             await self._stream(exchange, request, heading, lives)
             return None
-        stays, replies = bool(key_of(exchange)), [ReplyStream(live) for live in lives]
-        await all_of(follow(self._daemon, exchange, each, None, stays=stays) for each in replies)
+        survives_disconnect, replies = bool(key_of(exchange)), [ReplyStream(live) for live in lives]
+        await all_of(
+            follow(self._daemon, exchange, each, None, survives_disconnect=survives_disconnect)
+            for each in replies
+        )
         exchange.out |= sources(first.figures)
         requests, wholes = self._requests, [each.whole() for each in replies]
         tokenizer, prompt = requests.template.tokenizer, replies[0].prompt
@@ -68,13 +71,15 @@ class CompletionsEndpoint:
         lives: Sequence[LiveTurn],
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
-        tokenizer, stays = self._requests.template.tokenizer, bool(key_of(exchange))
+        tokenizer, survives_disconnect = self._requests.template.tokenizer, bool(key_of(exchange))
         replies = [ReplyStream(live) for live in lives]
         exchange.begin_events()
 
         async def one(number: int, reply: ReplyStream) -> None:
             stream = kind(request, heading, tokenizer, self._requests.cutter(request.tools), number)
-            await follow(self._daemon, exchange, reply, stream, stays=stays)
+            await follow(
+                self._daemon, exchange, reply, stream, survives_disconnect=survives_disconnect
+            )
             await exchange.write_events([stream.end(reply.whole().finish)])
 
         await all_of(one(number, reply) for number, reply in enumerate(replies))

@@ -164,16 +164,18 @@ class Sampler:
     def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
         """Draw for some rows; adjust `values` (rows, vocab) in place, but mask a copy."""
         self._adjust(values, rows, newest_ids)
-        held = [n for n, row in enumerate(rows) if row.mask is not None]
-        if held:
-            values = masked(values, held, [mask for row in rows if (mask := row.mask) is not None])
-        hot = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
-        if len(hot) == len(rows):
+        masked_rows = [n for n, row in enumerate(rows) if row.mask is not None]
+        if masked_rows:
+            values = masked(
+                values, masked_rows, [mask for row in rows if (mask := row.mask) is not None]
+            )
+        drawn_rows = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
+        if len(drawn_rows) == len(rows):
             return draw(values, rows)
         token_ids = values.argmax(-1)
-        if hot:
-            drawn = draw(select(values, hot), [rows[n] for n in hot])
-            token_ids.index_copy_(0, indices(hot, values.device), drawn)
+        if drawn_rows:
+            drawn = draw(select(values, drawn_rows), [rows[n] for n in drawn_rows])
+            token_ids.index_copy_(0, indices(drawn_rows, values.device), drawn)
         return token_ids
 
     def _adjust(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> None:

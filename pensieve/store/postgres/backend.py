@@ -77,8 +77,8 @@ class PostgresBackend:
     def share(self) -> None:
         """Do nothing: other daemons may already open the history."""
 
-    def beside(self) -> PostgresWriter:
-        return self.writer.beside()
+    def lease_connection(self) -> PostgresWriter:
+        return self.writer.lease_connection()
 
     def release(self, *, clean: bool) -> None:
         """Do nothing: closing the connections has released the locks."""

@@ -271,7 +271,7 @@ class PostgresLanes:
         for writer in self.writers:
             writer.close()
 
-    def beside(self) -> PostgresWriter:
+    def lease_connection(self) -> PostgresWriter:
         """Return another writing connection, for another thread. A server crash may undo its commits."""
         busy, statement = self._seconds
         return PostgresWriter(
