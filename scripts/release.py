@@ -91,7 +91,9 @@ def check_ready(root: Path, version: str) -> None:
     if status.stdout:
         raise ReleaseError(f"the checkout has changes; commit or remove them:\n{status.stdout}")
     if f"\n## {version}" not in (root / "CHANGELOG.md").read_text(encoding="utf-8"):
-        raise ReleaseError(f"CHANGELOG.md has no section '## {version}'; name the released changes")
+        raise ReleaseError(
+            f"CHANGELOG.md has no section '## {version}': rename its section 'Unreleased'"
+        )
 
 
 def build(folder: Path) -> list[Path]:

@@ -68,7 +68,9 @@ def capacity(
         if not broken:
             low, row = tried, found
         elif tried < rate_least:
-            raise Impossible(f"even {tried:.2g} conversations/s exceed: {', '.join(broken)}")
+            raise Impossible(
+                f"even {tried:.2g} conversations/s exceeds a limit: {', '.join(broken)}"
+            )
         else:
             high = tried
     return low, row

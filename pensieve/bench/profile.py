@@ -269,7 +269,10 @@ def plot(profile: Profile, path: Path, facts: Sequence[str]) -> None:
     sheet = Sheet("What iterations cost on this machine", [*facts, "lower quartiles"], 4.0)
     unseen = [each for each in profile.points if each.point.held_out]
     panel = sheet.panel(
-        "held-out iterations", "off by at most, %", "share of iterations, %", most=100.0
+        "held-out iterations",
+        "prediction error of at most, %",
+        "share of iterations, %",
+        most=100.0,
     )
     panel.level("nine of ten", 90.0)
     for kind in dict.fromkeys(each.point.kind for each in unseen):

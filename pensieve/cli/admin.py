@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
     listing.add_argument(
         "--least-valuable",
         action="store_true",
-        help="list those that would be evicted first, not the largest ones",
+        help="list the conversations that would be evicted first, instead of the largest",
     )
     listing.add_argument(
         "--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)"

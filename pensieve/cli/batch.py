@@ -51,7 +51,7 @@ CLEAR = "\r\x1b[K"
 STATES = {
     "receiving": "the file is being sent",
     "checking": "checking the lines",
-    "waiting": "waits for its turn",
+    "waiting": "waits in the queue of jobs",
     "paused": "paused (`pensieve admin jobs resume` lets it go on)",
 }
 
@@ -197,7 +197,7 @@ def _reach(
     if address is None:
         daemon = start_daemon(stack, resolved, "pensieve batch", False, ctrl_c)
         client = stack.enter_context(Client(daemon.address))
-        goes_on = f"it is kept in {data} and stands still meanwhile"
+        goes_on = f"it is kept in {data} and paused until then"
         return JobDaemon(client, "the engine", goes_on)
     token, tls = resolved.settings.token, tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:

@@ -76,7 +76,7 @@ def identity_of(daemon: Daemon) -> dict[str, str]:
     ready = daemon.engine.ready
     if ready is None or not ready.kv_identity:
         why = ready.kv_refusal if ready is not None else "the model is loading"
-        raise Unavailable(f"this engine does not transfer KV: {why or 'it has none'}")
+        raise Unavailable(f"this engine does not transfer KV: {why or 'its KV has no identity'}")
     return {**ready.kv_identity, "fingerprint": daemon.texts.fingerprint}
 
 

@@ -190,7 +190,7 @@ class TurnEnds:
         """Count a death of the engine for a turn that it had. Return True if the turn has too many deaths."""
         if live.phase is not TurnPhase.RUNNING or not self._turns.suspects.engine_died(live):
             return False
-        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+        log.error("the engine has died repeatedly while it had this turn", extra=ids_of(live))
         return True
 
     async def _interrupt(

@@ -235,7 +235,9 @@ class FairQueue:
             assert bool(share.lines) == (name in self._with_turns), (
                 f"share {name!r} is listed as waiting but has no turns, or has turns but is not listed"
             )
-            assert set(share.passed) <= set(share.lines), f"share {name!r} counts an empty line"
+            assert set(share.passed) <= set(share.lines), (
+                f"share {name!r} counts turns that passed an empty line"
+            )
             for line, waiting in share.lines.items():
                 assert waiting, f"share {name!r} has an empty line"
                 assert {self.line_of(turn) for turn in waiting} == {line}, (

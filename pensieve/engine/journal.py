@@ -198,7 +198,7 @@ class Journal:
         try:
             self._lines.write(json.dumps(entry, separators=(",", ":")) + "\n")
         except OSError as error:
-            log.warning("the journal is given up: it cannot be written (%s)", error.strerror)
+            log.warning("stopped recording the journal: it cannot be written (%s)", error.strerror)
             lines, self._lines = self._lines, None
             with contextlib.suppress(OSError):
                 lines.close()

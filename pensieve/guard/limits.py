@@ -183,7 +183,7 @@ class Allowance:
         """Return the error if this many more bytes would exceed unread_bytes."""
         if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
             return None
-        text = f"the clients of your tenant have {self.num_unread_bytes:,} bytes to read first"
+        text = f"your tenant's clients have {self.num_unread_bytes:,} unread bytes; read them first"
         return _full("unread_bytes", text)
 
 

@@ -138,7 +138,7 @@ class ModelledExecutor:
 
     def _staged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
         """Return the end of an iteration with groups. Its stores delay the swap-outs that follow them."""
-        assert not self._separate, "groups are of one pass"
+        assert not self._separate, "separate phases do not support groups"
         cost, slices, groups = self._cost, iteration.slices, iteration.groups
         first = groups[0].first_slice
         streamed = sum(each.num_tokens for each in slices[first:])

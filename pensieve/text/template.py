@@ -305,8 +305,8 @@ class ChatTemplate:
             if text.rstrip().endswith(THINKING_MARKS[0]):
                 raise InvalidArgument(
                     "messages",
-                    "the chat template begins each reply with thinking, so its text cannot be begun: "
-                    "switch thinking off",
+                    "the chat template begins each reply with thinking, so a given beginning "
+                    "of the reply cannot follow: switch thinking off",
                 )
             text += setting.reply_begins
         self.tokenizer.check_text(text, "content")

@@ -89,11 +89,11 @@ def section_iteration(bench: Bench) -> None:
             for rows, prompt in sizes:
                 lengths = [*[1] * rows, *[prompt] * bool(prompt)]
                 host, whole = _iterate(bench, executor, lengths, context, model.shape.vocab_size)
-                beside = f" and {prompt} of a prompt" if prompt else ""
+                prompts = f" and {prompt} prompt tokens" if prompt else ""
                 bench.report(
                     "iteration",
-                    f"{rows} decodes{beside} over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
-                    f"launches for {host * 1e3:.2f}",
+                    f"{rows} decodes{prompts}, context {context}, {kind}: {whole * 1e3:.2f} ms; "
+                    f"launch on the host: {host * 1e3:.2f} ms",
                     kind=kind,
                     rows=rows,
                     prompt=prompt,

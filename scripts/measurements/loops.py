@@ -52,8 +52,12 @@ Door = Callable[[Sequence[str], Sampling], Awaitable[list[Reply]]]
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure loops", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="as for serve (default: smollm2)")
-    parser.add_argument("--talks", type=int, default=200, help="how many of them (default: 200)")
-    parser.add_argument("--tokens", type=int, default=512, help="of each reply (default: 512)")
+    parser.add_argument(
+        "--talks", type=int, default=200, help="number of conversations (default: 200)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="maximum tokens of each reply (default: 512)"
+    )
     parser.add_argument("--doors", default="sdk,http,page", help="(default: sdk,http,page)")
     parser.add_argument(
         "--sampling",

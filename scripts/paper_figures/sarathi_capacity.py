@@ -271,8 +271,8 @@ def figure_11(study: Study) -> Iterator[Line]:
         lines[f"pieces of {piece:,}"] = list(zip(map(float, PROMPTS), overheads, strict=True))
         yield Line(
             "11",
-            f"{model}: a prompt in pieces of {piece:,} tokens over one in one piece, at most",
-            "near 1" if piece == max(PIECES) else "the more the smaller",
+            f"{model}: largest time of a prompt in pieces of {piece:,} tokens, relative to one piece",
+            "near 1" if piece == max(PIECES) else "more with smaller pieces",
             Spread((max(overheads),) * study.extent.seeds),
             "{:.3f} x",
             "no random load: all seeds are equal",
@@ -282,7 +282,7 @@ def figure_11(study: Study) -> Iterator[Line]:
             "11",
             f"11: {model}, prompts in pieces",
             "tokens of the prompt",
-            "time over one piece",
+            "time relative to one piece",
             lines,
         )
     )

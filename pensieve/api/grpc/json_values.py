@@ -42,7 +42,7 @@ def objects(name: str, structs: Any) -> list[dict[str, Any]]:
     try:
         return [_object(struct, count) for struct in structs]
     except TooManyValues:
-        raise InvalidArgument(name, f"holds more than {VALUES_MAX:,} JSON values") from None
+        raise InvalidArgument(name, f"has more than {VALUES_MAX:,} JSON values") from None
     except NoValue:
         raise InvalidArgument(name, "holds a value without a kind") from None
     except ValueError:

@@ -95,9 +95,9 @@ class Reflection:
             elif kind == "file_containing_extension":
                 raise KeyError
             else:
-                _refuse(given, grpc.StatusCode.INVALID_ARGUMENT, "nothing is asked")
+                _refuse(given, grpc.StatusCode.INVALID_ARGUMENT, "the request has no query")
         except KeyError:
-            _refuse(given, grpc.StatusCode.NOT_FOUND, "there is no such thing here")
+            _refuse(given, grpc.StatusCode.NOT_FOUND, "unknown file, symbol or type")
         return given
 
     def _file_of(self, symbol: str) -> FileDescriptor:

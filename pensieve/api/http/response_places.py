@@ -355,7 +355,7 @@ def _check_same(new: NewResponse, start: StartingPoint) -> None:
     ):
         if given and given != kept:
             problem = (
-                "differs from that of this conversation, which cannot change; omit it,"
+                "differs from the conversation's value, which cannot change: omit the parameter,"
                 " or use previous_response_id instead of conversation"
             )
             raise Refusal(param, problem)
@@ -367,7 +367,9 @@ def _check_outputs(new: NewResponse, calls: frozenset[str]) -> None:
     for message in new.turn.messages:
         known |= {call.id for call in message.tool_calls if call.id}
         if message.role == "tool" and message.tool_call_id not in known:
-            raise Refusal("input", "has an output for a call that does not precede it")
+            raise Refusal(
+                "input", "has a function_call_output whose function_call does not come before it"
+            )
 
 
 def stored_response(

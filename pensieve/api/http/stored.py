@@ -35,7 +35,7 @@ from pensieve.text import Message
 
 T = TypeVar("T")
 PAGE_SIZE = 100
-TAKEN_BACK = "was taken back: its conversation was rewound"
+TAKEN_BACK = "no longer exists: its conversation was rewound"
 
 
 @dataclass(frozen=True, slots=True)

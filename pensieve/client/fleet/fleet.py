@@ -266,5 +266,5 @@ def _parsed(answer: ReplicaAnswer[str]) -> ReplicaAnswer[exposition.Families]:
     try:
         return ReplicaAnswer(answer.replica, exposition.read(answer.value))
     except exposition.InvalidExposition as error:
-        why = ServerFault(f"its metrics cannot be read: {error}")
+        why = ServerFault(f"the replica's metrics cannot be read: {error}")
         return ReplicaAnswer(answer.replica, error=why)

@@ -216,7 +216,9 @@ class RetentionQueue:
             entry = branch.entries[self.role]
             assert entry is not None, f"{self.role.name}: {branch} is not offered"
             since, class_index = entry.since, entry.class_index
-            assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
+            assert since <= branch.idle_since, (
+                f"{self.role.name}: the entry of {branch} has a later idle time than the branch"
+            )
             assert entry.start == branch.start, (
                 f"{self.role.name}: {branch} begins at another chunk than its entry"
             )

@@ -145,7 +145,9 @@ class KVMemory:
         self.format = shape.kv_format
         device = torch.device(device)
         self._copies_batches = copies_batches(device, self.page_bytes // shape.num_layers)
-        assert device.type == "cpu" or not self.in_place, "a GPU's kernels read only its own memory"
+        assert device.type == "cpu" or not self.in_place, (
+            "on a GPU, attention reads only device memory"
+        )
         self.device_arena = self._allocate("device", device_pages + 1, device)
         self.staging_arena = self._allocate("staging", staging_pages, device, STAGING_ARENAS)
         self._kv_scales: torch.Tensor | None = None  # float32 (layers, 2, kv_heads)

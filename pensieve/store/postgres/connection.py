@@ -79,7 +79,7 @@ SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02
 START_SECONDS = 30.0  # a starting daemon waits this long for a server that cannot be reached
 START_PAUSE_SECONDS = 0.5
-OUTDATED = "has to be changed for this version, which needs it alone, but is "
+OUTDATED = "needs a schema migration, which requires exclusive access, but is "
 FREE_SLOT = (
     f"SELECT slot FROM generate_series(0, {SLOTS_MAX}) AS slot"
     f" WHERE pg_try_advisory_lock({SLOTS_KEY}, slot) LIMIT 1"
