@@ -38,6 +38,11 @@ class RetentionPolicy(Protocol):
 
         A class is a rounded value. Round down: at no idle time may `value` of the class be higher than the
         value that the policy's formula gives this chunk.
+
+        In a branch, a later chunk must not have a lower class than an earlier one, because the queue looks
+        only at the first chunk that qualifies. The class of an idle branch's chunk must not fall, unless the
+        branch loses a holder, because an entry must be a lower bound. It may fall while a turn runs in a
+        conversation that holds the branch: the turn pins the branch, and its end offers the branch again.
         """
 
     def value(self, class_index: int, idle_seconds: float) -> float:
