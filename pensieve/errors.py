@@ -28,7 +28,7 @@
     │   └── UnsupportedModel      the model loads, but cannot be served exactly; the message says why
     ├── StoreError                the history on disk cannot be used
     │   ├── StoreTooNew           written by a newer version
-    │   ├── StoreCorrupt          a page or a record fails its check
+    │   ├── StoreCorrupt          a database page or a record fails its check
     │   │   └── BackupDamaged     a file of a backup fails its check; the message names the file
     │   └── StoreLocked           another process uses the data folder; the message names the process
     ├── DeviceError               the device failed, or has too little memory
@@ -318,7 +318,7 @@ class StoreTooNew(StoreError):
 
 
 class StoreCorrupt(StoreError):
-    """A page or a record of the history fails its check."""
+    """A database page or a record of the history fails its check."""
 
     reason = "STORE_CORRUPT"
 

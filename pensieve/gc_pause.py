@@ -6,8 +6,9 @@ object and stops the process meanwhile. By default, Python does this about once 
 stream gets a token in this time.
 
 So a process calls `freeze` after its start. Later collections never visit the objects that are alive then.
-Young objects are still collected, in larger portions. A full collection starts by itself only when about ten
-million more objects were allocated than freed. Otherwise a process calls `collect` when it is idle.
+Young objects are still collected, in larger portions. A full collection starts by itself only after about
+four million more objects were allocated than freed (the product of the three constants below). To prevent
+this, a process calls `collect` when it is idle.
 """
 
 from __future__ import annotations

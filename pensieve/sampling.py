@@ -233,8 +233,8 @@ def default_sampling(generation_config: Mapping[str, Any]) -> DefaultSampling:
     """Return the defaults of a model. `generation_config`: its generation_config.json; {} if it has none.
 
     If the config sets `do_sample`, `temperature`, `top_p`, `top_k` or `min_p`, it is used as in transformers:
-    parameters that it does not set are neutral. Otherwise the defaults are OURS, because small models repeat
-    themselves with greedy decoding.
+    parameters that it does not set are neutral. Otherwise the defaults are OURS (or the config's own
+    `repetition_penalty`), because small models repeat themselves with greedy decoding.
 
     Raises ValueError if a value is out of bounds.
     """

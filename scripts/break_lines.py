@@ -1,4 +1,4 @@
-"""Break random lines of a change, one at a time, and say which breaks the tests notice.
+"""Break random lines of a change, one at a time, and report which breaks a test notices.
 
 scripts/break_lines                  # lines that the last commit and uncommitted changes added
 scripts/break_lines main --lines 60  # lines that differ from another commit
@@ -61,10 +61,11 @@ OPERATORS = {
     "-": "+",
 }
 _OPERATOR = re.compile(r"is\s+not\b|not\s+in\b|\b(?:is|in|and|or)\b|[<>!=]=|[<>+-]")
-TEST_SECONDS = 90  # per test; some tests have more by a mark
-EXIT_SECONDS = 10  # of a process whose tests have ended
+TEST_SECONDS = 90  # per test; some tests set a longer time with `pytest.mark.timeout`
+EXIT_SECONDS = 10  # how long a process may live after its tests have ended
 PATIENCE_SECONDS = 30  # how long tests wait for an event that never happens
-# Python reads this at its start. An editable installation has a finder that comes before every path.
+# Python runs this at its start. Without it, the finder of an editable installation, which comes before every
+# path, would import the original tree instead of the copy.
 HERE_FIRST = """
 import sys
 
@@ -92,7 +93,7 @@ class Break:
 
     @property
     def before(self) -> str:
-        """Return the original line; of several, the first."""
+        """Return the original line, or the first line if the break spans several lines."""
         return _shown(self.original.decode(), self.line, self.original[slice(*self.span)].strip())
 
     @property
@@ -285,7 +286,7 @@ class _Breaker:
 
 
 def _is_setting(node: ast.Assign | ast.AnnAssign) -> bool:
-    """Return whether this assigns a constant; no test is about its exact value."""
+    """Return whether this assigns a constant. Constants are not broken: no test is about an exact value."""
     target = node.targets[0] if isinstance(node, ast.Assign) else node.target
     return isinstance(target, ast.Name) and target.id.isupper()
 
@@ -351,7 +352,7 @@ class Copy:
         self.root = root
 
     def run(self, tests: Sequence[str], *options: str, limit_seconds: float) -> TestRun:
-        """Run tests, each a path below tests/. If the tests end the process, the first one failed."""
+        """Run tests, each a path below tests/. If no report appears, the first test counts as failed."""
         report = self.root / "report.xml"
         report.unlink(missing_ok=True)
         command = [
@@ -365,7 +366,7 @@ class Copy:
             failed = [_test(each) for each in cases if {"failure", "error"} & {e.tag for e in each}]
             there = [each for each in failed if self._has(each)]
             return TestRun(there or ([] if cases and not failed else list(tests[:1])))
-        # pytest-timeout ends the process.
+        # pytest-timeout ends the process before it can write a report.
         timed_out = "Timeout" in "".join(output.splitlines()[-40:])
         return TestRun(list(tests[:1]), in_time or timed_out)
 
@@ -438,7 +439,7 @@ def copy_of_the_tree(tree: Path) -> Iterator[Copy]:
 
 
 def _test(case: ElementTree.Element) -> str:
-    """Return the test of a case. A parametrised test fails if one of its cases does."""
+    """Return the test that a case belongs to. A parametrised test fails if one of its cases fails."""
     module, name = case.get("classname", ""), case.get("name", "")
     file = (module or name).removeprefix("tests.").replace(".", "/") + ".py"
     return f"{file}::{name.partition('[')[0]}" if module else file

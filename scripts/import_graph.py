@@ -73,7 +73,7 @@ class ImportGraph:
     """The files of a tree, and the files that name each of them."""
 
     files: tuple[str, ...]
-    importers: dict[str, set[str]]  # of each file
+    importers: dict[str, set[str]]  # file -> the files that name it
 
     @classmethod
     def read(cls, root: Path) -> ImportGraph:

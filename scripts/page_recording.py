@@ -1,8 +1,8 @@
 """Make the pictures in docs/images from a real daemon, a real model and a real browser.
 
 `pensieve serve smollm2` runs with tiers of 480 tokens each, so that conversations evict each other. The
-script first holds some conversations. Then it records a scene of twenty seconds in Debian's chromium. The GIF
-shows each frame for as long as the browser did, and the replies are the model's own.
+script first creates some conversations. Then it records a scene of twenty seconds in Debian's chromium. The
+GIF shows each frame for as long as the browser did, and the replies are the model's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 CACHE = ("--device-cache", "480t", "--host-cache", "480t")
 WIDE, PHONE = {"width": 1240, "height": 700}, {"width": 390, "height": 780}
 GIF_WIDTH, GIF_COLOURS, FRAME_SECONDS = 1000, 96, 0.15
-# Colours of the page that are rare in a frame.
+# Colours of the page that are rare in a frame. The palette of the GIF must contain them.
 PALETTE = (
     "#2f7de1",
     "#0b8f80",
@@ -43,7 +43,7 @@ NOTES = (
     "train to Paris, and on Sunday evening they come back. Ada likes museums, good bread and long walks "
     "by the river. Ines likes old bookshops and strong coffee."
 )
-HAD = {  # titles and messages of the conversations before the recording
+EARLIER_CONVERSATIONS = {  # titles and messages of the conversations before the recording
     "The moon": (
         "Why does the moon have phases? Answer in one sentence.",
         "Is there water on the moon? Answer in one sentence.",
@@ -72,8 +72,8 @@ def main() -> None:
         sys.exit("scripts/record_page needs Debian's chromium: apt-get install chromium")
     options.out.mkdir(parents=True, exist_ok=True)
     with served(options.model) as url:
-        for title, texts in HAD.items():
-            have(url, title, texts)
+        for title, texts in EARLIER_CONVERSATIONS.items():
+            hold_conversation(url, title, texts)
         record(url, chromium, options.out)
 
 
@@ -101,8 +101,8 @@ def served(model: str) -> Iterator[str]:
             daemon.wait(60)
 
 
-def have(url: str, title: str, texts: Sequence[str]) -> None:
-    """Hold a conversation."""
+def hold_conversation(url: str, title: str, texts: Sequence[str]) -> None:
+    """Create a conversation and send its messages."""
 
     def call(method: str, value: Any) -> None:
         path = f"{url}/pensieve.v1.ConversationService/{method}"
@@ -180,7 +180,10 @@ def filmed(page: Any, out: Path) -> list[tuple[float, bytes]]:
 
 
 def scene(page: Any, out: Path) -> None:
-    """Show chunks that return from the host, chunks that make room, a fork, and a strip's history."""
+    """Show chunks that return from the host, chunks that are evicted for them, a fork, and an explanation.
+
+    The explanation is below a conversation's row of chunks and says what happened to them.
+    """
 
     def say(text: str) -> None:
         num_replies = page.locator("article.reply").count()

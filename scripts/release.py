@@ -91,7 +91,9 @@ def check_ready(root: Path, version: str) -> None:
     if status.stdout:
         raise ReleaseError(f"the checkout has changes; commit or remove them:\n{status.stdout}")
     if f"\n## {version}" not in (root / "CHANGELOG.md").read_text(encoding="utf-8"):
-        raise ReleaseError(f"CHANGELOG.md has no section '## {version}'; name the released changes")
+        raise ReleaseError(
+            f"CHANGELOG.md has no section '## {version}': rename its section 'Unreleased'"
+        )
 
 
 def build(folder: Path) -> list[Path]:
@@ -118,7 +120,7 @@ def compiled(machine: str, folder: Path) -> Path:
     """Compile csrc/cpu for Linux on a machine such as aarch64; returns the library."""
     folder.mkdir()
     compiler = folder / "c++"
-    # Clang of ziglang spells an ARM processor's features in -mcpu.
+    # ziglang's clang takes an ARM processor's features in -mcpu, not in -march.
     compiler.write_text(
         f"#!{sys.executable}\nimport os, re, sys\n"
         "given = [re.sub(r'^-march=armv8.2-a', '-mcpu=generic', each) for each in sys.argv[1:]]\n"
@@ -187,7 +189,7 @@ def check_loads(wheel: Path) -> None:
 
 
 def run(module: str, *arguments: str) -> None:
-    """Run a Python module as a program; ReleaseError if it fails."""
+    """Run a Python module as a program. Raises ReleaseError if it fails."""
     if subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode:
         raise ReleaseError(f"{module} {' '.join(arguments[:2])} failed")
 

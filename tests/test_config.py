@@ -29,7 +29,7 @@ from pensieve.errors import ConfigError
 
 SERVED = settings_for(SERVE, ENGINE)
 TALKED = settings_for(REACH, TALK, ENGINE)
-WITH_FLAGS = tuple(each for each in ALL if INTERNAL not in each.of)
+WITH_FLAGS = tuple(each for each in ALL if INTERNAL not in each.used_by)
 
 
 @pytest.fixture

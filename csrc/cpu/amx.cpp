@@ -24,7 +24,7 @@ using pensieve::kBlockPanels;
 using pensieve::kBlockRows;
 
 constexpr int kRowsOfTiles = 2 * kTileRows;
-constexpr int64_t kStretchSteps = 16;  // 512 inputs of bfloat16, 1,024 bytes
+constexpr int64_t kStretchSteps = 16;  // 1,024 bytes of a row: 512 inputs of bfloat16, or 1,024 quantised inputs
 static_assert(kPanel == kTilePanel);
 
 template <typename Input>
@@ -116,7 +116,7 @@ void multiply_block(const Product& product, int32_t panel, int32_t end_panel, in
   }
 }
 
-// Only the products use tiles.
+// Among the functions of a Dense, only the products use tiles.
 constexpr pensieve::Dense tiled_float = [] {
   pensieve::Dense dense = dense_for<float>;
   dense.multiply_bytes = multiply_tiles<float, uint8_t>;
@@ -148,7 +148,7 @@ struct Drawn {  // bfloat16 in -1 .. 1
   }
 };
 
-// Whether products with and without tiles are equal, for each number of rows: exactly for bytes, otherwise up to
+// Whether products with and without tiles are equal, for several numbers of rows: exactly for bytes, otherwise up to
 // rounding. A block of two panels and three stretches (the last stretch is shorter) must give exactly the same sums as
 // single panels.
 template <typename Input>

@@ -2,7 +2,8 @@
 //
 // Pages are not transposed. The kernel transposes only small data, or data that is made once for all rows of an item.
 //
-// In each product, the first matrix has tiles of rows. The second matrix is packed in a panel: pairs side by side.
+// In each product, the first matrix is loaded as tiles of its rows. The second matrix is packed in a panel, where the
+// two elements of a pair are side by side.
 //
 //   scores' = keys x queries'     The tiles of keys have slots as rows, loaded directly from the page. The panel is
 //                                 packed once from the item's queries: pairs of dimensions, a column for each row.
@@ -72,7 +73,7 @@ static_assert(kSlots * sizeof(uint16_t) == kTileBytes && kPanelLine == kTilePane
 // The tiles of keys and values of the next block, to be prefetched a few lines at a time.
 struct BlockAhead {
   const char* tiles[2 * kBlockPages];
-  int num_tiles = 0, lines = 0;  // lines: per tile
+  int num_tiles = 0, lines = 0;  // `lines`: cache lines of a tile
   int tile = 0, line = 0, lines_per_step = 0;
 
   void add(const void* tile) {
@@ -174,7 +175,7 @@ inline void soften_columns(TileScratch& scratch, int row, int column, int first,
     transpose(pairs);
     for (int r = 0; r < LANES; ++r) store(&scratch.weights[column + r][page * kSlots], pairs[r]);
   }
-  // The factor of a row's older sums: zero if the row had seen no key.
+  // The factor of a row's older sums. If the row had seen no key, these sums are zero, so the factor does not matter.
   const Floats rescale = before == largest ? splat(1.0f) : exp2_nonpositive(before - largest);
   store(scratch.largest + row, largest);
   store(scratch.sum + row, load<Floats>(scratch.sum + row) * rescale + (total[0] + total[1]));

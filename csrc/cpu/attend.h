@@ -32,7 +32,7 @@ using pensieve::Part;
 using pensieve::Partial;
 
 constexpr int kVectors = kSlots / LANES;  // vectors in one row of scores
-constexpr bool kWide = LANES == 16;       // has many long registers, for any number of rows at once
+constexpr bool kWide = LANES == 16;       // 32 long registers: blocks may have any number of rows up to eight
 constexpr float kLog2E = 1.44269504088896f;
 
 // Prefetches the next page's tile, a few lines at each step of the current page's arithmetic. Prefetching the whole
@@ -124,7 +124,7 @@ void turn_codes(const int8_t* codes, int head_size, uint32_t* turned, Ahead& ahe
     }
 }
 
-// Returns the values in the layout of the second product. Only the first `num_slots` slots were written.
+// Returns the values in the layout that add_values reads. Only the first `num_slots` slots were written.
 inline const float* ready_values(const float* values, int, int, float*, Ahead&) {
   return values;
 }
@@ -276,7 +276,7 @@ inline void add_some_values(Scratch& scratch, const float* values, int num_slots
   for (int slot = 0; slot < depth; ++slot, value_row += head_size) {
     for (int step = 0; step < kAcross / 2; ++step) {
       scratch.values_ahead.step();
-      if (sizeof(Element) == 4) scratch.values_ahead.step();  // floats were not prepared before
+      if (sizeof(Element) == 4) scratch.values_ahead.step();  // ready_values has prefetched nothing for floats
     }
     Words value[kAcross];
 #pragma GCC unroll 4
@@ -380,7 +380,7 @@ struct TakeQuery {
   }
 };
 
-// Stored is the type in the pages: Elements, or int8_t for codes.
+// Stored is the type in the pages: Element, or int8_t for codes.
 template <typename Element, typename Stored = Element>
 void attend(const Part& part, Partial& partial, void* memory) {
   Scratch& scratch = *static_cast<Scratch*>(memory);

@@ -32,14 +32,14 @@ struct AttentionKind {
 struct Part {
   const void* query;        // query of the item's first row; with `rows`, of the batch's first row
   const int32_t* rows;      // rows of the item's tokens in the batch; null: consecutive rows
-  int64_t token_stride;     // elements between query tokens, and between query heads
-  int64_t head_stride;
+  int64_t token_stride;     // elements between query tokens
+  int64_t head_stride;      // elements between query heads
   const void* keys;         // arena of the layer, at this KV head
   const void* values;
-  int64_t page_stride;      // between pages, in elements, or in bytes where rows are codes
+  int64_t page_stride;      // between pages, in elements, or in bytes if rows are codes
   const int32_t* pages;     // the turn's page table
   int32_t first_page, end_page;
-  bool continues;           // the partial result already has earlier pages: one page and a multiple of kBlockPages
+  bool continues;           // the partial result already includes earlier pages: 1 plus a multiple of kBlockPages
   const void *keys_after, *values_after;  // tiles that this thread reads next, to prefetch; null: none
   int32_t position;         // position of the item's first token
   int32_t num_tokens;       // number of the item's tokens
@@ -67,7 +67,7 @@ using WriteOut = void (*)(const Partial&, int32_t num_tokens, int32_t group, int
 // scale is NaN if a value is not finite. If the scale would be denormal, the scale and all codes are zero.
 using WriteCodes = void (*)(const void* row, int32_t head_size, void* to);
 
-// For pages of codes. Queries are elements.
+// The functions for pages of codes. Their queries are elements.
 struct Codes {
   Attend attend;
   WriteCodes write;
@@ -105,7 +105,8 @@ struct Kernel {
   }
 };
 
-bool amx_works();  // on the first call, requests AMX from the system and compares its products with AVX-512's
+// Whether this process can use AMX. The first call requests AMX from the system, and compares its results with AVX-512's.
+bool amx_works();
 extern const Kernel kAmx, kAvx512Bf16, kAvx512Vnni, kAvx512, kAvx2, kNeonBf16, kNeon, kPlain;
 
 // Returns the best kernel that runs here and takes this head size, or null. `only` names the kernel to use, for tests.

@@ -46,7 +46,7 @@ template <typename Element>
 void write_codes(const void* memory, int32_t head_size, void* to) {
   const Element* row = static_cast<const Element*>(memory);
   int8_t* codes = static_cast<int8_t*>(to);
-  Ints most{};  // as bits without a sign; NaN has the largest bits
+  Ints most{};  // absolute values, compared as bits; NaN has the largest bits
   for (int at = 0; at < head_size; at += LANES) {
     const Ints bits = (Ints)read(row + at) & 0x7fffffff;
     most = bits > most ? bits : most;

@@ -14,7 +14,7 @@ namespace pensieve {
 // cache sets and evict each other.
 inline int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
 
-// The computing thread keeps this object between calls.
+// The thread that calls a product keeps this object between calls.
 class Copies {
  public:
   // Converts the rows of a product to bytes, for weights like `linear`; `row_of` returns a row's address.

@@ -28,7 +28,8 @@ constexpr int kMiddle = pensieve::kZero;
 
 // -- a product --
 
-// If no instruction multiplies pairs of bfloat16, rows of bfloat16 are passed as floats. Rows of Half always are.
+// If no instruction multiplies pairs of bfloat16, rows of bfloat16 are passed as floats. Rows of Half are always
+// passed as floats.
 template <typename Input>
 constexpr bool kPairs = !BFLOAT16_DOT && std::is_same_v<Input, uint16_t>;
 template <typename Input>

@@ -2,23 +2,24 @@
 //
 //   router  computes the logits (as Elements) of all rows; chooses each row's num_chosen largest logits and computes
 //           their shares
-//   sort    sorts *pairs* of a row and an expert by expert, so that an expert's rows are contiguous in the buffers
+//   sort    sorts the *pairs* (row, expert) by expert, so that an expert's rows are contiguous in the buffers
 //   in      computes gate and up for the rows of each expert
 //   out     computes the experts' outputs (hidden width, floats)
 //   sum     adds, for each row, the outputs of its experts times their shares, the largest share first
 //
-// In a decode batch of 16 rows, most of 128 experts get one or two rows. Sharing one expert's rows among threads, or a
-// thread per expert, would leave threads idle. So threads claim panels of all experts from one counter. While a thread
-// works on a panel, it prefetches the first bytes of the next panel. Each expert's weights are read once for all of its
-// rows.
+// In a decode batch of 16 rows, most of 128 experts get one or two rows. Threads would be idle if they shared the rows
+// of one expert after the other, or if each thread took a whole expert. So threads claim panels (layer.h) of all experts
+// from one counter. While a thread works on a panel, it prefetches the first bytes of the next panel. Each expert's
+// weights are read once for all of its rows.
 //
 // A row's result depends on that row alone: its logits choose its experts, products do not depend on other rows, and
 // outputs are added in the order of the row's own shares.
 //
-// Logits of few bits are often equal. Then the sorting algorithm decides which experts are chosen. The transformers
-// library chooses with torch.topk, which uses the algorithms of the C++ library on a CPU. `take_largest` makes the same
-// comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax. This code sorts the
-// differences from which the softmax is computed.) tests/kernels/layer/test_ties.py compares the chosen experts.
+// Logits of bfloat16 and fp16 have few bits, so some are often equal. Then the sorting algorithm decides which experts
+// are chosen. The transformers library chooses with torch.topk, which uses the algorithms of the C++ library on a CPU.
+// `take_largest` makes the same comparisons in the same order, so it chooses the same experts. (Torch sorts the softmax.
+// This code sorts the differences from which the softmax is computed.) tests/kernels/layer/test_ties.py compares the
+// chosen experts.
 #include "experts.h"
 
 #include <algorithm>
@@ -32,14 +33,16 @@
 namespace pensieve {
 namespace {
 
-// The rows first..end of the buffers, and the weights by which they are multiplied.
+// The rows first..end of the buffers, and the weights by which they are multiplied. A piece of the work multiplies one of
+// `num_row_parts` parts of the rows by one panel.
 struct Group {
   int expert, first, end;
   const Linear* linear = nullptr;
-  int stretches = 0, first_piece = 0;
+  int num_row_parts = 0, first_piece = 0;
 };
 
-// `product` has everything except the weights. All groups' weights have the same sizes.
+// Multiplies each group's rows by the group's weights. `product` has everything except the weights. All groups' weights
+// have the same sizes.
 void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const Product& product,
                      const Linear* then, int num_threads) {
   if (groups.empty()) return;
@@ -48,9 +51,9 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   const int panels = (any.outputs + width - 1) / width;
   int pieces = 0;
   for (Group& group : groups) {
-    group.stretches = (group.end - group.first + kRowsAtOnce - 1) / kRowsAtOnce;
+    group.num_row_parts = (group.end - group.first + kRowsAtOnce - 1) / kRowsAtOnce;
     group.first_piece = pieces;
-    pieces += panels * group.stretches;
+    pieces += panels * group.num_row_parts;
   }
   auto group_of = [&](int piece) -> const Group& {
     auto after = [](int piece, const Group& group) { return piece < group.first_piece; };
@@ -58,24 +61,24 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   };
   each_piece(num_threads, pieces, [&](int piece, int following) {
     const Group& group = group_of(piece);
-    const int panel = (piece - group.first_piece) / group.stretches;
+    const int panel = (piece - group.first_piece) / group.num_row_parts;
     const char* ahead = nullptr;
     if (following >= pieces) {
       ahead = panel_of(then, lanes, following - pieces);
     } else {
       const Group& after = group_of(following);
-      const int panel_after = (following - after.first_piece) / after.stretches;
+      const int panel_after = (following - after.first_piece) / after.num_row_parts;
       if (&after != &group || panel_after != panel) ahead = panel_of(after.linear, lanes, panel_after);
     }
     Product own = product;
     own.linear = group.linear;
-    const int stretch = (piece - group.first_piece) % group.stretches, rows = group.end - group.first;
-    act(own, panel, group.first + int(int64_t(rows) * stretch / group.stretches),
-        group.first + int(int64_t(rows) * (stretch + 1) / group.stretches), ahead);
+    const int stretch = (piece - group.first_piece) % group.num_row_parts, rows = group.end - group.first;
+    act(own, panel, group.first + int(int64_t(rows) * stretch / group.num_row_parts),
+        group.first + int(int64_t(rows) * (stretch + 1) / group.num_row_parts), ahead);
   });
 }
 
-// Buffers for one part of the rows. The computing thread keeps them between calls.
+// Buffers for one part of the rows. The thread that calls run_experts keeps them between calls.
 struct Pairs {
   std::vector<int32_t> experts;  // (rows * chosen), by row
   std::vector<float> shares;     // (rows * chosen)

@@ -83,8 +83,8 @@ bool runs(const Kernel& kernel) {
   return &kernel == &kPlain;
 }
 
-// Whether BF16 products are fast.  Without tiles, Intel's cores multiply pairs of bfloat16 at half the speed of
-// floats.  AMD's cores multiply them at twice the speed of floats.
+// Whether to use this kernel if no kernel is named. kAvx512Bf16 is used only if its products are fast: without tiles,
+// Intel's cores multiply pairs of bfloat16 at half the speed of floats. AMD's cores multiply them at twice the speed.
 bool prefers(const Kernel& kernel) {
 #if HAS_AVX512_VNNI && HAS_AVX512_BF16
   if (&kernel == &kAvx512Bf16) return !__builtin_cpu_is("intel");

@@ -9,7 +9,7 @@
 
 namespace pensieve {
 
-enum class Stage : int {  // as PARTS in pensieve/kernels/layer/cpu.py
+enum class Stage : int {  // in the order of PARTS in pensieve/kernels/layer/cpu.py
   kNormBefore,
   kHeadsIn,
   kTurn,

@@ -1,7 +1,7 @@
 // The C interface of a decoder layer on CPUs.
 //
 // There are functions for the whole layer, and functions for its dense parts (products, norms, rotation). Callers of
-// the latter compute the attention themselves.
+// the functions for dense parts compute the attention themselves.
 #include "layer.h"
 
 #include <algorithm>
@@ -32,7 +32,8 @@ struct Worker {
         element_bytes(Type(type) == Type::kFloat ? 4 : 2),
         num_threads(num_threads) {}
 
-  // First quantises rows to bytes if the weights are int8, or widens them if products take floats.
+  // Multiplies rows by weights. Before that, quantises the rows to bytes if the weights are int8, or widens them if
+  // products take floats.
   void multiply(Product product, const Linear* then) const {
     static thread_local Copies copies;
     const Linear& linear = *product.linear;
@@ -148,8 +149,8 @@ struct Pages {
   Stored stored;  // the format of a row
 };
 
-// Runs work that may fail to allocate copies of rows. Returns 0, or 3 if there was too little memory. Then the output
-// is undefined.
+// Runs work that may fail to allocate copies of rows. Returns 0, or 3 if there was too little memory. After 3, the
+// output is undefined.
 template <typename Work>
 int32_t answered(Work work) {
   try {
@@ -274,7 +275,8 @@ int32_t pensieve_after_attention(const char* only, const Layer* layer, const Buf
 }
 
 // Runs the whole layer and writes its keys and values to their slots. Unless num_kept is -1, only the kept rows are
-// computed after the attention, and `out` has only these rows. Returns attention's status.
+// computed after the attention, and `out` has only these rows. Returns 0, or the status of the
+// step that failed.
 int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buffers,
                        const Pages* pages, const void* residual, const int64_t* kept,
                        int32_t num_kept, void* out) {

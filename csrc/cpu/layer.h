@@ -26,7 +26,7 @@ struct Linear {
   int32_t pointwise = 0;  // 0: none; otherwise applied to every output
 };
 
-// Returns the first byte of a panel; null after the last panel, or if there is no product.
+// Returns the address of a panel, or null if there is no such panel or `linear` is null.
 inline const char* panel_of(const Linear* linear, int lanes, int64_t panel) {
   if (!linear || panel * (linear->activation ? lanes : 2 * lanes) >= linear->outputs) return nullptr;
   return static_cast<const char*>(linear->panels) + panel * linear->panel_bytes;
@@ -103,7 +103,7 @@ using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8
 // Returns the first column of the largest value, or -1 if any value is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
-// An expert, and how far its logit is below the row's largest logit.
+// An expert, and its logit minus the row's largest logit.
 struct Scored {
   float score;
   int32_t expert;

@@ -49,7 +49,7 @@ struct Member {
   int first_token, num_tokens;  // the member's tokens in the pack
 };
 
-constexpr int kSeesAll = 1 << 30;  // position of rows after all pages
+constexpr int kSeesAll = 1 << 30;  // position of a pack's rows: they come after all pages of the pack
 
 struct Memory {  // private to a thread
   alignas(64) float weighted[kRowsMax * kHeadMax];

@@ -10,9 +10,9 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Strides are in bytes, and row_bytes is the size of a row in a page. A slot number is page * slots + slot. `only` (the
-// instruction set to use) and `type` (of the inputs) matter only if rows are stored as codes (codes.h). Returns 0, 1
-// (unsupported rows) or 2 (outside the arena, nothing written).
+// Strides are in bytes, and row_bytes is the size of a row in a page. A slot number is page * slots + the slot in the page.
+// `only` (the instruction set to use) and `type` (of the inputs) matter only if rows are stored as codes (codes.h).
+// Returns 0, 1 (unsupported rows) or 2 (outside the arena, nothing written).
 int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,
                           int64_t key_token_stride, int64_t key_head_stride, const char* value,
                           int64_t value_token_stride, int64_t value_head_stride,

@@ -10,7 +10,7 @@
 
 namespace pensieve {
 
-constexpr int kPiecesToClaimEarly = 4;  // for each thread
+constexpr int kPiecesToClaimEarly = 4;  // minimum number of pieces per thread to claim the next piece early
 
 using Act = void (*)(void*);
 void run_on_threads(int num_threads, Act act, void* work);

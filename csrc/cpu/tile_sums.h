@@ -30,7 +30,7 @@ struct TileProduct {
   float* sums;    // integers if rows are bytes
   int64_t sums_bytes;  // bytes between rows of sums
   bool more;
-  const char* ahead = nullptr;  // address to prefetch: as many bytes as are read from the panel
+  const char* ahead = nullptr;  // where to prefetch as many bytes as are read from the panel; null: nowhere
 };
 
 // Without Down there are at most 16 rows. Without Across there are at most 16 columns.

@@ -4,7 +4,7 @@
 // LANES floats. It sets further features to 1 or 0:
 //   BFLOAT16_DOT  products of pairs of bfloat16
 //   BYTE_DOT      products of four unsigned bytes and four signed bytes (default: BFLOAT16_DOT)
-//   SIGNED_DOT    without BYTE_DOT, products of four signed bytes and four signed bytes (default: 0)
+//   SIGNED_DOT    products of four signed bytes and four signed bytes; used only if BYTE_DOT is 0 (default: 0)
 // Everything is in an anonymous namespace. Otherwise the linker would merge functions of different instruction sets.
 #pragma once
 
@@ -49,8 +49,8 @@ inline void store(Element* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
-// Broadcasts a value. Adds its bits as integers, because the compiler cannot omit a float addition: 0.0f + -0.0f is
-// 0.0f.
+// Broadcasts a value. The addition to zero is only the notation for a broadcast: the compiler omits the addition. The
+// addition is of integers, because the compiler may not omit a float addition: 0.0f + -0.0f is 0.0f and not -0.0f.
 inline Floats splat(float value) {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);

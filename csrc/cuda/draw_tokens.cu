@@ -141,7 +141,8 @@ __device__ __forceinline__ void find_bin(Shared& shared, const Histogram& histog
   ptx::sync_block();
 }
 
-// Every thread returns the same result.  `limit` is less than the sum over the whole row.
+// Returns, in every thread, the place where the running sum first exceeds `limit`: the sum of tokens if `counted`,
+// otherwise of weights.  `limit` is less than the sum over the whole row.
 __device__ __forceinline__ Place search(Shared& shared, const Row& row, uint64 limit, bool counted) {
   find_bin(shared, shared.first, limit, counted, 0, 0);
   Place place{shared.weight_before, shared.count_before, shared.bin << shift_of(0)};
@@ -167,7 +168,7 @@ __device__ __forceinline__ Place search(Shared& shared, const Row& row, uint64 l
 // Writes the id of the nth token with this key, by ascending id, counted from 0.
 __device__ __forceinline__ void write_nth(Shared& shared, const Row& row, uint32 key, uint32 nth, int64* token_id) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int each = (row.vocab + THREADS * UNROLLED - 1) / (THREADS * UNROLLED) * 32 * UNROLLED;  // of a warp
+  const int each = (row.vocab + THREADS * UNROLLED - 1) / (THREADS * UNROLLED) * 32 * UNROLLED;  // ids per warp
   const int begin = warp * each, end = begin + each < row.vocab ? begin + each : row.vocab;
   uint64 count = 0;
   for (int id = begin + lane; id < end; id += 32) count += key_of(row.values[id]) == key;
@@ -176,7 +177,7 @@ __device__ __forceinline__ void write_nth(Shared& shared, const Row& row, uint32
   ptx::sync_block();
   uint32 before = 0;
   for (int other = 0; other < warp; ++other) before += shared.counts[other];
-  if (nth < before || nth >= before + uint32(count)) return;  // another warp has it
+  if (nth < before || nth >= before + uint32(count)) return;  // the token is in another warp's range
   for (int first = begin; first < end; first += 32 * UNROLLED) {
     bool same[UNROLLED];
 #pragma unroll
@@ -230,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   uint64 mass = sum_of_all(whole, shared.weights);
   likely = sum_of_all(likely, shared.more_weights);
-  ptx::sync_block();  // `weights` are read by all, and the histogram is whole
+  ptx::sync_block();  // all threads have read `weights`, and the histogram is complete
   if (counted) {
     const Place last = search(shared, row, option.top_k - 1, true);
     mass = last.weight_before + (option.top_k - last.count_before) * row.weight(value_of(last.key));

@@ -43,11 +43,11 @@ extern "C" __device__ const int add_and_norm_shared_bytes = WARPS * sizeof(float
 // One block does one row.
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_and_norm(const Eight* residual,  // (rows, width), contiguous
-                 const Eight* added,     // alike
+                 const Eight* added,     // like residual
                  const Eight* weight,    // (width)
                  int width, float eps,
                  Eight* sum,       // (rows, width), contiguous
-                 Eight* normed) {  // alike
+                 Eight* normed) {  // like sum
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   float* const each_warps = reinterpret_cast<float*>(shared_memory);
   const int pieces = width / EACH;

@@ -3,10 +3,13 @@
 //
 //   out[row] = Σ over parts of 2^(sum[part] - most) · values[part] / Σ of 2^(sum[part] - most)
 //
-// A part's values are normalised, and `sum` is log2 of its softmax sum (-infinity if the part saw no key).
-// One warp does one row of one KV head, and a block does four rows.  Block b does run b % row_runs (of four rows) of
-// merge b / row_runs / kv_heads.  If the merge has no such rows, the block ends at once.  A lane reads four
-// neighbouring values at a time and loads UNROLLED parts together, because the kernel is short and bound by latency.
+// A part's values are normalised, and `sum` is log2 of its softmax sum (-infinity if the part saw no key).  `most` is the
+// largest `sum` of the row's parts.
+//
+// One warp does one row of one KV head, and a block does a run of four rows.  Block b does the run with number
+// b % row_runs, of KV head b / row_runs % kv_heads, of the merge item b / row_runs / kv_heads.  If the item has no such
+// rows, the block ends at once.  A lane reads four neighbouring values at a time and loads UNROLLED parts together,
+// because the kernel is short and bound by latency.
 #include <element.h>
 #include <ptx.h>
 #include <work.h>
@@ -21,7 +24,7 @@
 namespace {
 
 constexpr int WARPS = 4, UNROLLED = 4;
-constexpr int QUADS = (HEAD_SIZE + 127) / 128;  // of values that a lane holds
+constexpr int QUADS = (HEAD_SIZE + 127) / 128;  // how many Quads a lane holds
 
 struct alignas(16) Quad {
   float values[4];

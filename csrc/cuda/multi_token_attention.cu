@@ -94,7 +94,7 @@ constexpr int BLOCKS = 2;  // per multiprocessor
 constexpr int SHARED_BYTES =
     larger(Plan<WIDE_TILES, true>::SHARED_BYTES,
            larger(Plan<1, false>::SHARED_BYTES, HEAD == 256 ? 0 : Plan<2, false>::SHARED_BYTES));
-static_assert(SHARED_BYTES <= 99 * 1024, "what a block of sm_86 and sm_89 may have");
+static_assert(SHARED_BYTES <= 99 * 1024, "more shared memory than a block may have on sm_86 and sm_89");
 
 // The pages of one context, and one head's keys or values in them.
 struct Pages {

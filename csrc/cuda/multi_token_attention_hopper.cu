@@ -22,7 +22,8 @@
 // The last stage of an item may hold fewer than 128 keys.  Scores after the last key are masked.  The consumers set
 // the rows of values after the last key to zero, because a slot that was never written may hold NaN.
 //
-// This kernel never gets items of packs (work.h): their rows may be few, and CUDA graphs have no list of wide items.
+// This kernel never gets items of packs (work.h).  The kernel for narrow items does all packs, because a pack may have
+// few rows, and because a CUDA graph has no list of wide items.
 //
 // Measured on an H200 with 32 query heads and 8 KV heads of size 128: 59 % of the rate of a large matrix product for
 // 4,096 queries from position 0 on, 76 % for 512 queries over a context of 16,384 tokens.
@@ -79,8 +80,8 @@ struct Stages {
   __device__ __forceinline__ uint32 values(int slot) const { return keys(slot) + STAGES * STAGE_BYTES; }
 };
 
-// A count of stages since the kernel began.
-struct Turn {
+// The number of a stage, counted since the kernel began.
+struct StageCount {
   int count = 0;
   __device__ __forceinline__ int slot() const { return count % STAGES; }
   __device__ __forceinline__ uint32 phase() const { return count / STAGES & 1; }
@@ -90,10 +91,10 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
   return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
 }
 
-// Returns the number (of an item and KV head) that this block does in its n-th run.
-__device__ __forceinline__ int item_of(int turn) {
-  const bool back = turn % 2 != 0;
-  return turn * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+// Returns the number of the item and KV head that this block does in its run of items number `nth`.
+__device__ __forceinline__ int item_of(int nth) {
+  const bool back = nth % 2 != 0;
+  return nth * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
 // -- the producer --
@@ -111,20 +112,20 @@ __device__ __forceinline__ void fetch(uint32 target, uint32 barrier, const void*
 
 __device__ __forceinline__ void produce(const Arguments<Element>& arguments, int num_items, const void* key_map,
                                         const void* value_map, const Stages& stages) {
-  Turn turn;
+  StageCount current;
   for (int index, nth = 0; (index = item_of(nth)) < num_items; ++nth) {
     const WorkItem item = arguments.items[index / arguments.kv_heads];
     const int head = index % arguments.kv_heads;
     if (item.num_rows <= 0) continue;
     const int* const table =
         arguments.page_table + int64(arguments.slice_turns[item.slice]) * arguments.pages_max;
-    for (int stage = 0; stage < stages_of(item); ++stage, ++turn.count) {
+    for (int stage = 0; stage < stages_of(item); ++stage, ++current.count) {
       const int first = item.key_begin + stage * KEYS, left = item.key_end - first;
       const int num_pages = ((left < KEYS ? left : KEYS) + PAGE - 1) / PAGE;
-      const int slot = turn.slot();
-      hopper::wait(stages.empty_keys(slot), turn.phase() ^ 1);
+      const int slot = current.slot();
+      hopper::wait(stages.empty_keys(slot), current.phase() ^ 1);
       fetch(stages.keys(slot), stages.full_keys(slot), key_map, table + first / PAGE, num_pages, head);
-      hopper::wait(stages.empty_values(slot), turn.phase() ^ 1);
+      hopper::wait(stages.empty_values(slot), current.phase() ^ 1);
       fetch(stages.values(slot), stages.full_values(slot), value_map, table + first / PAGE, num_pages, head);
     }
   }
@@ -136,14 +137,14 @@ struct Consumer {
   const Stages& stages;
   const int thread;  // number in its warpgroup
   const Lane lane;
-  Turn turn;  // the current stage of keys
+  StageCount current;  // the current stage of keys
 
   __device__ __forceinline__ explicit Consumer(const Stages& stages)
       : stages(stages), thread(threadIdx.x % 128), lane(threadIdx.x) {}
 
   __device__ __forceinline__ void scores_of(float (&scores)[KEY_COLUMNS][4], const uint32 (&query)[STEPS][4]) const {
-    const int slot = turn.slot();
-    hopper::wait(stages.full_keys(slot), turn.phase());
+    const int slot = current.slot();
+    hopper::wait(stages.full_keys(slot), current.phase());
     hopper::begin_products();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -237,13 +238,13 @@ struct Consumer {
     scores_of(scores, query);
     hopper::wait_for_products_but<0>();
     hopper::pin(scores);
-    release(stages.empty_keys(turn.slot()));
+    release(stages.empty_keys(current.slot()));
     weigh(scores, softmax, corrections, rows, first_row, limit_min, key_begin);
     round(powers, scores);
     for (int stage = 1; stage < num_stages; ++stage) {
-      const int slot = turn.slot();
-      const uint32 phase = turn.phase();
-      ++turn.count;
+      const int slot = current.slot();
+      const uint32 phase = current.phase();
+      ++current.count;
       hopper::pin(values);
       hopper::pin(powers);
       scores_of(scores, query);
@@ -251,7 +252,7 @@ struct Consumer {
       add_values(values, powers, slot);
       hopper::wait_for_products_but<1>();
       hopper::pin(scores);
-      release(stages.empty_keys(turn.slot()));
+      release(stages.empty_keys(current.slot()));
       weigh(scores, softmax, corrections, rows, first_row, limit_min, key_begin + stage * KEYS);
       hopper::finish_before_waiting(softmax.sum[0][0] + softmax.sum[0][1], stages.base + UNUSED);
       hopper::wait_for_products_but<0>();
@@ -266,12 +267,12 @@ struct Consumer {
     }
     hopper::pin(values);
     hopper::pin(powers);
-    await_values(turn.slot(), turn.phase(), item.key_end - item.key_begin - (num_stages - 1) * KEYS);
-    add_values(values, powers, turn.slot());
+    await_values(current.slot(), current.phase(), item.key_end - item.key_begin - (num_stages - 1) * KEYS);
+    add_values(values, powers, current.slot());
     hopper::wait_for_products_but<0>();
     hopper::pin(values);
-    release(stages.empty_values(turn.slot()));
-    ++turn.count;
+    release(stages.empty_values(current.slot()));
+    ++current.count;
 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -295,14 +296,14 @@ extern "C" __device__ const int multi_token_attention_shared_bytes = SHARED_BYTE
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     multi_token_attention(const Element* query,   // (tokens, heads, head_size), rows query_stride apart
-                          const void* key_map,    // of (pages, kv_heads * 32, head_size), boxes of 32 x 64
-                          const void* value_map,  // alike
+                          const void* key_map,    // tensor map of (pages, kv_heads * 32, head_size), in boxes of 32 x 64
+                          const void* value_map,  // like key_map
                           const int* page_table,     // (turns, pages_max)
                           const int* slice_offsets,  // (slices + 1)
                           const int* slice_turns,    // (slices)
                           const int* slice_starts,   // (slices)
                           const WorkItem* items,     // only wide items
-                          int num_items,             // times kv_heads
+                          int num_items,             // number of items times kv_heads
                           int kv_heads, int group, int pages_max, int64 query_stride, int64 out_stride,
                           float scale,
                           float* part_values,  // (part rows, kv_heads, head_size)

@@ -21,7 +21,8 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) largest[tile][half] = ptx::nothing(), sum[tile][half] = 0.0f;
   }
 
-  // Replaces `scores` by powers of 2.  Returns the factor by which the previous sums of values must be multiplied.
+  // Replaces `scores` by powers of 2.  Returns the factor by which the caller must multiply its earlier sums
+  // of weighted values.
   template <int COLUMNS>
   __device__ __forceinline__ float take(float (&scores)[COLUMNS][4], int tile, int half, float scale) {
     float most = largest[tile][half];

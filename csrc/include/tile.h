@@ -8,10 +8,10 @@
 
 template <int HEAD>
 struct Tile {
-  static_assert(HEAD % 16 == 0, "a row is whole groups of pieces");
+  static_assert(HEAD % 16 == 0, "a row must consist of whole groups of pieces");
   static constexpr int PIECES = HEAD / 8;                                        // of eight elements
-  static constexpr int GROUP = HEAD % 64 == 0 ? 8 : (HEAD % 32 == 0 ? 4 : 2);  // permuted among themselves
-  static constexpr int EVERY = 8 / GROUP;                                        // rows permuted alike
+  static constexpr int GROUP = HEAD % 64 == 0 ? 8 : (HEAD % 32 == 0 ? 4 : 2);  // pieces permuted among themselves
+  static constexpr int EVERY = 8 / GROUP;                                        // rows with the same permutation
   static constexpr uint32 ROW_BYTES = HEAD * 2;
 
   // Returns the address of a row's first piece.  A tile must begin at a multiple of 128 bytes.

@@ -191,7 +191,7 @@ def read_json(text: bytes | str, where: str, objects_max: float = OBJECTS_MAX) -
 
 
 def one_line(value: Mapping[str, Any]) -> bytes:
-    """Return a value as one line of JSON, with a line end and no character inside that looks like one."""
+    """Return JSON as one line with a line end. Other characters that look like line ends are escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(LINE_ENDS).encode() + b"\n"
 

@@ -4,9 +4,9 @@ Each row is one shape: `batch` slices of `queries` tokens at the end of a contex
 same attention:
 
     here                multi_token_attention over pages in random order
-    contiguous          torch's fused attention on contiguous keys and values: the fastest of one padded batch
-                        and a loop over slices, with grouped heads (`enable_gqa`) or with the queries of a
-                        group folded into rows
+    contiguous          torch's fused attention on contiguous keys and values, in up to four ways, of which
+                        the fastest counts: as one padded batch or as a loop over slices, and with grouped
+                        heads (`enable_gqa`) or with the queries of a group folded into rows
     copy_out            gather the pages into contiguous memory first, then attend
     token_by_token      multi_token_attention with one query at a time
     int8_kv             multi_token_attention over pages stored as int8 (`--kv-dtype int8`)
@@ -273,11 +273,11 @@ def measure(shape: AttentionShape, repeats: int, bandwidth: float) -> AttentionR
         expected = first.right(name) if name == "int8_kv" else right
         check_close(name, answer, expected, TOLERANCE, where=f" at {shape}")
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    turn = 0
+    call = 0
     for _ in range(repeats):
         for name in names:
-            turn += 1
-            run = act(inputs[turn % copies], name)
+            call += 1
+            run = act(inputs[call % copies], name)
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
@@ -358,7 +358,7 @@ def check_close(
     tolerance: dict[torch.dtype, float],
     where: str = "",
 ) -> float:
-    """Return the largest error of a result against float32; PensieveError if it exceeds the tolerance.
+    """Return the largest error against float32. Raises PensieveError if it exceeds the tolerance.
 
     Called before a result is timed, so that no wrong result gets a figure."""
     worst = float((answer.float() - right).abs().max())

@@ -60,7 +60,7 @@ def serving(
 
 
 def _reader(process: subprocess.Popen[str], lines: list[str]) -> threading.Thread:
-    """Collect the daemon's log lines. An unread pipe would block the daemon when it is full."""
+    """Collect the daemon's log lines. If nobody read the pipe, a full pipe would block the daemon."""
 
     def read() -> None:
         assert process.stderr is not None

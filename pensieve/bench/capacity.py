@@ -8,9 +8,9 @@ Each scheduler runs in its own daemon and gets the same chats and long documents
 
 A load is *carried* if three figures meet their objectives: the P99 time between tokens, the median time to
 the first token, and the median time in the queue. capacity_search.py finds the highest rate of conversations
-by doubling and halving. Each trial lasts a fixed number of seconds and then ends. A request that still waits
-then counts with the time that it has waited. With a given rate there is no search: the load is played to its
-end, in several rounds with different conversations.
+by doubling and halving. Each trial ends after a fixed number of seconds. A request that is still waiting at
+the end counts with the time that it has waited. With a given rate there is no search: the load is played to
+its end, in several rounds with different conversations.
 
 Our scheduler fills iterations up to the objective, so its P99 is close to the objective. In a search, our
 daemon therefore gets only AIM times the objective.
@@ -54,7 +54,7 @@ from pensieve.errors import InvalidArgument
 DEFAULT_MODEL = "0.37B"  # random weights of this shape
 STRICT, RELAXED = 5.0, 25.0  # multiples of the time of the iteration below
 BATCH, CONTEXT, REPEATS = 32, 4096, 7  # turns, tokens of context, and repeats of that iteration
-WARM_SHARE = 0.1  # part of the duration; turns that begin in this part are not counted
+WARM_SHARE = 0.1  # first part of the duration; turns that begin in this part are not counted
 RESOLUTION = 1.15  # ratio of rates at which a search ends
 CONVERSATIONS_MIN = 4  # a search gives up at rates with fewer conversations in a trial
 WHOLE_TOKENS = 16_384  # token budget that does not cut prompts
@@ -194,7 +194,8 @@ def daemons(
             yield Scheduling(name), objectives
 
 
-Trial = Callable[[float, int, float | None], Played]  # rate, seed, seconds until it is cut off
+# arguments: rate, seed, seconds until the load is cut off
+Trial = Callable[[float, int, float | None], Played]
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Play chats and long documents to a daemon, and record what their clients see.
 
-Conversations begin at a Poisson rate. In each, the client sends a short message, waits for the whole reply,
-thinks, and continues. Some conversations begin with a long document, of 0.5 to 1.5 times `document_tokens`.
-So turns generate all the time, and long prompts arrive between them.
+Conversations begin at a Poisson rate. In each conversation, the client sends a short message, waits for the
+whole reply, thinks, and continues. Some conversations begin with a long document, of 0.5 to 1.5 times
+`document_tokens`. So turns generate all the time, and long prompts arrive between them.
 
 With one seed the conversations are the same at every rate; only the time between them differs. A longer load
 begins with the conversations of a shorter one.
@@ -68,7 +68,7 @@ class ObservedTurn:
 
     began: float  # seconds since the load began
     first_token_seconds: float = 0.0  # or the time waited so far without a token
-    queue_seconds: float | None = None  # None: the reply was cut off
+    queue_seconds: float | None = None  # None: the reply was cut off after its first token
     gaps: list[float] = field(default_factory=list)
     output_tokens: int = 0
     is_complete: bool = False
@@ -146,7 +146,7 @@ class Figures:
     turns: int
     unfinished: int
     seconds: float
-    tokens_per_second: float  # of all turns
+    tokens_per_second: float  # includes turns of the warm-up
     gap_p50: float | None
     gap_p99: float | None
     first_token_p50: float | None

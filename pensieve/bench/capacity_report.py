@@ -38,7 +38,7 @@ class CapacityResult:
     objective: float
     rate: float  # 0: no tried rate was carried
     figures: Figures | None
-    why: str = ""  # why none was carried
+    why: str = ""  # why no rate was carried
 
 
 def in_time(seconds: float | None) -> str:
@@ -79,7 +79,11 @@ def show_found(found: Sequence[CapacityResult], report: Report) -> None:
 def show_rows(
     rows: Sequence[CapacityRow], compared: Iterable[tuple[str, str]], report: Report
 ) -> None:
-    """Print a row per scheduler, and for each pair the ratio of the first to the second, by seed."""
+    """Print a row for each scheduler and objective, over all seeds.
+
+    Then print ratios for each pair of schedulers in `compared`. Each ratio compares two runs with the same
+    objective and seed.
+    """
     table = []
     for name, objective in dict.fromkeys((row.scheduling, row.objective) for row in rows):
         some = [row.figures for row in rows if (row.scheduling, row.objective) == (name, objective)]

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-RESOLUTION = 1.04  # ratio of the lowest rate that fails to the highest that is carried
+# The search ends at this ratio of the lowest rate that fails to the highest rate that is carried.
+RESOLUTION = 1.04
 RATE_LEAST, RATE_MOST = 1e-4, 1e5
 QUEUE_P50_SECONDS = 2.0
 
@@ -51,8 +52,8 @@ def capacity(
 ) -> tuple[float, Row]:
     """Return the highest rate that is carried, to within `resolution`, and its figures.
 
-    The search begins at `rate`. It doubles the rate, and then halves the interval between a rate that is
-    carried and a rate that is not.
+    The search begins at `rate`. It multiplies or divides the rate by `step` until one rate is carried and
+    another is not. Then it halves the interval between these rates.
     """
     low, row, high = 0.0, Row(), math.inf
     while not low or high / low > resolution:
@@ -67,7 +68,9 @@ def capacity(
         if not broken:
             low, row = tried, found
         elif tried < rate_least:
-            raise Impossible(f"even {tried:.2g} conversations/s exceed: {', '.join(broken)}")
+            raise Impossible(
+                f"even {tried:.2g} conversations/s exceeds a limit: {', '.join(broken)}"
+            )
         else:
             high = tried
     return low, row

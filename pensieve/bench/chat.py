@@ -5,8 +5,8 @@ whole reply, thinks, and continues. The client measures
 
     first, later      time to the first token of a conversation's first turn, and of later turns
     gap               time between the messages of a stream
-    normalized        time of a turn over its number of tokens
-    tokens by source  context of later turns: on the device, in the host tier, or recomputed
+    normalized        time of a turn over its number of output tokens
+    tokens by source  context tokens of all turns: new, on the device, in the host tier, or recomputed
 
 Before anything is timed, each turn of a conversation runs twice. If this benchmark started the daemon, the KV
 is evicted before the second run. Both runs must get the same tokens. On a GPU the order of a sum depends on
@@ -261,7 +261,7 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
                 last_turn=False,
             )
             arrived = [time.perf_counter() async for delta in turn if delta.text]
-            ended = time.perf_counter()  # a reply may consist of tokens without text
+            ended = time.perf_counter()  # counts as the first token if no token has text
             usage = (await turn.reply()).usage
             turns.append(
                 MeasuredTurn(

@@ -1,7 +1,8 @@
 """Scales, ticks and text positions for figures.
 
-An axis begins at zero. It is logarithmic if its values differ by a factor of `LOGARITHMIC_FROM` or more, with
-ticks at 1, 2, 5 and 10 times a power of ten. Ticks are plain numbers, never powers.
+An axis is logarithmic if its values differ by a factor of `LOGARITHMIC_FROM` or more. Its ticks are then 1,
+2, 5 and 10 times a power of ten. A linear axis begins at zero, unless it has negative values. Swept values
+are the ticks of their axis. Ticks are plain numbers, never powers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 LOGARITHMIC_FROM = 20.0
 SWEPT_LOGARITHMIC_FROM = 8.0  # for swept values, which people usually double
 TICKS_MAX = 7
-TICKS_APART = 0.11  # share of the axis
+TICKS_APART = 0.11  # minimum distance, as a share of the axis
 
 Numbers = Sequence[float]
 
@@ -45,7 +46,8 @@ def spread(wanted: Numbers, apart: float, most: float) -> list[float]:
     The order stays. If two positions are equal, the first ends up above the second.
     """
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))
-    groups: list[tuple[list[int], float]] = []  # indices that touch, and their common centre
+    # indices of positions that touch, and their common centre
+    groups: list[tuple[list[int], float]] = []
     for index in order:
         members, middle = [index], min(max(wanted[index], 0.0), most)
         while groups:

@@ -4,7 +4,7 @@ The executor is built as in `pensieve serve`, with tiers of the same size, and r
 iterations (profile_points.py, profile_driver.py). The results are
 
     the cost of iterations    fitted to the designed iterations (sim/fit_points.py); its error is measured on
-                              random mixes that were held out of the fit
+                              random iterations that were held out of the fit
     the cost of chunks        time to recompute one chunk after contexts of 2^n tokens (core/cost.py)
     the link                  pages per second between the tiers, in each direction and in both together
 
@@ -43,7 +43,7 @@ from pensieve.sim.fit import FitError
 from pensieve.sim.fit_points import chunk_profile, errors_of, fit_points
 
 SECONDS, QUICK_SECONDS = 150.0, 20.0  # time for the iterations
-TURNS_MAX = 64  # generating at once
+TURNS_MAX = 64  # turns that generate in one iteration
 # The iteration whose time is multiplied for the objectives (Sarathi-Serve).
 BASE_TURNS, BASE_CONTEXT = 32, 4096
 STRICT, RELAXED = 5, 25
@@ -121,7 +121,7 @@ def run(settings: Settings, options: ProfileOptions, report: Report) -> Profile:
 
 
 def _cores_share(began: float, cpu_began: float) -> float:
-    """Return the part of the time since `began` that this process's compute threads had a CPU."""
+    """Return the part of the time since `began` for which this process's compute threads had a CPU."""
     import torch
 
     seconds = torch.get_num_threads() * (time.perf_counter() - began)
@@ -269,7 +269,10 @@ def plot(profile: Profile, path: Path, facts: Sequence[str]) -> None:
     sheet = Sheet("What iterations cost on this machine", [*facts, "lower quartiles"], 4.0)
     unseen = [each for each in profile.points if each.point.held_out]
     panel = sheet.panel(
-        "held-out iterations", "off by at most, %", "share of iterations, %", most=100.0
+        "held-out iterations",
+        "prediction error of at most, %",
+        "share of iterations, %",
+        most=100.0,
     )
     panel.level("nine of ten", 90.0)
     for kind in dict.fromkeys(each.point.kind for each in unseen):

@@ -1,11 +1,12 @@
 """Run synthetic iterations on an executor, only to time them.
 
 The executor and its memory are like those of an engine. They get only what an engine would send: started
-turns, slices on scattered pages, and copies between the tiers. The contents of KV do not matter for the time,
-but their bits do: products with denormal numbers are slow. So a few pages are computed from random tokens and
-copied to all others. Slices of one iteration never share a page.
+turns, slices on scattered pages, and copies between the tiers. The values of the KV do not change the time,
+except that products with denormal numbers are slow. So a few pages are computed from random tokens and copied
+to all others. Slices of one iteration never share a page.
 
-Turns start once, with logs as long as the longest context. So a slice can be at any position, repeatedly.
+Turns start once, with token logs as long as the longest context. So a slice can be at any position, and the
+same slice can run repeatedly.
 """
 
 from __future__ import annotations
@@ -191,9 +192,9 @@ def measured(
        them. Run cheap points several times in a row, the first time untimed: in a server, similar iterations
        follow each other.
 
-    The result of a point is the lower quartile of its times, or the minimum if there are up to four. Other
-    work on the machine only adds to the times, and can affect more than half of them. The spread shows such
-    work.
+    The result of a point is the lower quartile of its times, or the minimum if there are up to four. It is
+    not the median, because other work on the machine only adds to the times, and can affect more than half
+    of them. The spread shows such work.
 
     Returns the measured points in their order, without those left out. `done` gets the progress, 0 to 1.
     """
@@ -206,10 +207,10 @@ def measured(
         done(min((clock() - began) / seconds_max, 1.0))
     times: dict[ProfilePoint, list[float]] = {point: [] for point in first}
     order = list(first)
-    for turn in range(rounds[1]):
+    for round_number in range(rounds[1]):
         draw.shuffle(order)
         for point in order:
-            if turn >= rounds[0] and clock() - began > seconds_max:
+            if round_number >= rounds[0] and clock() - began > seconds_max:
                 break
             if first[point] < CHEAP_SECONDS:
                 driver.seconds(point)

@@ -4,7 +4,7 @@
     prompts      pieces of 2, 4, 8, … tokens, at the beginning and after contexts
     mixes        decodes and prompts in one iteration
     chunks       one chunk after contexts of 2^n tokens: the cost to recompute it (core/cost.py)
-    held out     random mixes with a different context for each turn; not used for the fit
+    held out     random decodes, prompts and mixes with a different context per turn; not used for the fit
 
 All iterations fit into the engine's pages, context and token budget.
 """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """With `as_json`, lines go to standard error and the object to standard output."""
+    """With `as_json`, lines go to standard error, and one JSON object goes to standard output."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json

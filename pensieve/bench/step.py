@@ -13,9 +13,9 @@ With --weights int8 or --kv-dtype, the logits of a few prompts are first compare
 checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get the
 same tokens as when they run alone.
 
---parts shows the time of each part of a CPU's layers, summed over the layers. The rest is embeddings, the
-last norm, sampling and Python. With few rows, reading the weights limits a product, so the bandwidth of this
-read is shown.
+On a CPU, --parts shows the time of each part of a layer, summed over the layers. The rest is embeddings, the
+last norm, sampling and Python. With few rows, a product is limited by the reading of its weights, so the
+bandwidth of this read is shown.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Bench:
         return ids
 
     def fill(self) -> None:
-        """Fill all KV with a constant: the time of a step does not depend on its contents."""
+        """Fill all KV with a constant. The time of a step does not depend on the values."""
         self._memory.device_arena.fill_(1)
 
     def step(self, slices: Sequence[Slice], turns: Sequence[Generating]) -> float:
@@ -412,7 +412,7 @@ def weight_bytes(model: LoadedModel) -> dict[str, int]:
 def part_rows(
     batch: int, step: Callable[[], float], repeats: int, weights: Mapping[str, int]
 ) -> list[PartRow]:
-    """Run `step` repeatedly, which returns its seconds; return the median time of each part."""
+    """Run `step`, which returns its seconds, repeatedly. Return the median time of each part."""
     times: list[float] = []
     parts: list[Mapping[str, float]] = []
     for _ in range(repeats):

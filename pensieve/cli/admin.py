@@ -66,7 +66,7 @@ def add_parser(commands: Any) -> None:
     listing.add_argument(
         "--least-valuable",
         action="store_true",
-        help="list those that would be evicted first, not the largest ones",
+        help="list the conversations that would be evicted first, instead of the largest",
     )
     listing.add_argument(
         "--limit", type=int, default=20, metavar="N", help="list at most N (default: 20)"
@@ -167,7 +167,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def _kv_text(kv_dtype: str) -> str:
-    return f"{kv_dtype} KV, " if kv_dtype else ""  # a daemon of an earlier version does not tell it
+    return f"{kv_dtype} KV, " if kv_dtype else ""  # earlier versions do not report the type
 
 
 def _sampling_text(info: ServerInfo) -> str:

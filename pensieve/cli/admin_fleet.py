@@ -72,7 +72,9 @@ def several(resolved: Resolved) -> Discovery | None:
         asked, tls = address_of(resolved)
         return SharedReplicas(asked, token=resolved.settings.token, tls=tls)
     if replicas and resolved.sources["daemon"] == "flag":
-        raise InvalidArgument("--address", "leave it out: --replicas names the daemons already")
+        raise InvalidArgument(
+            "--address", "cannot be combined with --replicas, which already names the daemons"
+        )
     if replicas:
         return FixedReplicas(replicas_of(replicas, "--replicas"))
     if address and "," in address:
@@ -89,7 +91,7 @@ def named(discovery: Discovery, name: str) -> Replica:
 
 
 def check_alone(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that have no effect with one daemon."""
+    """Raise InvalidArgument for flags that have no effect with one daemon."""
     for flag in ("replica", "listen"):
         if getattr(arguments, flag, ""):
             raise InvalidArgument(f"--{flag}", "needs several daemons: pass --replicas NAME=A,…")
@@ -456,7 +458,7 @@ def explained(
             yield f"  {seconds_text(event.seconds_ago)} ago: {event.text}"
     unknown = [each.replica.name for each in found if isinstance(each.error, NotFound)]
     if unknown:
-        yield f"unknown to {', '.join(unknown)}"
+        yield f"these replicas do not have it: {', '.join(unknown)}"
     yield from silent(found)
 
 

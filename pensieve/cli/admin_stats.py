@@ -59,7 +59,7 @@ def stats_table(stats: pb.Stats) -> RenderableType:
         )
     if stats.more.get("backup_failing"):
         age = seconds_text(stats.more["backup_age_seconds"])
-        table.add_row("", f"the backup fails: it lacks the last {age}")
+        table.add_row("", f"the backup fails: changes of the last {age} are not backed up")
     history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
     table.add_row(
         "history from",
@@ -81,7 +81,7 @@ def stats_table(stats: pb.Stats) -> RenderableType:
 
 
 def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
-    """Add how well the engine met its objectives."""
+    """Add rows that show how well the engine met its objectives."""
     for name, kind in (("tbt", "tokens"), ("ttft", "first tokens")):
         if (objective := more.get(f"{name}_objective_seconds", 0.0)) and more[f"{name}_count"]:
             table.add_row(
@@ -92,7 +92,10 @@ def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
     refused = more.get("refused_for_ttft", 0)
     if refused or more.get("queue_wait_seconds"):
         waits = _milliseconds(more["queue_wait_seconds"])
-        table.add_row("", f"a new turn would wait {waits}; {refused:,.0f} were refused for it")
+        table.add_row(
+            "",
+            f"a new turn would wait {waits}; {refused:,.0f} turns were refused because of the wait",
+        )
     if stalls := more.get("stalls", 0):
         table.add_row("stalls", f"{stalls:,.0f} long gaps between tokens since the engine started")
     if more.get("suspensions") or more.get("preemptions"):
@@ -105,7 +108,7 @@ def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
 
 
 def _add_work(table: Any, more: Mapping[str, float]) -> None:
-    """Add how the engine's time was used."""
+    """Add rows about iteration times, the token budget, and the tenants' tokens."""
     if more.get("iterations_predicted"):
         table.add_row(
             "predicted",
@@ -136,8 +139,8 @@ def _add_service(table: Any, service: pb.Service) -> None:
     heard = f"{seconds_text(service.heartbeat_age_seconds)} ago"
     table.add_row(
         "service",
-        f"{known if service.HasField('connections') else ''}{service.calls:,} calls; engine heartbeat "
-        f"{heard if service.HasField('heartbeat_age_seconds') else 'never'}",
+        f"{known if service.HasField('connections') else ''}{service.calls:,} calls in progress; "
+        f"engine heartbeat {heard if service.HasField('heartbeat_age_seconds') else 'never'}",
     )
     table.add_row(
         "loop",

@@ -4,8 +4,8 @@
 
 The job's id is derived from the file's digest. So after a crash of this process or of the daemon, the same
 command finds the job again, and finished requests are not computed again. Both output files appear only when
-they are complete. Ctrl-C ends this command, not the job. If the command has started the daemon, the daemon
-ends, too, and the job stays in the data folder. Ctrl-C raises an exception only at safe points
+they are complete. Ctrl-C ends this command, not the job. If the command has started a daemon of its own, the
+daemon ends, too, and the job stays in the data folder. Ctrl-C raises an exception only at safe points
 (ctrl_c.py)."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CLEAR = "\r\x1b[K"
 STATES = {
     "receiving": "the file is being sent",
     "checking": "checking the lines",
-    "waiting": "waits for its turn",
+    "waiting": "waits in the queue of jobs",
     "paused": "paused (`pensieve admin jobs resume` lets it go on)",
 }
 
@@ -197,7 +197,7 @@ def _reach(
     if address is None:
         daemon = start_daemon(stack, resolved, "pensieve batch", False, ctrl_c)
         client = stack.enter_context(Client(daemon.address))
-        goes_on = f"it is kept in {data} and stands still meanwhile"
+        goes_on = f"it is kept in {data} and paused until then"
         return JobDaemon(client, "the engine", goes_on)
     token, tls = resolved.settings.token, tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
@@ -365,7 +365,7 @@ class ProgressLine:
         self._stream = stream
         self._now = now
         self._changes = stream.isatty()
-        self._shown = ""  # the line on the terminal, or the job's state in the last line of a log
+        self._shown = ""  # the line on the terminal; in a log, the last text or state
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
@@ -388,7 +388,7 @@ class ProgressLine:
             print(line_of(job), file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
-        """Show another text. In a log, do not repeat the same text."""
+        """Show a text instead of the job's state. In a log, do not repeat the same text."""
         if self._changes:
             self._write(text)
         elif text != self._shown:

@@ -8,7 +8,7 @@ from typing import Any
 from pensieve.bench.report import Report
 from pensieve.cli.bench_options import add_plot, counts
 
-# For each option: the default, and the value with --full (as in docs/performance.md).
+# For each option: its default, its value with --full (as in docs/performance.md), and its help text.
 SIZES = {
     "context": ((256, 1024, 4096), (128, 256, 512, 1024, 2048, 4096), "tokens of each turn"),
     "batch": ((8,), (32, 8), "numbers of turns"),

@@ -14,8 +14,8 @@ Find the highest load of chats and long documents that a daemon serves within ob
 schedule prompts. Each way has its own daemon, and all get the same conversations:
 
     ours             an iteration takes as much of a prompt as keeps its predicted time within --tbt
-    whole prompts    uncut, in the iterations of the turns that generate
-    prefill first    uncut, in a separate pass before the turns that generate
+    whole prompts    prompts are not split, and run in the same iterations as decodes
+    prefill first    prompts are not split, and run in a pass of their own before the decodes
 
 A daemon serves a load if the P99 of the time between tokens is within --tbt, the median time to the first
 token within --ttft, and the median time in the queue below 2 s. The search doubles and halves the load. With

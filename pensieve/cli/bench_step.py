@@ -15,8 +15,8 @@ def add_parser(kinds: Any) -> None:
         help="compare an iteration of a model with the time to read its weights",
         description="Check first that turns get the same tokens in a batch as alone. Then time one "
         "iteration (forward pass and sampling) of turns that generate, alone and with a piece of a prompt. "
-        "Divide the iteration's time by the time to read the weights. This follows from the memory "
-        "bandwidth, which is measured between iterations.",
+        "Divide the iteration's time by the time to read the weights. The latter is computed from "
+        "the memory bandwidth, which is measured between iterations.",
     )
     add_model(parser, "the shape --shape")
     parser.add_argument(

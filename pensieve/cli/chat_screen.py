@@ -1,7 +1,7 @@
 """Show replies, notices, and a temporary line.
 
-Replies are streamed to standard output: rendered as Markdown on a terminal (reply_view.py), unchanged
-otherwise or with `--plain`. Notices go to standard error, each on its own line. The reply continues below a
+Replies are streamed to standard output: rendered as Markdown on a terminal (reply_view.py), as plain text
+elsewhere or with `--plain`. Notices go to standard error, each on its own line. The reply continues below a
 notice. A temporary line (`passing`) disappears when anything else is shown, and the reply continues where it
 stopped.
 
@@ -57,7 +57,7 @@ class Screen:
         self._tail = ""
 
     def begin_again(self, line: str) -> None:
-        """Show a notice. The next reply replaces the current reply."""
+        """Show a notice. The text that follows begins the reply again, below the notice."""
         self.notice(line)
         self._view = None
 

@@ -1,6 +1,6 @@
 """Send the messages of a chat and stream the replies to the screen.
 
-If the user stops a reply, the text on the screen is kept (ctrl_c.py).
+If the user stops a reply, the conversation keeps the text that is on the screen (ctrl_c.py).
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ class Talk:
             if event.kind == "thinking":
                 self.thinking += event.text
 
-    # -- its history --
+    # -- the history of the conversation --
 
     @property
     def conversation(self) -> Conversation:
         return self._client.conversation(self.conversation_id)
 
     def messages(self) -> list[Message]:
-        """Return the messages of the current conversation; none if it does not exist yet."""
+        """Return the messages of the current conversation; [] if it does not exist yet."""
         try:
             return list(self.conversation.messages())
         except NotFound:

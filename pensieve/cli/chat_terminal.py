@@ -372,7 +372,7 @@ def daemon_rows(stats: pb.Stats) -> Iterator[tuple[str, str]]:
 
 
 class RetryNotice:
-    """Waits between two attempts of the client. A line shows that it is retrying, and Ctrl-C gives up."""
+    """Waits between two attempts of the client. A line says that the client retries. Ctrl-C gives up."""
 
     def __init__(self, ctrl_c: CtrlC, screen: Screen, name: str) -> None:
         self._ctrl_c = ctrl_c
@@ -381,7 +381,7 @@ class RetryNotice:
 
     def __call__(self, seconds: float) -> None:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(seconds)  # the client retries a call that stops a reply
+            time.sleep(seconds)  # a thread of CtrlC retries the call that stops a reply
             return
         if not self._ctrl_c.at_prompt:  # at the prompt, completion must not wait
             self._screen.passing(f"[{self._name} is not ready; retrying, Ctrl-C gives up]")

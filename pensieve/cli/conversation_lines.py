@@ -5,9 +5,9 @@
 
 A line contains one conversation, with messages in the format of OpenAI's API. It is written message by
 message, so its length is not limited by memory. The model's thinking is in `reasoning_content`, its calls in
-`tool_calls`. If a call has no id, it gets the id in its answer, or an id made from its position. Exporting an
-imported line gives the same line again. For an import, only `messages` is required, as in files for
-fine-tuning."""
+`tool_calls`. If a call has no id, it gets the id that its answer names, or an id made from its position.
+Exporting an imported line gives the same line again. For an import, only `messages` is required, as in files
+for fine-tuning."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def openai_message(message: Message) -> dict[str, Any]:
 
 
 def given_of(line: str | bytes) -> Given:
-    """Parse a line. An InvalidArgument names the wrong field."""
+    """Parse a line. Raises InvalidArgument, which names the wrong field."""
     # A line has no limit of its own. The daemon limits the size of a conversation.
     fields = Fields(read_json(line, "the line", math.inf), "")
     conversation_id = fields.text("id")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SEARCHED_MAX = 5000  # only this many of the newest conversations are searched
 NAMED_MAX = 4  # how many conversations an error names
-CACHED_MAX = 1000  # maximum length of the daemon's list
+CACHED_MAX = 1000  # at most this many cached conversations are requested from the daemon
 ID_CHARACTERS_MAX = 20  # longer ids are shortened
 SHORT_ID_CHARACTERS = 12  # enough to distinguish thousands of random ids
 TITLE_COLUMNS_MIN, TITLE_COLUMNS_MAX = 16, 60
@@ -90,7 +90,7 @@ def table_of(
 
 
 def cached_text(state: ConversationState, cached: pb.CachedConversation | None) -> str:
-    """Return the share of a conversation's tokens in each tier of the cache; empty if none is cached."""
+    """Return the share of a conversation's tokens in each tier of the cache; "" if nothing is cached."""
     if cached is None or not state.num_tokens:
         return ""
     # A running turn has tokens in the cache that its conversation does not have yet.
@@ -100,7 +100,7 @@ def cached_text(state: ConversationState, cached: pb.CachedConversation | None) 
 
 
 def short_ids(ids: Sequence[str]) -> list[str]:
-    """Return the ids, long ids shortened to a beginning that no other of these ids has."""
+    """Return the ids. A long id is shortened to a beginning that no other of these ids has."""
     ordered = sorted(ids)
     common = dict.fromkeys(ids, 0)  # length of the longest beginning shared with another id
     for before, after in pairwise(ordered):

@@ -167,7 +167,7 @@ def ls(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 
 def _cached_tokens(state: ConversationState, held: Cached | None) -> dict[str, int | None]:
-    """Return how many tokens of the conversation are in each tier. None if this client may not know it."""
+    """Return how many tokens of the conversation are in each tier. The numbers are None if `held` is None."""
     if held is None:
         return {"device_tokens": None, "host_tokens": None}
     found = held.get(state.conversation_id)

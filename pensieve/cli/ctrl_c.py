@@ -1,4 +1,4 @@
-"""Handle Ctrl-C in `pensieve chat`. Only the line editor is interrupted by an exception.
+"""Handle Ctrl-C in `pensieve chat` and `pensieve batch`. An exception interrupts only the line editor.
 
 Python runs a SIGINT handler in the main thread, between any two bytecodes. If the handler raises an
 exception, locks of the interrupted code (gRPC, threading) may stay locked forever. If the handler takes a
@@ -20,8 +20,8 @@ during another put.
 **Why no press is lost.** A press within microseconds after Enter still clears the line. A later press sets
 `pressed`. `stopping` first publishes its stop function and then checks the flag. So either the handler finds
 the function, or the main thread finds the flag. A signal just before readline begins to wait does not
-interrupt the wait. So a timer interrupts it several times per second, and pending handlers run. (If the user
-enters a line in between, that line is cleared, too.)
+interrupt the wait. So a timer interrupts the wait several times per second, and Python runs pending handlers.
+(If the user enters a line between the signal and the timer, that line is cleared, too.)
 
 **Why no text is lost.** By default, a terminal discards pending output on Ctrl-C; NOFLSH prevents that.
 ECHOCTL is turned off, because the terminal would print ^C into rows that are written again (reply_view.py).
@@ -105,7 +105,7 @@ class CtrlC:
 
     @contextlib.contextmanager
     def stopping(self, stop: Action, give_up: Action) -> Iterator[None]:
-        """During the block, the first press calls `stop`, and a press PATIENCE_SECONDS later `give_up`.
+        """During the block, the first press calls `stop`. A press PATIENCE_SECONDS later calls `give_up`.
 
         Both are called in other threads.
         """

@@ -182,7 +182,7 @@ def _model(arguments: argparse.Namespace) -> dict[str, str]:
         with contextlib.ExitStack() as undo:
             loaded = load_model(settings, folder, _ignored, undo).model
             check_vocabulary(texts.template.tokenizer, loaded.shape)
-            kept = profiles.kept(profiles.key_of(settings, folder, loaded))
+            kept = profiles.stored_profile(profiles.key_of(settings, folder, loaded))
     except PensieveError as error:
         return {"model": f"{REFUSED}{one_line(error)}"}
     shape = loaded.shape

@@ -23,9 +23,8 @@ from pensieve.config import (
 if TYPE_CHECKING:
     from pensieve.client.channel import Tls
 
-REMOVED_FLAG = (
-    "removed_"  # prefix of the destination, because another command may have a flag of this name
-)
+# Prefix of the argparse destination of a removed flag, because a command may have its own flag of that name.
+REMOVED_FLAG = "removed_"
 
 
 def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
@@ -51,7 +50,7 @@ def add_settings(command: argparse.ArgumentParser, table: Table) -> None:
         )
         if shown != text:
             hidden.append((action, text))
-    if any(ENGINE in setting.of for setting in table):
+    if any(ENGINE in setting.used_by for setting in table):
         for name in REMOVED_SETTINGS:
             command.add_argument(
                 "--" + name.replace("_", "-"),
@@ -113,9 +112,9 @@ def tls_to(address: str, resolved: Resolved) -> Tls:
 def with_settings(
     act: Callable[[argparse.Namespace, Resolved], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Return a function that resolves the settings and runs the command, or prints the settings.
+    """Return a function that resolves the settings and runs the command.
 
-    It prints the settings for --print-config.
+    With --print-config, the function prints the settings instead.
     """
 
     def run(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@
   a terminal, but not in pasted text.
 * Ctrl-R searches the history.
 * The history file has one entry per line. Each entry is written immediately, so a killed program loses none.
-  Several programs may append to the file. It keeps the newest HISTORY_ENTRIES_MAX entries.
+  Several programs may append to the file. At least the newest HISTORY_ENTRIES_MAX entries are kept.
 
 Without readline, or with libedit, each pasted line is a separate message.
 '''
@@ -132,7 +132,10 @@ def _readline() -> ModuleType | None:
 
 
 def _read_history(path: Path) -> list[str]:
-    """Return the newest HISTORY_ENTRIES_MAX entries. Cut a file of more than twice as many."""
+    """Return the newest HISTORY_ENTRIES_MAX entries.
+
+    If the file has more than twice as many entries, keep only the newest HISTORY_ENTRIES_MAX in it.
+    """
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         if len(lines) > 2 * HISTORY_ENTRIES_MAX:

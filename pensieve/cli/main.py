@@ -1,4 +1,4 @@
-"""The command `pensieve`: parse the command line, run one command, and turn errors into exit codes."""
+"""The command `pensieve`: parse the command line, run one command, and convert errors to exit codes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _name_of(action: argparse.Action) -> str:
 
 
 def _wanted(action: argparse.Action, given: Sequence[str]) -> str:
-    """Say which values an argument accepts. Return "" if the error of its parser already lists them."""
+    """Say which values an argument accepts. Return "" if argparse's own error message is sufficient."""
     parse = action.type
     if parse in (int, float):
         return f"must be a {'whole ' if parse is int else ''}number, not {' '.join(given)!r}"
@@ -163,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pensieve: {MOVED_HISTORY}", file=sys.stderr)
         return ConfigError.exit_code
     arguments = parser().parse_args(words)
-    # The engine sets the number of threads. Without this variable, tokenizers warns about each child process.
+    # The engine sets the number of threads, so tokenizers uses none of its own. Without this variable,
+    # tokenizers also warns about each child process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Pensieve reports an error in one line. Without this variable, gRPC logs several lines before that.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

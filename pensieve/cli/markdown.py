@@ -25,12 +25,12 @@ INDENT = "\ue000"  # placeholder for a leading space, which Markdown would drop
 ITEM = re.compile(r"(?:[-*+]|\d{1,9}[.)])(?: |$)")
 STARTS_BLOCK = re.compile(r"[>|]|#{1,6}(?: |$)|(?:-+|=+)\s*$")
 PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # to escape with a backslash in plain text
-CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"}  # pictures
+CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"}  # symbols
 CONTROL |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def without_control(text: str) -> str:
-    """Replace control characters by their Unicode control pictures. Line breaks and tabs stay."""
+    """Replace control characters by visible symbols. Tabs stay, and each line break becomes a newline."""
     return text.replace("\r\n", "\n").replace("\r", "\n").translate(CONTROL)
 
 

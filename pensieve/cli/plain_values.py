@@ -1,4 +1,4 @@
-"""Turn messages of the protocol into plain values for JSON."""
+"""Convert protobuf messages to plain values for JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _word(enum: Any, number: int) -> str:
 
 
 def plain(message: Any) -> dict[str, Any]:
-    """Return a message as a dict with every field, with numbers as numbers."""
+    """Return a message as a dict with every field. All integers stay numbers, unlike in protobuf's JSON."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

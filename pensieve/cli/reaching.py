@@ -70,7 +70,7 @@ def address_of(resolved: Resolved) -> tuple[str, Tls]:
 
 
 def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
-    """Raise ConfigError for flags that have no effect, because the daemon is already running.
+    """Raise InvalidArgument for flags that have no effect, because the daemon is already running.
 
     Such settings from variables and files are ignored.
     """
@@ -91,7 +91,10 @@ def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> No
 
 
 def check_reaching(resolved: Resolved) -> None:
-    """Raise ConfigError for --token or --tls without --address: the data folder's socket uses neither."""
+    """Raise InvalidArgument for flags such as --token or --tls without --address.
+
+    The socket in the data folder uses neither a token nor TLS.
+    """
     given = [each.flag for each in settings_for(REACH) if resolved.sources[each.name] == "flag"]
     if given:
         raise InvalidArgument(", ".join(given), "of no use without --address, which names a daemon")
@@ -119,18 +122,20 @@ def start_daemon(
 
 def make_model(model: str, ctrl_c: CtrlC) -> None:
     """Download or convert the model if it is used for the first time. Progress lines stay on the screen."""
-    from pensieve.launch.model_folder import needs_making, resolve_model
+    from pensieve.launch.model_folder import needs_conversion, resolve_model
 
     def check() -> None:
         if ctrl_c.pressed:
             raise KeyboardInterrupt
 
-    if needs_making(model):
+    if needs_conversion(model):
         resolve_model(model, lambda line: print(line, file=sys.stderr, flush=True), check)
 
 
 def reached(client: Client) -> ServerInfo | None:
-    """Check address, TLS and token before the user types anything. Return None for an old daemon.
+    """Check address, TLS and token before the user types anything.
+
+    Returns None if the daemon has an earlier version, without the method server_info.
 
     A daemon that is loading its model counts as reached, because the first request waits for the model.
     """
@@ -140,9 +145,8 @@ def reached(client: Client) -> ServerInfo | None:
         return None
     except (Unavailable, DeadlineExceeded) as error:
         raise Unavailable(f"no daemon can be reached at {client.address}: {error}") from error
-    if (
-        info.state == "draining" and len(client.addresses) == 1
-    ):  # otherwise another daemon accepts the turns
+    # With several addresses, another daemon accepts the turns.
+    if info.state == "draining" and len(client.addresses) == 1:
         raise Unavailable(
             f"the daemon at {client.address} is draining: it takes no new turns, and will exit"
         )
@@ -160,7 +164,10 @@ def log_errors(stack: contextlib.ExitStack) -> None:
 
 @contextlib.contextmanager
 def status(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Report stages on standard error: one changing line on a terminal, plain lines elsewhere."""
+    """Yield a function that reports progress on standard error.
+
+    On a terminal, it shows one changing line. Elsewhere, it prints each line unless `quiet` is set.
+    """
     if not sys.stderr.isatty():
         yield (
             (lambda line: None)

@@ -1,10 +1,10 @@
 """Cut the Markdown of a streamed reply into blocks that are rendered separately.
 
 A block is a heading, a paragraph, a list item, or code. Only the last block is open. Finished blocks never
-change and are printed once, so the cost is proportional to the length of the reply. A paragraph is cut after
-BLOCK_CHARACTERS_MAX characters, and code is cut after CODE_LINES_MAX lines and continues in the next block.
+change and are printed once, so the cost is proportional to the length of the reply. A long paragraph is cut
+after BLOCK_CHARACTERS_MAX characters, and long code after CODE_LINES_MAX lines. The rest is the next block.
 
-The meaning of a last line may depend on the text after it ("-" begins a rule, an item or the underline of a
+The meaning of the last line may depend on the text after it ("-" begins a rule, an item or the underline of a
 heading). Such a line is withheld until more text arrives or the reply ends.
 """
 

@@ -1,7 +1,7 @@
 """Show a streamed reply on a terminal as Markdown, with the model's thinking reduced to one line.
 
 Finished blocks are printed once. The last block is written again when it grows, at most every SHOW_SECONDS.
-During the thinking, its last words are shown dim. After the thinking, one line replaces them.
+While the model thinks, the latest words of its thinking are shown dim. Afterwards, one line replaces them.
 """
 
 from __future__ import annotations

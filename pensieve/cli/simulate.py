@@ -453,7 +453,9 @@ def check(arguments: argparse.Namespace) -> None:
             raise InvalidArgument(name, "must be at least 0")
     timeless = arguments.hardware == INSTANT and arguments.cost is None
     if timeless and arguments.phases != "unified":
-        raise InvalidArgument("phases", "differ only in time, and --hardware instant takes none")
+        raise InvalidArgument(
+            "phases", "differ only in their times, and with --hardware instant all times are 0"
+        )
 
 
 def _several(one: Callable[[str], Value]) -> Callable[[str], list[Value]]:

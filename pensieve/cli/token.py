@@ -34,7 +34,11 @@ LIMIT_FLAGS: dict[str, tuple[Callable[[str], float], str, str]] = {
     ),
     "--requests-per-second": (number(0.001, 1e12), "X", "maximum requests per second, on average"),
     "--calls-max": (whole(1, 1 << 31), "N", "maximum concurrent calls, including streams"),
-    "--storage-bytes": (_bytes, "SIZE", "maximum size of its conversations, such as 10GiB"),
+    "--storage-bytes": (
+        _bytes,
+        "SIZE",
+        "maximum size of the tenant's conversations, such as 10GiB",
+    ),
     "--unread-bytes": (
         _bytes,
         "SIZE",
@@ -48,7 +52,7 @@ LIMIT_FLAGS: dict[str, tuple[Callable[[str], float], str, str]] = {
     "--weight": (
         number(0.001, 1e6),
         "X",
-        "its share of the engine when turns wait, relative to other tenants (default: 1)",
+        "the tenant's share of the engine when turns wait, relative to other tenants (default: 1)",
     ),
     "--priority-max": (
         whole(PRIORITY_MIN, PRIORITY_MAX),

@@ -51,7 +51,8 @@ text.
 
 **One turn at a time.** A message to a conversation with a running turn raises TurnRunning, which names the
 running turn. The client does not retry the message, because the running turn may take long. There is one
-exception: if this client is already stopping the running turn, it waits up to two seconds for its end.
+exception: if this client is already stopping the running turn, the client first waits up to two seconds for
+the end of that turn.
 
 **Ctrl-C.** A KeyboardInterrupt may be raised while gRPC holds an internal lock, which then stays locked. The
 program can still end, but it cannot use the connection again. To keep the connection, install a SIGINT

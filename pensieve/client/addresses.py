@@ -1,4 +1,4 @@
-"""Choose an address for each request of a client with one or several addresses. No sockets.
+"""Choose an address for each request of a client with one or several addresses. This module does no I/O.
 
 **Home.** Each conversation and job has a home: the address where its requests go first. It is the address
 with the highest `score` for the id (rendezvous hashing), unless a daemon has named another address of the
@@ -10,8 +10,8 @@ works, and stay there.
 **Failures.** A failed address is avoided for a pause. The pause doubles with each failure in a row; `Retry`
 sets its jitter and limit. After the pause, one request checks the daemon's health. The address counts as
 failed until such a check succeeds. So at most one request waits for a host that does not respond. Meanwhile,
-each conversation uses the next address in its own order. After a broken stream or a timeout, the address may
-still work. It is *in doubt*, and is checked before its next use.
+the other requests use the address with the next lower score. After a broken stream or a timeout, the address
+may still work. It is *in doubt*, and is checked before its next use.
 
     works --failed--> avoided --pause over, one request checks--> works, or avoided for longer
     works --doubt---> in doubt --next request checks------------> works, or avoided
@@ -89,10 +89,10 @@ class _Standing:
 
 
 class Choice(NamedTuple):
-    """An address for a request. `look_first`: check its health first, and use it only if it serves."""
+    """An address for a request. `check_health_first`: use it only if its health check succeeds."""
 
     name: str
-    look_first: bool
+    check_health_first: bool
 
 
 class Addresses:
@@ -105,7 +105,7 @@ class Addresses:
         self._retry = retry
         self._clock = clock
         self._standings = {name: _Standing() for name in self.names}
-        # Homes that daemons have named, by key; only those that differ from the hash.
+        # By key (id of a conversation or job): a home that was learned and differs from the hash's choice.
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._default = self.names[0]  # address for requests without a key
         self._lock = threading.Lock()
@@ -128,7 +128,7 @@ class Addresses:
         return [home, *names]
 
     def id_beside(self, key: str) -> str:
-        """Return a random id with the same home as `key`. Used for a fork: the home has its history."""
+        """Return a random id with the same home as `key`, for a fork: this home has the history of `key`."""
         home = self.order(key)[0]
         drawn = new_id()
         for _ in range(IDS_DRAWN_MAX):
@@ -138,7 +138,7 @@ class Addresses:
         return drawn
 
     def learn(self, key: str, name: str) -> bool:
-        """Remember the home of a key that a daemon has named. Return False for an unknown address."""
+        """Remember `name` as the home of `key`. Return False if the client has no such address."""
         if name not in self._standings or not key:
             return False
         with self._lock:
@@ -180,7 +180,7 @@ class Addresses:
             standing, now = self._standings[name], self._clock()
             standing.error, standing.is_doubtful = error, False
             if not standing.num_failures or now >= standing.avoided_until:
-                self._avoid(standing, now)  # otherwise, the failure was already counted
+                self._avoid(standing, now)  # during the pause, more failures do not count
 
     def doubt(self, name: str, error: str) -> None:
         """Note that a call was lost. The address is checked before its next use."""
@@ -287,7 +287,8 @@ class Route:
             self._tried[self.at], self._first = error, ""
             if self._addresses.learn(self.key, error.address) and error.address not in self._tried:
                 self._first = error.address
-            # Only addresses that were not tried: two daemons might name each other forever.
+            # Go on only if an address was not tried yet. Otherwise, two daemons that name each other would be
+            # asked forever.
             return self._is_one_left and not self._has_answered
         if isinstance(error, DeadlineExceeded) and not self._has_answered:
             self._addresses.doubt(self.at, str(error))

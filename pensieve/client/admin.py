@@ -49,8 +49,8 @@ class Admin(Client):
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
         """Return at most `limit` conversations with KV in the cache.
 
-        The largest come first. With `least_valuable`, the conversations that would be evicted first come
-        first.
+        The list begins with the largest conversations. With `least_valuable`, it begins with those that would
+        be evicted next.
         """
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST

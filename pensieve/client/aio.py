@@ -133,8 +133,8 @@ class AsyncConversation:
     that calls the server takes a `timeout` in seconds, retries included; None uses the client's default.
 
     The client retries `get`, `messages`, `warm`, `cancel` and turns while the server is unavailable. It does
-    not retry `create`, `delete`, `fork` and `rewind`. If the first try of these had succeeded without an
-    answer, a second try would fail.
+    not retry `create`, `delete`, `fork` and `rewind`. If the first try succeeded but its answer was lost, a
+    second try would fail.
     """
 
     def __init__(self, client: AsyncClient, conversation_id: str) -> None:

@@ -8,8 +8,8 @@ This module differs from connection.py, the counterpart for threads, in five poi
 * If an AsyncStream is dropped, its gRPC call must be cancelled explicitly: a task of gRPC keeps the call
   alive.
 * A finalizer may run in any thread. It asks the event loop to start a task that stops the turn.
-* After the event loop has ended, nothing can be sent. So at the end of a program, only `close` stops its
-  turns.
+* After the event loop has ended, nothing can be sent. So turns are not stopped when the program ends,
+  unless the client was closed before.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
         """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
-            if not choice.look_first:
+            if not choice.check_health_first:
                 return self.link(choice.name)
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
@@ -185,7 +185,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
     async def end_turn(
         self, request: pb.CancelTurnRequest, route: Route
     ) -> pb.CancelTurnResponse | None:
-        """Ask the server to stop a turn. None if the server does not answer within END_SECONDS."""
+        """Ask the server to stop a turn. Return the answer, or None if none arrives within END_SECONDS."""
         ending = self.begin_ending(request, route)
         await self._wait([ending], Deadline(None))
         return ending.answer
@@ -267,7 +267,7 @@ class AsyncConnection(BaseConnection["AsyncStream[pb.SendMessageResponse]", Asyn
             await link.channel.close()
 
     def _check_cancelled(self) -> None:
-        """Raise InvalidArgument if a CancelledError came from `close`. Otherwise this task was cancelled."""
+        """Raise InvalidArgument if a CancelledError came from `close`. Return if this task was cancelled."""
         task = asyncio.current_task()
         if self._closed and not (task is not None and task.cancelling()):
             raise InvalidArgument("client", "was closed") from None

@@ -17,7 +17,8 @@ from pensieve.errors import ConfigError, InvalidArgument
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 ADDRESS_VARIABLE = "PENSIEVE_DAEMON"  # shared with the CLI
 OPTIONS = (
-    ("grpc.enable_retries", 0),  # retry.py decides which requests may be sent twice; gRPC cannot
+    # retry.py retries, because gRPC does not know which requests may be sent twice.
+    ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", 8 << 20),
     ("grpc.max_send_message_length", 8 << 20),
     ("grpc.keepalive_time_ms", 30_000),
@@ -62,7 +63,7 @@ def names_of(address: Address | None) -> tuple[str, ...]:
 
 
 def target_of(address: str) -> str:
-    """Return the gRPC target for an address. The address may have the prefix grpc:// of `pensieve serve`."""
+    """Return the gRPC target for an address, which may begin with grpc:// (as `pensieve serve` prints it)."""
     return address.removeprefix("grpc://")
 
 
@@ -94,7 +95,10 @@ def metadata_of(token: str | None) -> Metadata:
 
 
 def key_of(request: object) -> str:
-    """Return the id of a request's conversation or job, which decides its address; empty if it has none."""
+    """Return the id of a request's conversation or job; empty if the request has none.
+
+    The id decides to which address the request is sent.
+    """
     for name in ("conversation_id", "job_id"):
         if key := getattr(request, name, ""):
             return str(key)
@@ -122,7 +126,7 @@ class BaseConnection(Generic[AnyStream, AnyEnding]):
         self._options = SEVERAL_OPTIONS if addresses.are_several else OPTIONS
         self._endings: set[AnyEnding] = set()  # turns that the server is being asked to stop
         self._reading: dict[TurnCourse, AnyStream] = {}  # turns that are being read
-        self._attached: dict[str, TurnCourse] = {}  # by conversation, its latest turn of `_reading`
+        self._attached: dict[str, TurnCourse] = {}  # by conversation: its latest turn in `_reading`
 
     def route(self, key: str) -> Route:
         """Return the route for a conversation or job. If a turn is being read, its address comes first."""

@@ -130,8 +130,8 @@ class Conversation:
     that calls the server takes a `timeout` in seconds, retries included; None uses the client's default.
 
     The client retries `get`, `messages`, `warm`, `cancel` and turns while the server is unavailable. It does
-    not retry `create`, `delete`, `fork` and `rewind`. If the first try of these had succeeded without an
-    answer, a second try would fail.
+    not retry `create`, `delete`, `fork` and `rewind`. If the first try succeeded but its answer was lost, a
+    second try would fail.
     """
 
     def __init__(self, client: Client, conversation_id: str) -> None:

@@ -6,8 +6,8 @@ requests that stop turns are sent.
 
 **Stopped turns.** For each turn to stop, a new thread sends CancelTurn. A caller that stops a turn waits for
 this thread, at most END_SECONDS. If the turn's object was dropped, the next call in the same conversation
-waits. A separate thread is needed because Ctrl-C may have interrupted gRPC and left a lock of gRPC held. Then
-only this thread hangs.
+waits. A separate thread is needed because Ctrl-C may have interrupted gRPC while it held a lock, which then
+stays locked. In this case, only the separate thread hangs.
 
 **End of the program.** If a client was not closed, its turns are stopped when the program ends, after all
 non-daemon threads have ended. The program waits for this. Python 3.12 can start no thread at this time, so a
@@ -148,7 +148,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         """Return the channel for the next try of a request, after a health check if the route requires it."""
         while True:
             choice = route.choose()
-            if not choice.look_first:
+            if not choice.check_health_first:
                 return self.link(choice.name)
             left = deadline.left()
             seconds = CHECK_SECONDS if left is None else min(left, CHECK_SECONDS)
@@ -212,7 +212,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     # -- stopping turns --
 
     def end_turn(self, request: pb.CancelTurnRequest, route: Route) -> pb.CancelTurnResponse | None:
-        """Ask the server to stop a turn. None if the server does not answer within END_SECONDS."""
+        """Ask the server to stop a turn. Return the answer, or None if none arrives within END_SECONDS."""
         ending = self.begin_ending(request, route)
         ending.over.wait(END_SECONDS)
         return ending.answer
@@ -221,7 +221,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
         """Begin to stop a turn without waiting. A finalizer may call this, so it must take no lock."""
         ending = Ending(request.conversation_id)
         self._endings.add(ending)
-        _open.add(self)  # again: during garbage collection, it has already left the weak set
+        _open.add(self)  # again: a connection that is being collected has left the weak set
         try:
             # Not threading.Thread: its `start` takes locks.
             _thread.start_new_thread(self._end, (ending, request, route.at))
@@ -287,7 +287,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
     def _leave(self) -> list[Ending]:
         """Begin to stop the turns that are being read. Return all turns that are being stopped."""
         for course, stream in self._reading.copy().items():
-            # Before the streams are cancelled, so that their readers do not stop the turns, too.
+            # Do this before the stream is cancelled, so that its reader does not stop the turn, too.
             if (request := course.end_request()) is not None:
                 self.begin_ending(request, course.route)
             if self._closed:
@@ -296,7 +296,7 @@ class Connection(BaseConnection["Stream[pb.SendMessageResponse]", Ending]):
 
     @staticmethod
     def _leave_all() -> None:
-        """Run at the end of the program. This thread does not touch gRPC, whose locks may be held."""
+        """Stop all turns at the end of the program, without calling gRPC here: its locks may be held."""
         endings = [ending for connection in list(_open) for ending in connection._leave()]
         Connection._wait(endings, Deadline(None))
 

@@ -5,7 +5,7 @@ class in `pensieve.errors`, and the details become its attributes. If the reason
 answer of a proxy, a newer server, unreadable details), the status code selects the class. So every failure
 raises a PensieveError.
 
-If the connection breaks, there is no reason: the stream is reset, or the status is CANCELLED although this
+If the connection breaks, no reason arrives: the stream is reset, or the status is CANCELLED although this
 client has cancelled nothing. Such a failure becomes UNAVAILABLE, because the same request may succeed over a
 new connection.
 """
@@ -69,7 +69,7 @@ def error_of(
     trailing: Iterable[tuple[str, Any]] | None,
     timeout: float | None = None,
 ) -> errors.PensieveError:
-    """Return the error for a status. `timeout`: of the call, in seconds."""
+    """Return the error for a status. `timeout`: the timeout of the call, in seconds."""
     text = text or code.name
     details = _details(trailing or ())
     info = details.info

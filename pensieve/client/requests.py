@@ -28,7 +28,7 @@ SAMPLING_LINE = "            (and the sampling parameters)\n"
 JobSource = str | Path | bytes | Iterable[bytes]
 MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-PIECE_MESSAGES = 127  # per piece of an imported history
+PIECE_MESSAGES = 127  # maximum messages in one piece of an imported history
 PIECE_BYTES = 256 << 10  # the server's limit for the tool calls of one request
 CHUNK_BYTES = 256 << 10  # per piece of a job's file
 MESSAGE_KEYS = ("role", "content", "tool_call_id", "tool_calls", "reasoning_content", "name")
@@ -86,7 +86,7 @@ def explains_sampling(method: F) -> F:
 def send_request(
     conversation_id: str, message: MessageInput, options: SendOptions
 ) -> pb.SendMessageRequest:
-    """Build the request that begins a turn. Its request_id makes it safe to send again."""
+    """Build the request that begins a turn. The request_id makes it safe to send the request again."""
     priority = options.get("priority", 0)
     if not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
         raise InvalidArgument(

@@ -114,7 +114,7 @@ class Tries:
         self._waited = 0.0  # seconds of waiting for a server that is loading its model
 
     def pause(self, error: PensieveError) -> float:
-        """Count a failure and return the seconds to wait before the next try. Raise `error` to give up."""
+        """Count a failure. Return the seconds until the next try, or raise `error` if there is none."""
         left = self._deadline.left()
         if isinstance(error, Loading):
             self._num_tries = 0

@@ -1,4 +1,4 @@
-"""Decide what the reader of a turn gets, and what happens when the connection breaks. No I/O.
+"""Decide what the reader of a turn gets, and what happens when the connection breaks.
 
 After a failure, the client sends the same request again, with the same request_id. The `started` event then
 shows one of three cases:
@@ -8,16 +8,16 @@ shows one of three cases:
 * The turn has finished meanwhile, and its reply is replayed. The received tokens are skipped, too.
 * A later attempt is running. The received tokens are invalid, and the reader gets a `Restarted`.
 
-In the first two cases, the stream must repeat the received tokens and text exactly. Otherwise the reader has
-a reply that is not in the history, which is reported as a ServerFault.
+In the first two cases, the stream must repeat the received tokens and text exactly. If it does not, the
+reader has received a reply that is not in the history. This raises ServerFault.
 
 The retry count is reset when the reply becomes longer than in all earlier attempts. A new attempt that only
 repeats the beginning does not count as progress, because the turn itself may crash the engine each time.
 
 A reader that stops early tells the server how much of the reply it has received. With `keep_partial`, the
 history keeps this part. Without it, the history keeps nothing of the turn. A timeout also stops the turn. But
-if the server answers that the reply was already complete, the client reads the rest instead of raising the
-timeout. Otherwise the caller would send the message again.
+if the server answers that the reply was already complete, the client reads the rest instead of raising
+DeadlineExceeded. After this error, the caller would send the message again. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ReplyAccumulator:
 
     @property
     def attempt(self) -> int:
-        """The number of the attempt that these tokens come from; 0 before the first attempt."""
+        """The number of the attempt that the received tokens come from; 0 before the first attempt."""
         return self._started.attempt if self._started is not None else 0
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -190,7 +190,7 @@ class TurnCourse:
 
     @property
     def reply(self) -> Reply:
-        """The reply, once the turn has ended."""
+        """The reply, once the turn has ended. Raises TurnInterrupted if the turn was stopped early."""
         if self.progress.reply is None:
             fate = self._what_stays if self.was_sent else NOT_SENT
             raise TurnInterrupted(f"the turn was stopped before its end; {fate}")
@@ -277,7 +277,7 @@ class TurnCourse:
         )
 
     def time_is_over(self, error: PensieveError, answer: pb.CancelTurnResponse | None) -> None:
-        """Raise the timeout error. Return instead if the server says that the reply is complete."""
+        """Raise DeadlineExceeded. Return instead if the server says that the reply is complete."""
         self.was_ended(answer)
         if answer is None:
             self.route.doubt(error)

@@ -20,7 +20,7 @@ ITEMS_MAX = 6
 
 
 def _names(enum: Any, prefix: str) -> dict[Any, str]:
-    """Return the names of an enum's values in lower case, without `prefix` and the unspecified value."""
+    """Return an enum's names by value, in lower case and without `prefix`. Omit the unspecified value."""
     return {number: name.removeprefix(prefix).lower() for name, number in enum.items() if number}
 
 

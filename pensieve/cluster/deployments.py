@@ -3,16 +3,16 @@
 It has one deployment, `Replica`. Ray's proxies send all calls with the same session id to the same replica,
 by Ray's consistent hashing. Other calls go to any replica. If another daemon owns the conversation of a call,
 the replica's daemon forwards the call to the owner. Ray decides how many replicas run, on which nodes and
-with which resources. `args` has the usual values. `deployments` in the YAML file overrides them, and can
-enable autoscaling.
+with which resources. `args` sets the number and the resources. `deployments` in the YAML file overrides
+these values, and can enable autoscaling.
 
 A replica is a Ray actor, which exits when its daemon ends. Ray notices the exit at its next health check,
 after at most HEALTH_PERIOD. Routers notice it at their next call. Reporting a failed health check instead
 would be slower: Ray waits for three failures, and meanwhile sends calls to the dead daemon.
 
-A replica detects that Ray wants to end it (`is_wanted_to_end`), and drains its daemon itself. Without this,
-Ray would wait for running calls, and kill the replica with its calls at a timeout. This timeout is longer
-than the drain of the daemon.
+A replica detects that Ray wants to end it (`is_wanted_to_end`), and drains its daemon itself. Otherwise, Ray
+would wait for running calls, and kill the replica with its calls after `shutdown_seconds`. This time is
+longer than the drain of the daemon, so the drain ends first.
 """
 
 from __future__ import annotations

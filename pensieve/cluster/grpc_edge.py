@@ -5,9 +5,9 @@ own handler, which routes the call to a replica. This module wraps Ray's handler
 
 * **Messages stay bytes** in both directions.
 * **The deadline** is sent as metadata, so that the daemon knows it. Ray itself forwards only cancellations.
-* **Errors keep their details.** Ray passes on the trailing metadata of a message, but drops those of an
-  exception. So a replica ends a failed call with an empty message, and puts the error into its context
-  (grpc_forward.py). This module removes the empty message.
+* **Errors keep their details.** Ray passes on the trailing metadata if a method returns a message, but drops
+  them if the method raises. So a replica ends a failed call with an empty message, and puts the error into
+  the call's context (grpc_forward.py). This module removes the empty message.
 * **Missing replicas are UNAVAILABLE**, which clients retry. Ray itself answers INTERNAL if the replica is
   dead, and NOT_FOUND while the cluster ends. Errors from a daemon are not changed.
 """

@@ -43,7 +43,7 @@ NO_PATH = (
 
 class HttpForward:
     def __init__(self, address: str, name: str) -> None:
-        """`address`: of the daemon. `name`: of the replica."""
+        """`address`: address of the daemon. `name`: name of the replica."""
         self._address, self._name = address, name
         self._client: aiohttp.ClientSession | None = None
 

@@ -31,17 +31,18 @@ HOST = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # no large objects pass through Ray
 START_SECONDS = 60.0
 STOP_SECONDS = 120.0  # Ray waits until its actors have drained
-PROXY_SECONDS = 2.0  # period of Ray's checks of a proxy, which it replaces after three failures
+PROXY_SECONDS = 2.0  # between two checks of a proxy; Ray replaces it after three failures
 EDGE = "pensieve.cluster.http_edge:middlewares"
+GONE = "gone"  # the start time of a process that is not running
 
 
 class Node(NamedTuple):
     pid: int
-    started: str  # start time from /proc; "" if unknown
+    started: str  # start time from /proc; GONE if the process had already ended
 
     @property
     def runs(self) -> bool:
-        return _started(self.pid) == self.started
+        return self.started != GONE and _started(self.pid) == self.started
 
 
 class LocalRay:
@@ -96,14 +97,14 @@ class LocalRay:
             return False
         nodes = [node for node in self._nodes(state) if node.runs]
         for node in reversed(nodes):
-            os.kill(node.pid, signal.SIGTERM)
+            _signal(node, signal.SIGTERM)
         deadline = time.monotonic() + STOP_SECONDS
         while any(node.runs for node in nodes) and time.monotonic() < deadline:
             _reap()
             time.sleep(0.1)
         for node in nodes:
             if node.runs:
-                os.kill(node.pid, signal.SIGKILL)
+                _signal(node, signal.SIGKILL)
         self._state.unlink(missing_ok=True)
         return bool(nodes)
 
@@ -182,12 +183,17 @@ def _free_port() -> int:
 
 
 def _started(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks; "gone" if it is not running."""
+    """Return when a process started, in the kernel's ticks; GONE if it is not running."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "gone"
-    return "gone" if fields[0] == "Z" else fields[19]
+        return GONE
+    return GONE if fields[0] == "Z" else fields[19]
+
+
+def _signal(node: Node, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it may end at any time
+        os.kill(node.pid, number)
 
 
 def _reap() -> None:

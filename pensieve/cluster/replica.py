@@ -14,7 +14,8 @@ tasks:
 If a replica is killed, its daemon is killed with it (tied.py). If the daemon dies, the replica exits
 (deployments.py). Calls in progress then fail with UNAVAILABLE.
 
-This module follows Ray's conventions without importing Ray. deployments.py makes the class a deployment.
+This module follows Ray's conventions, but can be imported without Ray. deployments.py makes the class a
+deployment.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ NEEDS_TOKENS = (
 
 
 class DaemonReplica:
-    """A daemon with a method for each RPC, named as Ray expects; `add_methods` creates them."""
+    """A daemon with a method for each RPC, named as Ray expects. `add_methods` creates these methods."""
 
     settings: ClusterSettings
     daemon: ChildProcess

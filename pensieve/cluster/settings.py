@@ -50,7 +50,7 @@ class ClusterSettings:
     replicas: int = 2
     data: str = ""  # a folder on each node, for batch jobs
     daemon_port: int = 0  # first port of the daemons; 0: any free ports
-    cpus: float = 1.0  # that Ray reserves for each replica
+    cpus: float = 1.0  # processors that Ray reserves for each replica
     gpus: float = 0.0
     insecure: bool = False  # let other machines call without tokens
     local: bool = False  # all nodes are this machine: daemons listen on 127.0.0.1
@@ -135,7 +135,7 @@ def replica_command(settings: ClusterSettings, name: str, host: str, slot: Slot)
 
 
 def store_environment(settings: ClusterSettings) -> dict[str, str]:
-    """Return the address of the database as an environment variable: all users can see command lines."""
+    """Return the database's address as an environment variable, because all users can see command lines."""
     return {STORE.variable: settings.store}
 
 

@@ -56,7 +56,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a daemon that no replica has started holds the folder."""
+    """Return whether a daemon that no replica has started uses the folder."""
     if not (folder / LOCK_NAME).exists():
         return False
     lock = _locked(folder / LOCK_NAME)

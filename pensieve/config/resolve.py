@@ -41,7 +41,10 @@ def resolve(
     file: Path | None = None,
     table: Table = ENGINE_SETTINGS,
 ) -> Resolved:
-    """Resolve the settings of `table` and the internal settings. A ConfigError names an invalid setting."""
+    """Resolve the settings of `table` and the internal settings.
+
+    Raises ConfigError, which names the invalid setting or file.
+    """
     in_file = _read(file) if file is not None else {}
     internal = {each.name for each in settings_for(INTERNAL)}
     for name in REMOVED_SETTINGS.keys() - internal:
@@ -69,7 +72,7 @@ def resolve(
             but = "" if setting.secret else f", not {text!r}"
             raise ConfigError(f"{named} {error}{but}") from None
         sources[setting.name], texts[setting.name] = source, text
-        if text and not setting.secret and {ENGINE, INTERNAL} & set(setting.of):
+        if text and not setting.secret and {ENGINE, INTERNAL} & set(setting.used_by):
             written[setting.name] = text
     for name, default in (("model", ""), ("data", default_data_folder(environ))):
         if name in values:
@@ -98,7 +101,7 @@ def print_settings(resolved: Resolved) -> None:
 
 
 def _as_toml(text: str) -> str:
-    """Write a text as a TOML number if that reads back unchanged, otherwise as a TOML string."""
+    """Write a text as a TOML number if the number reads back unchanged, otherwise as a TOML string."""
     if re.fullmatch(r"0|[1-9][0-9]{0,17}", text):
         return text
     if re.fullmatch(r"[0-9]+\.[0-9]+", text) and str(float(text)) == text:
@@ -114,7 +117,7 @@ def _read(file: Path) -> dict[str, str]:
         raise ConfigError(f"--config: cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    known = {each.name for each in ALL if INTERNAL not in each.of}
+    known = {each.name for each in ALL if INTERNAL not in each.used_by}
     for name, value in table.items():
         if name in REMOVED_SETTINGS:
             raise removed(f"{file}: {name}", name)

@@ -16,8 +16,8 @@ SECRETS = frozenset({*OF_LIBPQ, *(each.variable for each in ALL if each.secret)}
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without secrets, for the engine process.
 
-    The engine reads model files of unknown origin, and needs neither the history nor tokens. So variables of
-    secret settings are removed, and variables that contain a password for libpq.
+    The engine reads model files of unknown origin, and needs neither the history nor tokens. So the variables
+    of secret settings are removed. The variables that give passwords or keys to libpq are removed, too.
     """
     return {name: value for name, value in environ.items() if name not in SECRETS}
 

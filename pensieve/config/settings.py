@@ -34,9 +34,9 @@ REACH = "reach"  # clients of a daemon
 LOOK = "look"  # `pensieve admin`
 TALK = "talk"  # `pensieve chat`
 RANK = "rank"  # `pensieve rank`
-INTERNAL = "internal"  # for tests and measurements: only a variable of the engine, no flag or key
+INTERNAL = "internal"  # for tests and measurements: set only by a variable, without a flag or key
 
-POLICY_NAMES = ("return", "value", "lru")  # of core/policies/registry.py
+POLICY_NAMES = ("return", "value", "lru")  # the names in core/policies/registry.py
 DATA_FOLDER = (
     "~/Library/Application Support/pensieve"
     if sys.platform == "darwin"
@@ -57,9 +57,9 @@ class Setting:
     default: str  # as a text; "" for no default
     help: str
     metavar: str = ""  # "" for a switch
-    of: tuple[str, ...] = (ENGINE,)
+    used_by: tuple[str, ...] = (ENGINE,)  # the parts of the program that use the setting
     group: str = ""
-    common: bool = False  # shown in `serve --help`; other settings only in --help-all
+    common: bool = False  # shown in --help; `serve`, `chat` and `batch` show others in --help-all
     spelled: str = ""  # the flag, if it is not derived from the name
     secret: bool = False
     name: str = ""
@@ -88,7 +88,7 @@ def _parser_of(type_: Any, parameter: Parameter) -> Callable[[str], float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The parsed values. None if the command does not use the setting, or if there is no value."""
+    """The parsed values. A value is None if the command does not use the setting, or if nothing sets it."""
 
     # The model.
     model: str = _setting(
@@ -134,7 +134,7 @@ class Settings:
         "auto",
         "format of the model's tool calls; auto: found from its template and tokenizer; none: they stay text",
         "auto|hermes|llama|mistral|pythonic|none",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="model",
     )
     weights: str = _setting(
@@ -227,7 +227,7 @@ class Settings:
         "auto",
         "compute threads; auto: one per core",
         "N",
-        of=(ENGINE, RANK),
+        used_by=(ENGINE, RANK),
         group="cache and scheduling",
     )
     # Several GPUs or machines.
@@ -258,7 +258,7 @@ class Settings:
         "",
         "file with the secret that the daemons and ranks of a cluster share",
         "FILE",
-        of=(ENGINE, RANK),
+        used_by=(ENGINE, RANK),
         group="several daemons",
     )
     # The history.
@@ -270,7 +270,7 @@ class Settings:
         group="history",
         common=True,
     )
-    store: str | None = _setting(  # with its password, if it has one
+    store: str | None = _setting(  # secret, because the URL may contain a password
         store_url,
         "",
         "database with the history, instead of --data: postgresql://USER@HOST/NAME (docs/postgresql.md), or "
@@ -284,7 +284,7 @@ class Settings:
         "",
         "back up the history to this folder every minute (see `pensieve restore`)",
         "DIR",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="history",
         common=True,
     )
@@ -293,7 +293,7 @@ class Settings:
         "7",
         "how long past states can be restored; deleted text stays in the backup a day longer; 0: for ever",
         "DAYS",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="history",
     )
     conversation_keep: float = _setting(
@@ -301,7 +301,7 @@ class Settings:
         "0",
         "erase conversations after this many idle days; 0: never",
         "DAYS",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="history",
     )
     store_default: bool = _setting(
@@ -309,7 +309,7 @@ class Settings:
         "on",
         "off: OpenAI and Anthropic requests are stored only if they say store: true, or name a conversation",
         "on|off",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="history",
     )
     # Access to the daemon.
@@ -318,7 +318,7 @@ class Settings:
         "127.0.0.1:50051",
         "listen here for gRPC; port 0: any free port",
         "HOST:PORT",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
         common=True,
     )
@@ -327,7 +327,7 @@ class Settings:
         "",
         "serve the OpenAI and Anthropic APIs and the web page: PORT for this machine only, or HOST:PORT",
         "[HOST:]PORT",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
         common=True,
     )
@@ -336,7 +336,7 @@ class Settings:
         "",
         "host names that HTTP clients without tokens may use, besides IP addresses and localhost; *: any",
         "NAME,…",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
     )
     http_origins: tuple[str, ...] | None = _setting(
@@ -344,7 +344,7 @@ class Settings:
         "",
         "web origins whose pages may call the HTTP APIs (CORS), such as https://chat.example.org; *: any",
         "URL,…",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
     )
     token_file: Path | None = _setting(
@@ -352,7 +352,7 @@ class Settings:
         "",
         "require the tokens in this file (see `pensieve token`)",
         "FILE",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
         common=True,
     )
@@ -361,7 +361,7 @@ class Settings:
         "",
         "certificate chain, PEM",
         "FILE",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
         common=True,
     )
@@ -370,7 +370,7 @@ class Settings:
         "",
         "the certificate's key, PEM",
         "FILE",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
         common=True,
     )
@@ -379,14 +379,14 @@ class Settings:
         "",
         "require client certificates of this certificate authority, PEM",
         "FILE",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
     )
     insecure: bool | None = _setting(
         switch,
         "",
         "let other machines connect without TLS or tokens",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
     )
     drain_timeout: float = _setting(
@@ -394,7 +394,7 @@ class Settings:
         "30",
         "how long to wait for running turns when the daemon stops",
         "SECONDS",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
     )
     ready_file: Path | None = _setting(
@@ -402,7 +402,7 @@ class Settings:
         "",
         "write the address to this file when ready",
         "FILE",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="listening",
     )
     # Several daemons that share a history.
@@ -411,7 +411,7 @@ class Settings:
         "",
         "name of this daemon among several; also a label of its metrics",
         "NAME",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="several daemons",
     )
     announce: str | None = _setting(
@@ -420,7 +420,7 @@ class Settings:
         "address of this daemon for other daemons and routers, if they cannot use --address (for example, "
         "if --address is 0.0.0.0:50051); HTTP and metrics are reached at this host and their own ports",
         "HOST:PORT",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="several daemons",
     )
     cluster_ca: Path | None = _setting(
@@ -428,7 +428,7 @@ class Settings:
         "",
         "certificate authority of the other daemons, if they use TLS, PEM (default: the system's)",
         "FILE",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="several daemons",
     )
     # Monitoring.
@@ -438,7 +438,7 @@ class Settings:
         "serve GET /metrics for Prometheus and GET /health at this address (port 0: any free port); http: "
         "serve /metrics on the port of --http",
         "HOST:PORT|http",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="watching",
         common=True,
     )
@@ -446,7 +446,7 @@ class Settings:
         switch,
         "",
         "export an OpenTelemetry span for each turn, configured by the OTEL_* variables; spans have no text",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="watching",
     )
     audit_log: Path | None = _setting(
@@ -454,7 +454,7 @@ class Settings:
         "",
         "append operators' actions, deletions and the use of tokens to this file, as JSON lines",
         "FILE",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="watching",
     )
     log_format: str = _setting(
@@ -462,7 +462,7 @@ class Settings:
         "auto",
         "format of the log; auto: text on a terminal, else JSON lines",
         "auto|text|json",
-        of=(SERVE,),
+        used_by=(SERVE,),
         group="watching",
     )
     journal: Path | None = _setting(
@@ -474,7 +474,7 @@ class Settings:
     )
     # `pensieve rank`.
     leader: str | None = _setting(
-        str, "", "the engine's --rank-address", "HOST:PORT", of=(RANK,), group="several GPUs"
+        str, "", "the engine's --rank-address", "HOST:PORT", used_by=(RANK,), group="several GPUs"
     )
     # Clients of a daemon.
     daemon: str | None = _setting(
@@ -482,7 +482,7 @@ class Settings:
         "",
         "HOST:PORT or unix:PATH of a daemon; several with commas between, if they share a history",
         "A",
-        of=(REACH,),
+        used_by=(REACH,),
         group="daemon",
         spelled="--address",
         common=True,
@@ -492,7 +492,7 @@ class Settings:
         "",
         "token for the daemon",
         "TOKEN",
-        of=(REACH,),
+        used_by=(REACH,),
         group="daemon",
         secret=True,
         common=True,
@@ -501,7 +501,7 @@ class Settings:
         switch,
         "",
         "connect with TLS, and trust the certificate authorities of this system",
-        of=(REACH,),
+        used_by=(REACH,),
         group="daemon",
         common=True,
     )
@@ -510,7 +510,7 @@ class Settings:
         "",
         "connect with TLS, and trust only this certificate authority, PEM",
         "FILE",
-        of=(REACH,),
+        used_by=(REACH,),
         group="daemon",
         common=True,
     )
@@ -520,7 +520,7 @@ class Settings:
         "several daemons to ask at once; NAME= may be left out. `all`: the daemons that share the history of "
         "the daemon at --address",
         "NAME=A,…",
-        of=(LOOK,),
+        used_by=(LOOK,),
         group="daemon",
     )
     system: str | None = _setting(
@@ -528,7 +528,7 @@ class Settings:
         "",
         "system prompt of new conversations",
         "TEXT",
-        of=(TALK,),
+        used_by=(TALK,),
         group="talking",
         common=True,
     )
@@ -536,7 +536,7 @@ class Settings:
         switch,
         "",
         "after each reply, print where its context came from",
-        of=(TALK,),
+        used_by=(TALK,),
         group="talking",
         common=True,
     )
@@ -544,7 +544,7 @@ class Settings:
         switch,
         "",
         "show replies as plain text, not as Markdown",
-        of=(TALK,),
+        used_by=(TALK,),
         group="talking",
         common=True,
     )
@@ -557,7 +557,7 @@ class Settings:
                 "",
                 _parameter.help,
                 _parameter.metavar,
-                of=(TALK,),
+                used_by=(TALK,),
                 group="sampling",
                 common=_parameter.common,
             )
@@ -569,44 +569,44 @@ class Settings:
         "echo: arithmetic instead of a model, with SECONDS per iteration; separate: a pass of its own for "
         "prompts",
         "model|echo[:SECONDS]|separate",
-        of=(INTERNAL,),
+        used_by=(INTERNAL,),
     )
-    chunk_tokens: int = _setting(whole(1, 1024), "32", "tokens per chunk", of=(INTERNAL,))
+    chunk_tokens: int = _setting(whole(1, 1024), "32", "tokens per chunk", used_by=(INTERNAL,))
     staging_tokens: int = _setting(
         whole(0, 1 << 31),
         "0",
         "tokens of one layer in both staging arenas (0: a tenth of the device tier; on a CPU no arenas)",
-        of=(INTERNAL,),
+        used_by=(INTERNAL,),
     )
     prompt_seconds: float = _setting(
         number(0, 3600),
         "0.05",
         "most seconds that prompt tokens may add to an iteration with generating turns (0: no limit)",
-        of=(INTERNAL,),
+        used_by=(INTERNAL,),
     )
     share: int = _setting(
         whole(0, 1 << 20),
         "0",
         "tokens of a reply after which a turn yields to a waiting turn (0: never)",
-        of=(INTERNAL,),
+        used_by=(INTERNAL,),
     )
     cost: Path | None = _setting(
         file,
         "",
         "a file of `pensieve profile --output`, instead of the kept profile",
-        of=(INTERNAL,),
+        used_by=(INTERNAL,),
     )
     lease: float = _setting(
         number(0.5, 3600),
         "10",
         "seconds of silence after which other daemons take over a daemon's conversations",
-        of=(INTERNAL,),
+        used_by=(INTERNAL,),
     )
     ranks_elsewhere: int = _setting(
         whole(0, 4096),
         "0",
         "number of ranks on other machines (0: the ranks of all stages but the last one)",
-        of=(INTERNAL,),
+        used_by=(INTERNAL,),
     )
 
 
@@ -615,7 +615,7 @@ ALL: Table = tuple(replace(each.metadata["setting"], name=each.name) for each in
 
 def settings_for(*concerned: str) -> Table:
     """Return the settings of one or several parts of the program."""
-    return tuple(each for each in ALL if not set(concerned).isdisjoint(each.of))
+    return tuple(each for each in ALL if not set(concerned).isdisjoint(each.used_by))
 
 
 ENGINE_SETTINGS = settings_for(ENGINE)

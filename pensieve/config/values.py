@@ -128,8 +128,8 @@ def replica_name(text: str) -> str:
     return text
 
 
-# Each part matches exactly what libpq reads as this part. Otherwise an error could show a piece of a password
-# as a host name.
+# Each part of the pattern matches exactly what libpq reads as this part. With a looser pattern, an error
+# could show a piece of a password as a host name.
 _WORD = r"[^:@/?#\s,]*"
 _HOST = rf"(?:{_WORD}|\[[0-9a-fA-F:.%]*\])(?::[0-9]*)?"
 STORE_URL = re.compile(
@@ -160,7 +160,7 @@ def store_url(text: str) -> str:
 
 
 def shown_store(url: str) -> str:
-    """Return the URL of a history without user, password and options. "" if the URL is empty.
+    """Return the URL of a history without user, password and options, or "" if the URL is empty.
 
     The result is the same for all daemons that share a history.
     """

@@ -20,8 +20,8 @@ daemon leaves a ninth of `turns_max` to the others.
 * if any turn ahead waits for room, the time since the engine's latest admission.
 
 With nothing ahead there is no wait, so an idle engine refuses no turn. The turn's own prompt does not count,
-because a later turn would need the same time for it. A refusal tells the client when to retry. By then, the
-wait is within the objective if no more turns arrive.
+because a retry would need the same time for it. A refusal tells the client when to retry. By then, the wait
+is within the objective if no more turns arrive.
 
 **Ahead** of a new turn are the turns that have no token yet and that the engine would serve first:
 
@@ -29,8 +29,8 @@ wait is within the objective if no more turns arrive.
 * waiting turns of the same tenant, if their priority is the same or higher;
 * turns of other tenants that fair queueing (core/fair_queue.py) serves in the meantime, in proportion to the
   tenants' weights;
-* turns that are about to begin, because otherwise a burst of requests would find nothing ahead. Their tokens
-  are estimated from their characters.
+* turns that are about to begin. Without these, a burst of requests would find nothing ahead. Their tokens are
+  estimated from their characters.
 
 The part of a prompt that is already computed is subtracted.
 
@@ -59,7 +59,7 @@ LATEST_SHARE = 1 / 8  # weight of the latest value in a moving average
 
 class WorkAhead(NamedTuple):
     num_turns: float = 0.0  # turns that wait for room
-    seconds: float = 0.0  # predicted for their prompts
+    seconds: float = 0.0  # predicted for the prompts of all turns ahead
 
 
 NOTHING = WorkAhead()
@@ -94,7 +94,7 @@ class Admission:
     def refusal(
         self, tenant: str, load: DaemonLoad, seconds_left: float | None, now: float
     ) -> PensieveError | None:
-        """Return None if a turn of this tenant may begin now, otherwise the reason why not."""
+        """Return the error for a turn of this tenant that may not begin now, or None if it may."""
         if load.is_draining:
             return Unavailable("the daemon is shutting down")
         if not load.engine_serves:
@@ -122,7 +122,7 @@ class Admission:
         return refusal
 
     def exceeded(self, tenant: str, load: DaemonLoad, now: float) -> QueueFull | None:
-        """Return the limit that another turn or warm of this tenant would exceed; None if it fits."""
+        """Return an error if another turn or warm of this tenant would exceed a limit, otherwise None."""
         if load.num_turns >= self._turns_max:
             return QueueFull(f"{load.num_turns} turns are waiting or running; retry later")
         num_left = self._turns_max - load.num_turns
@@ -216,7 +216,7 @@ def ahead_of(
 ) -> WorkAhead:
     """Return the work ahead of a new turn; `turns` have no token yet, in order of arrival.
 
-    `seconds_served`: the predicted seconds of begun prompts that are already computed.
+    `seconds_served`: how many of the predicted seconds of begun prompts are already computed.
     """
     shares: dict[str, _Share] = {}
     for turn in turns:
@@ -254,7 +254,7 @@ class PromptPace:
 
     def __init__(self) -> None:
         self._busy = self._predicted = 0.0
-        # When the latest prompt was completed, or, after a pause, the next prompt begun. None: neither yet.
+        # When the latest prompt was completed or, after a pause, the next one was begun. None: neither yet.
         self._since: float | None = None
 
     @property
@@ -295,7 +295,7 @@ class PromptTimes:
             self._tokens += (live.prompt_tokens - self._tokens) * LATEST_SHARE
 
     def arriving(self, request: TurnRequest, weight: float) -> WaitingTurn:
-        """Describe a turn that is about to begin; 0 seconds while no prompt was tokenized."""
+        """Describe a turn that is about to begin. Its time is 0 until the first prompt was tokenized."""
         seconds = 0.0
         if self.cost is not None and self._characters:
             num_tokens = round(request.num_characters * self._tokens / self._characters)
@@ -312,7 +312,7 @@ class PromptTimes:
         self.pace.ended(live.prompt_seconds, now)
 
     def wait_seconds(self, ahead: WorkAhead) -> float:
-        """Return the seconds that these prompts take at the measured pace; 0 while the pace is unknown."""
+        """Return the seconds that the prompts ahead take at the measured pace; 0 if the pace is unknown."""
         return ahead.seconds * (self.pace.ratio or 0.0)
 
     def engine_lost(self) -> None:

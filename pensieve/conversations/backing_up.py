@@ -2,7 +2,7 @@
 
 If several daemons share a history file, the daemon that does the housekeeping writes the backup
 (store/housekeeper.py). All daemons use one folder, and no daemon keeps the folder locked between two writes.
-If that daemon exits or hangs, another daemon takes over within a minute.
+If the daemon that writes the backup exits or hangs, another daemon takes over within a minute.
 
 Access to the folder may be slow or hang, so a separate thread writes to it. No turn and no deletion waits for
 that thread. The daemon's shutdown waits at most STOP_SECONDS for it. A problem is logged when it begins and
@@ -47,7 +47,7 @@ class BackupWriter:
 
     def figures(self) -> dict[str, float]:
         """Return figures for the operator; none while another daemon writes the backup."""
-        if not self._store.keeps_house:
+        if not self._store.is_housekeeper:
             return {}
         return {
             "backup_age_seconds": self._threads.loop.time() - self._whole_at,
@@ -58,7 +58,7 @@ class BackupWriter:
         """Write the last changes. Call it after the background tasks ended and before the store closes."""
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                if self._store.keeps_house:
+                if self._store.is_housekeeper:
                     await self._write()
                 await aside(self._backup.close)
         except Exception as error:  # a broken folder must not keep the daemon from ending
@@ -70,7 +70,7 @@ class BackupWriter:
         while True:
             began = now()
             try:
-                if self._store.keeps_house:
+                if self._store.is_housekeeper:
                     await self._write()
             except PensieveError as error:
                 self._has_problem(str(error))
@@ -78,7 +78,7 @@ class BackupWriter:
                 log.error("the backup failed unexpectedly", exc_info=error)
                 self._has_problem(whole_line(error))
             else:
-                if self.problem and self._store.keeps_house:
+                if self.problem and self._store.is_housekeeper:
                     log.warning("the backup is complete again")
                 self.problem, self._whole_at = "", began
             await asyncio.sleep(max(SECONDS, PAUSE_SHARE * (now() - began)))

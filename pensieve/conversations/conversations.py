@@ -1,7 +1,8 @@
 """Run the operations on conversations, with jobs in the store threads and messages to the engine.
 
-A coroutine here sends a job to a store thread (history.py). It acts on the result before it waits for
-anything else. So the event loop acts in the order of the store's jobs (threads.py). This order matters:
+A coroutine here sends a *job* to a store thread: a call of a method of `History` (history.py). The coroutine
+acts on the result before it waits for anything else. So the event loop acts in the order of the store's jobs
+(threads.py). This order matters:
 
 * **A turn begins** in the store. Then it is registered as live (turns.py), and its SubmitTurn goes to the
   engine. If the engine does not take the message, the turn is given up. A retry with the same request_id
@@ -175,7 +176,7 @@ class Conversations:
     ) -> records.StoredConversation:
         """Cut a conversation back to a revision.
 
-        StaleRevision if it is not at the expected revision (None: any).
+        Raises StaleRevision if the conversation is not at the expected revision (None: any).
         """
 
         async def sequence() -> records.StoredConversation:
@@ -198,7 +199,7 @@ class Conversations:
     ) -> records.StoredConversation:
         """Delete the last message of a conversation and return when its text is erased from the files.
 
-        `seen` and `pending` are the conversation and its pending messages as the client saw them.
+        `seen` and `pending` are the conversation and its pending messages as the client saw them. Raises
         StaleRevision if they have changed.
         """
 
@@ -218,7 +219,7 @@ class Conversations:
         return await self._threads.whole(sequence())
 
     async def delete_prefix(self, prefix_id: str, tenant: str = "") -> None:
-        """Delete a declared prefix. Conversations under it stay whole and keep the KV that they share."""
+        """Delete a declared prefix. Conversations that began with it keep their messages and shared KV."""
         try:
             await self.delete(stored_id(prefix_id), tenant)
         except NotFound:
@@ -391,7 +392,7 @@ class Conversations:
             self.followers.wake(number)
 
     async def _provide_log(self, needed: LogNeeded) -> None:
-        """Send the engine the log that a turn needs. On failure, give up the turn: it would wait for ever."""
+        """Send the engine the log that a turn needs. On failure, give up the turn, which cannot run."""
         try:
             tenant, conversation_id = names_of(needed.conversation_id)
             self._engine.put(

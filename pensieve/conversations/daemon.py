@@ -5,7 +5,8 @@
     down     the engine died: its turns fail, and another engine process starts. A turn that kills several
              engine processes in succession is not retried for ever (`turns.Suspects`)
     drain    no new turns; running turns end or are interrupted
-    close    stop the engine, finish sequences (threads.py), then close the backup and the history
+    close    stop the engine, wait for tasks that must not be cut off (`Threads.whole`), then close the backup
+             and the history
 
 A turn is admitted or refused before it is tokenized or stored (admission.py). Other parts of the process
 subscribe to `Daemon.events`. A `Daemon` belongs to the event loop; threads.py says what runs in other
@@ -74,10 +75,10 @@ class Daemon:
     ) -> None:
         self.config = config or DaemonConfig()
         self.store = store
-        self._loop = asyncio.get_running_loop()  # also the clock; records have the wall clock
+        self._loop = asyncio.get_running_loop()  # also the clock; stored times are wall-clock times
         self.started_at = self._loop.time()
         self.draining = False
-        self.refusals = Counter[str]()  # calls that ended with an error, by its reason
+        self.refusals = Counter[str]()  # calls that ended with an error, by the error's reason
         self.meter = Meter()
         self.events = events = TurnEvents()
         events.engine_events.subscribe(self._on_events)
@@ -112,7 +113,7 @@ class Daemon:
             store.scrub(),
             self.threads,
             self.config.scrub_seconds,
-            lambda: store.erasure.pending or not store.keeps_house,
+            lambda: store.erasure.pending or not store.is_housekeeper,
             self.damage.found,
         )
         self.admission = Admission(
@@ -184,13 +185,16 @@ class Daemon:
 
     @property
     def writable(self) -> Conversations:
-        """Return the conversations for a change of the history; StoreCorrupt if the history is damaged."""
+        """Return `conversations` to a caller that will change the history.
+
+        Raises StoreCorrupt if the history is damaged.
+        """
         if self.damage.problems and (damage := self.damage.refusal) is not None:
             raise damage
         return self.conversations
 
     def writable_by(self, tenant: str) -> Conversations:
-        """Return the conversations for a change that this tenant pays for, and charge for the call.
+        """Return `conversations` for a change that this tenant pays for, and charge for the call.
 
         Raises the errors of `writable`. Also raises if the disk is full or the tenant has used up its tokens.
         """
@@ -276,13 +280,14 @@ class Daemon:
     def refusal(
         self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
     ) -> PensieveError | None:
-        """Return None if a turn of this tenant may begin now, otherwise the reason why not."""
+        """Return the error for a turn of this tenant that may not begin now, or None if it may."""
         load, now = self._load(tenant, conversation_id, priority), self._loop.time()
         return self.store_refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
-        if (damage := self.damage.refusal) is not None:  # a warm may have to rewrite the tokens
+        # If the tokenizer has changed, a warm tokenizes the history again and stores the new tokens.
+        if (damage := self.damage.refusal) is not None:
             raise damage
         load, now = self._load(tenant, conversation_id), self._loop.time()
         if (exceeded := self.admission.exceeded(tenant, load, now)) is not None:

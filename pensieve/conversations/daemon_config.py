@@ -19,7 +19,7 @@ CHAIN_KEEP_SECONDS = 30 * DAY_SECONDS
 
 @dataclass(frozen=True)
 class Sources:
-    """Nondeterministic inputs: the wall clock, for records only, and random numbers."""
+    """Nondeterministic inputs: the wall clock (for times that are stored or exported), and random numbers."""
 
     wall_clock: Callable[[], float] = time.time
     random_bits: Callable[[int], int] = secrets.randbits

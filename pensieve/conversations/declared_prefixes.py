@@ -89,7 +89,7 @@ class DeclaredPrefixes:
         admission: Admission,
         now: Callable[[], float],
     ) -> None:
-        """`now`: the wall clock, for records."""
+        """`now`: the wall clock, for times that are stored."""
         self._history, self._threads, self._warming = history, threads, warming
         self._tokenizing, self._admission, self._now = tokenizing, admission, now
         self._due = asyncio.Event()

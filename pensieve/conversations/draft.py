@@ -59,12 +59,14 @@ class TurnRequest:
     # The settings of a conversation that the turn creates. The id and the tenant come from the request.
     settings: ConversationSettings = NO_SETTINGS
     pending: tuple[records.NewMessage, ...] | None = (
-        None  # pending messages that this turn takes up
+        None  # earlier messages without a turn; this turn inserts them before its own messages
     )
     # Makes the stored response from the ended LiveTurn, its finish reason and the withheld text.
     response: Callable[[Any, FinishReason, str], StoredResponse] | None = None
     chain: ChainEnd | None = None  # lets the client's next request find the conversation
-    history_digest: bytes = b""  # digest of all messages that the client sent; keyed requests only
+    # The digest of all messages that the client sent; empty unless a request with a request_id brings its
+    # full history.
+    history_digest: bytes = b""
     shared_prompt: SharedPrompt | None = None  # shared with the other choices of the request
     reply_begins: str = ""  # the start of the reply, given by the client (prefill)
 
@@ -108,7 +110,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Everything that is needed to tokenize a turn's messages. No other thread uses these values.
+    """Everything that is needed to tokenize a turn's messages.
 
     `prompt` may be called in any thread. The call takes longer for a longer new text.
     """
@@ -116,7 +118,7 @@ class Draft:
     request: TurnRequest
     conversation: records.StoredConversation
     log_end: array[int]  # the last tokens of the log at the conversation's revision
-    head: Sequence[records.StoredMessage]  # messages before the first turn; later turns: empty
+    head: Sequence[records.StoredMessage]  # messages before the first turn; empty for later turns
     template: ChatTemplate
     heads: PromptHeads
     constraints: ConstraintChecker
@@ -154,9 +156,10 @@ class Draft:
 
 
 def check_settings(template: ChatTemplate, context_max: int, settings: ConversationSettings) -> int:
-    """Raise if no conversation can begin with these settings; return how many tokens the check has used.
+    """Raise if no conversation can begin with these settings.
 
-    May be called in any thread.
+    Return how many tokens were tokenized for the check, because the tenant pays for them. May be called in
+    any thread.
     """
     size = len(settings.system_prompt) + sum(len(str(each)) for each in settings.tools)
     check_length("system_prompt and tools", size, context_max)
@@ -164,7 +167,7 @@ def check_settings(template: ChatTemplate, context_max: int, settings: Conversat
     head = [Message("system", system_prompt)] if system_prompt else []
     if not (head or settings.tools or options):
         return 0
-    # A dry run shows whether the template accepts them.
+    # A dry run shows whether the template accepts the settings.
     setting = TemplateSetting(settings.tools, options)
     return len(template.opening([*head, Message("user", "?")], setting).token_ids)
 
@@ -248,7 +251,7 @@ def stored_messages(
     tokens: Sequence[Sequence[int]],
     metadata: Mapping[str, Any] | None = None,
 ) -> list[records.NewMessage]:
-    """Turn a client's messages and their tokens into records for the store."""
+    """Convert a client's messages and their tokens to records for the store."""
     pairs = zip(messages, tokens, strict=True)
     return [_new_message(message, token_ids, metadata or {}) for message, token_ids in pairs]
 
@@ -298,10 +301,11 @@ def planned_conversation(
 ) -> tuple[records.NewConversation, records.StoredConversation, Sequence[records.StoredMessage]]:
     """Plan a conversation that is created with its first turn.
 
-    Returns the record to write, the same record as the store will return it, and the head (heads.py). The
-    turn is drafted on the second record. The job that begins the turn stores the conversation. So a request
-    that is refused for its template, tokens or length leaves nothing behind. If another request creates a
-    conversation of this name in the meantime, the two creation times differ, and the draft is stale.
+    Returns three values: the record to write, the record that the store will return for it, and the messages
+    before the first turn (heads.py). The turn is drafted on the second record. The store call that begins the
+    turn also stores the conversation. So a request that is refused for its template, tokens or length leaves
+    nothing behind. If another request creates a conversation of this name in the meantime, the two creation
+    times differ, and the draft is stale.
     """
     new = new_conversation(settings, fingerprint, now)
     head = [
@@ -309,7 +313,7 @@ def planned_conversation(
         for index, each in enumerate(new.messages)
     ]
     conversation = replace(
-        new.at_first(now),
+        new.without_messages(now),
         num_messages=len(head),
         tools=tuple(as_stored(new.tools)),
         template_options=as_stored(new.template_options),

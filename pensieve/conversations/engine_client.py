@@ -90,7 +90,7 @@ class Ready:
     )
     tbt_source: str = ""  # where that figure comes from, for people
     kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not transferred
-    kv_refusal: str = ""  # why not
+    kv_refusal: str = ""  # why KV is not transferred
 
     @property
     def num_pages(self) -> int:
@@ -216,7 +216,7 @@ class EngineClient:
         if num_unsent > UNSENT_BYTES_MAX and not isinstance(message, Freeing):
             raise Unavailable("the engine is not reading its messages; retry in a few seconds")
         packed = channel.pack_message(message)
-        if not self._writer.is_closing():  # otherwise `_listen` soon notices the end
+        if not self._writer.is_closing():  # if it is closing, `_listen` soon notices the end
             self._writer.write(packed)
 
     def tell(self, message: EngineMessage | None) -> bool:
@@ -337,7 +337,7 @@ class EngineClient:
                 pause = RESTART_SECONDS_MIN
             while self._writer is None:
                 await self._reap()
-                self._spare.take()  # the process may have freed some
+                self._spare.take()  # some may be free again
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RESTART_SECONDS_MAX)
                 if self._stopping:
@@ -418,7 +418,7 @@ class EngineClient:
         self._hung = f"{why}; it was killed"
         if self._process is not None:
             self._process.kill()
-        self._close_pipe()  # a process that waits for its device may not die
+        self._close_pipe()  # a killed process that waits for its device may not end
 
     async def _reap(self) -> None:
         """Wait until the old process is gone: two processes would compete for the device."""
@@ -441,7 +441,7 @@ class EngineClient:
             self._events.failed(error)
 
     def _close_pipe(self) -> None:
-        """Close the pipe at once, and drop unsent messages, because the process perhaps never reads them."""
+        """Close the pipe at once, and drop unsent messages, because the process may never read them."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.transport.abort()

@@ -2,7 +2,7 @@
 
 Any number of followers read a turn, each from the first token on. When the last follower leaves before the
 end, the turn lives for another `grace_seconds`. In this time a client may attach again with the same
-request_id. Then the turn is given up (`TurnEnds.give_up`): the engine stops it, its row becomes
+request_id. After this time the turn is given up (`TurnEnds.give_up`): the engine stops it, its row becomes
 `interrupted`, and the history is unchanged. A retry with the same request_id then runs the turn again.
 
 The grace period also begins when a turn begins, and again when a retry finds the turn. It passes in steps, so
@@ -68,7 +68,7 @@ class TurnFollowers:
         self._graces: dict[int, asyncio.TimerHandle] = {}
 
     async def until_ended(self, live: LiveTurn) -> None:
-        """Wait until a turn has ended in any state."""
+        """Wait until a turn has ended, with or without an error."""
         with contextlib.suppress(PensieveError):
             await self.follow(live)
 

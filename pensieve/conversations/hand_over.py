@@ -72,11 +72,11 @@ class PullResult(NamedTuple):
 
 
 def identity_of(daemon: Daemon) -> dict[str, str]:
-    """Return the identity of this daemon's KV; Unavailable if its engine does not transfer KV."""
+    """Return the identity of this daemon's KV. Raises Unavailable if its engine does not transfer KV."""
     ready = daemon.engine.ready
     if ready is None or not ready.kv_identity:
         why = ready.kv_refusal if ready is not None else "the model is loading"
-        raise Unavailable(f"this engine does not transfer KV: {why or 'it has none'}")
+        raise Unavailable(f"this engine does not transfer KV: {why or 'its KV has no identity'}")
     return {**ready.kv_identity, "fingerprint": daemon.texts.fingerprint}
 
 
@@ -89,7 +89,7 @@ class KvSource:
     async def parts(self, tenant: str, conversation_id: str, num_tokens: int) -> Parts:
         """Yield the header, then parts with the KV that this daemon has of these tokens.
 
-        The last part comes first.
+        The parts come in reverse order, the end of the conversation first.
         """
         yield KvHeader(identity_of(self._daemon))
         key = cache_key(tenant, conversation_id)
@@ -161,14 +161,14 @@ class KvReceiver:
         self._loop = asyncio.get_running_loop()
 
     async def turn_begun(self, live: LiveTurn) -> None:
-        """Fetch the KV of a conversation that another daemon had until now, if computing takes longer."""
+        """Fetch the KV of a conversation that another daemon owned until now, if computing takes longer."""
         store, named = self._daemon.store, (live.tenant, live.conversation_id)
         address = store.came_from.pop(named, "")
         if address:
             await self.pull(address, *named)
 
     async def pull(self, address: str, tenant: str, conversation_id: str) -> PullResult:
-        """Fetch the KV of a conversation from the daemon at this address, as far as that is faster.
+        """Fetch the KV of a conversation from the daemon at this address, as far as computing takes longer.
 
         Call this after this daemon has become the conversation's owner and has told its engine to forget the
         conversation, and before the SubmitTurn of the next turn.

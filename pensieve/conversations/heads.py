@@ -1,16 +1,18 @@
-"""Render and tokenize the messages that a conversation has before its first turn: its head.
+"""Render and tokenize the messages that a conversation has before its first turn.
+
+The *head* is the tokens of these messages that are in the log before the first turn:
 
     kind of conversation    messages before the first turn    tokens
     plain                   a system prompt, or none          none: they come with the first turn
-    declared prefix         system prompt, few-shot turns     the template's head; see text/template.py
-    given history           system prompt, messages           the template's head, which nobody shares
+    declared prefix         system prompt, few-shot turns     a head; see text/template.py
+    given history           system prompt, messages           a head, which nobody shares
 
-A first turn is rendered together with all messages of the head. The head's tokens are already in the log, so
-only the text after the head is tokenized. The log then has the same tokens as if the first turn had brought
-all messages. If a template writes no fixed text in front, the head is empty.
+A first turn is rendered together with all these messages. The head is already in the log, so only the text
+after the head is tokenized. The log then has the same tokens as if the first turn had brought all messages.
+If a template writes no fixed text in front of later messages, the head has no tokens.
 
 A declared prefix without messages (with only tools, for example) is stored with an empty system message,
-`STAND_IN`, which holds its tokens. The template does not see this message.
+`STAND_IN`, to which the prefix's tokens belong. The template does not see this message.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ class PromptHeads:
         if not (messages or settings.tools):
             raise InvalidArgument("prefix", "must have a system prompt, tools or messages")
         for each in settings.messages:
-            # In a given history, later messages may be system messages; the first is the system prompt.
+            # In a given history, messages after the first may be system messages. A system message at the
+            # beginning must be given as the system prompt.
             is_later = not settings.prefix_id and each.content and each is not messages[0]
             if each.role not in ("user", "assistant", "tool") and not (
                 each.role == "system" and is_later

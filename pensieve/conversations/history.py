@@ -6,7 +6,7 @@ event loop sends. A turn has these steps:
 
 1. `draft` reads the end of the log. `Draft.prompt` tokenizes the new messages, in any thread. `begin` checks
    that they fit and commits the turn as `running`. Everything that can fail happens before this commit.
-   If there is little to tokenize, `begin_if_short` does all of this in one job.
+   If there is little to tokenize, `begin_if_short` does all of this in one job (a call in a store thread).
 2. `finish` appends the tokens of the new messages and of the reply to the log in ONE transaction. `fail` and
    `interrupt` leave the history unchanged.
 
@@ -141,7 +141,7 @@ class History:
     def create(self, settings: ConversationSettings) -> records.StoredConversation | OutdatedTokens:
         """Create a conversation, with settings that `check_settings` has accepted.
 
-        OutdatedTokens if its declared prefix must be tokenized again first.
+        Returns OutdatedTokens if the conversation's declared prefix must be tokenized again first.
         """
         self._check_storage(settings.tenant)
         if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
@@ -175,7 +175,7 @@ class History:
     ) -> records.StoredConversation:
         """Cut a conversation back to a revision and return the conversation.
 
-        StaleRevision if it is not at the expected revision.
+        Raises StaleRevision if the conversation is not at the expected revision.
         """
         self._log_is_cut(tenant, conversation_id)
         self._store.rewind_conversation(
@@ -186,7 +186,7 @@ class History:
     def delete_last(
         self, seen: records.StoredConversation, pending: Sequence[records.NewMessage]
     ) -> LastDeleted:
-        """Delete the last message; StaleRevision if the conversation or `pending` have changed."""
+        """Delete the last message. Raises StaleRevision if the conversation or `pending` have changed."""
         conversation_id, tenant = seen.conversation_id, seen.tenant
         if not pending:
             self._log_is_cut(tenant, conversation_id)
@@ -203,7 +203,7 @@ class History:
     ) -> Deleted:
         """Interrupt the running turn of a conversation and delete the conversation, in one job.
 
-        If `unused_since` (a revision) or `unchanged` is given, StaleRevision is raised if a turn runs or the
+        With `unused_since` (a revision) or `unchanged`, raises StaleRevision if a turn runs or the
         conversation has changed since. If the deletion fails, the turn is interrupted anyway. So the error is
         returned together with the turn. A conversation that does not exist may still have to be erased from
         the files.
@@ -266,8 +266,8 @@ class History:
     def log_for(self, needed: LogNeeded) -> ProvideLog:
         """Make the message with the tokens that the engine asks for before it runs a turn.
 
-        TurnInterrupted if the log has changed. While a turn runs, the log changes only if the turn is given
-        up. While a warm runs, the log may change at any time.
+        Raises TurnInterrupted if the log has changed. While a turn runs, the log changes only if the turn is
+        given up. While a warm runs, the log may change at any time.
         """
         tenant, conversation_id = names_of(needed.conversation_id)
         try:
@@ -283,7 +283,8 @@ class History:
     def find_retried(self, request: TurnRequest) -> RetriedTurn | None:
         """Return the turn that this request retries. Raises InvalidArgument if that turn had other content.
 
-        None if there is no such turn, or if the turn failed or was interrupted, so that it may begin again.
+        Returns None if there is no such turn, or if the turn failed or was interrupted, so that it may begin
+        again.
         """
         stored = self._store.find_turn(
             request.conversation_id, request.request_id, tenant=request.tenant
@@ -357,7 +358,10 @@ class History:
         )
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> StartedTurn | RetriedTurn:
-        """Commit the turn as `running`; StaleRevision if the conversation has changed since the draft."""
+        """Commit the turn as `running`.
+
+        Raises StaleRevision if the conversation has changed since the draft.
+        """
         request, conversation = draft.request, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         tokens = array("I")
@@ -564,7 +568,10 @@ class PrefixHistory:
         template_time: float,
         prefixes_max: int,
     ) -> records.StoredPrefix:
-        """Store a prefix with the tokens of each message; StorageFull at `prefixes_max` prefixes."""
+        """Store a prefix with the tokens of each message.
+
+        Raises StorageFull if the tenant already has `prefixes_max` prefixes.
+        """
         self._check_storage(settings.tenant)
         given = all_messages(settings)
         messages = (
@@ -588,9 +595,10 @@ class PrefixHistory:
     def begin(
         self, settings: ConversationSettings
     ) -> records.StoredConversation | OutdatedTokens | None:
-        """Create a conversation under its declared prefix; None if no such prefix is declared.
+        """Create a conversation that begins with its declared prefix.
 
-        OutdatedTokens if the prefix was tokenized under another tokenizer or template.
+        Returns None if no such prefix is declared. Returns OutdatedTokens if the prefix was tokenized under
+        another tokenizer or template.
         """
         found = self._store.prefixes.find(settings.prefix_id, tenant=settings.tenant)
         if found is None:
@@ -661,7 +669,7 @@ class PrefixHistory:
         self._first_turns.pop(turn_id, None)
 
     def ended(self, turn_id: int) -> ForkConversation | None:
-        """Return the message that gives the prefix the KV of this turn; None unless `begun` noted it."""
+        """Return the message that gives the prefix the KV of this turn; None if `begun` did not note it."""
         conversation = self._first_turns.pop(turn_id, None)
         if conversation is None:
             return None

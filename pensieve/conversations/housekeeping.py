@@ -75,7 +75,7 @@ class Eraser:
 
 
 async def erased(finish: Callable[[], None], threads: Threads) -> None:
-    """Repeat `finish` in a store thread until everything is erased. ErasurePending at the deadline."""
+    """Repeat `finish` in a store thread until everything is erased. Raises ErasurePending at the deadline."""
     deadline = threads.loop.time() + ERASED_SECONDS_MAX
     while True:
         await asyncio.sleep(ERASE_PAUSE_SECONDS)
@@ -120,8 +120,8 @@ def start_expiring(
 ) -> None:
     """Erase conversations that did not change for `keep_seconds`; 0: never.
 
-    `delete` takes the id, the tenant and the conversation as it was read. It refuses if the conversation has
-    changed since. A conversation that another daemon owns is left to that daemon.
+    `delete` takes the id, the tenant and the conversation as it was read. It raises StaleRevision if the
+    conversation has changed since. A conversation that another daemon owns is left to that daemon.
     """
 
     async def look() -> int:
@@ -193,7 +193,7 @@ class Scrubber:
                     if problems := await self._threads.in_reader(NOBODY, self._scrub.step):
                         return await self._on_damage(problems)
                     self._is_late = False
-            except PensieveError as error:  # a sector that cannot be read, or no descriptor
+            except PensieveError as error:  # such as an unreadable sector, or no free descriptor
                 if not self._is_late:
                     log.error("the history could not be checked for damage: %s", error)
                 self._is_late = True

@@ -141,7 +141,7 @@ class LiveTurn:
     recompute_reason: str = ""  # the reason if tokens are recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None
-    tail: str = ""  # text after the last token that a stopped turn had withheld
+    tail: str = ""  # text that a stopped turn had withheld; it follows the text of the last token
     token_at: float = 0.0  # when the latest tokens came, by the loop's clock
     num_timed: int = 0  # tokens that are counted in the latencies
     weight: float = 1.0  # of the tenant
@@ -166,7 +166,7 @@ class LiveTurn:
     @property
     def num_charged_tokens(self) -> int:
         """Tokens for which the tenant pays: the prompt's after admission, and the reply's."""
-        if self.figures and self.usage is not None:  # every sampled token, even if a stop cut it
+        if self.figures and self.usage is not None:  # includes sampled tokens that a stop has cut
             return self.usage.new_tokens + self.usage.output_tokens
         return self.num_tokens + (self.prompt_tokens if self.admitted else 0)
 

@@ -4,7 +4,7 @@ The counts continue when the engine process is restarted:
 
     took         the engine published events: a token, or the end of a turn (including jobs' turns and warms)
     turn_ended   a client's turn has ended, and its end is in the history
-    refused      a turn was not admitted
+    refused      a request for a turn was refused
 
 Where vLLM has a histogram with the same meaning, the bounds here are those of vLLM. Everything belongs to the
 event loop, except `commits`, which the writer of the history increments.
@@ -114,7 +114,7 @@ class Latencies:
     """
 
     def __init__(self) -> None:
-        self.first_token = RecentTimes()  # since a request was admitted
+        self.first_token = RecentTimes()  # since the daemon accepted the request
         self.token_gap = RecentTimes()
         self.first_tokens = Histogram(FIRST_TOKEN_SECONDS)
         self.token_gaps = Histogram(TOKEN_GAP_SECONDS)

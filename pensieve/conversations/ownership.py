@@ -1,4 +1,4 @@
-"""Claim conversations, and drop stale state of conversations that another daemon had.
+"""Claim conversations, and drop stale state of conversations that another daemon has owned.
 
 A claim may take a conversation from another daemon's session (store/owners.py). The other daemon may have
 written to the conversation since this daemon last owned it. So this daemon drops its state of the
@@ -44,11 +44,11 @@ class Claims:
         return self._store.owners.lease_seconds
 
     async def claim(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
-        """Claim a conversation; return the owner if another daemon's lease holds."""
+        """Claim a conversation; return the owner if another daemon has a valid lease."""
         return await self._called(self._store.claim, conversation_id, tenant)
 
     async def take(self, conversation_id: str, tenant: str) -> OwnedElsewhere | None:
-        """Claim a conversation whose owner does not answer; return the owner if its lease holds."""
+        """Claim a conversation whose owner does not answer; return the owner if its lease is still valid."""
         return await self._called(self._store.take, conversation_id, tenant)
 
     async def _called(

@@ -2,8 +2,8 @@
 
 A template may mix the system prompt with the messages, so two conversations share exactly the first tokens
 that are equal in both logs. For each prefix_id of a tenant, this module remembers the conversation that
-finished a turn last, with the beginning of its log. It forgets the conversation when that is rewound or
-deleted.
+finished a turn last, with the beginning of its log. It forgets the conversation when the conversation is
+rewound or deleted.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class SharedPrompt:
         self._lender, self._tokens = "", array("I")
 
     def begin(self, key: str, tokens: array[int]) -> tuple[str, int] | None:
-        """Return the key of the lender and how many tokens it lends; None for the first conversation."""
+        """Return the key of the first conversation, and how many of its first tokens `tokens` shares.
+
+        Returns None for the first conversation itself.
+        """
         with self._lock:
             if not self._lender:
                 self._lender, self._tokens = key, tokens

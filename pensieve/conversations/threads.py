@@ -5,15 +5,16 @@
     read thread    clients' reads of the history, on a separate connection
     text pool      tokenizing long drafts; uses no shared state
 
-Each thread owns its state. The event loop sends a function with values as arguments and gets a value back.
+Each thread owns its state. The event loop sends a *job* (a function with values as arguments) and gets a
+value back.
 
 **Order.** Each conversation has a *lane*, which is one of the store threads. A tenant's jobs in a lane run in
-the order of their `in_store` calls. Tenants take turns (`FairPool`). The coroutines that wait for the jobs of
-a lane resume in the order of the jobs. So if a coroutine acts on its result before it waits for anything
-else, all actions on a conversation happen in the order of the store.
+the order of their `in_store` calls. Waiting tenants alternate (`FairPool`). The coroutines that wait for the
+jobs of a lane resume in the order of the jobs. So if a coroutine acts on its result before it waits for
+anything else, all actions on a conversation happen in the order of the store.
 
-**Sequences.** If further steps must follow a job even when the caller is gone, job and steps run in a
-separate task (`whole`).
+**Sequences.** Sometimes further steps must follow a job even if the caller is cancelled. Then the job and
+these steps run in a separate task, a *sequence* (`whole`).
 
 **Failures.** An unexpected exception in a background task is passed to `on_failure`, because other code may
 be waiting for that task.
@@ -131,7 +132,7 @@ class Threads:
         on_failure: Callable[[BaseException], None] = lambda error: None,
         num_lanes: int = 1,
     ) -> None:
-        self.loop = loop  # also the clock; records have the wall clock
+        self.loop = loop  # also the clock; stored times are wall-clock times
         self._lanes = [FairPool(loop, 1, "store") for _ in range(num_lanes)]
         self._read_thread = FairPool(loop, 1, "read")
         self._text_pool = FairPool(loop, text_threads, "text", drops_abandoned=True)
@@ -226,12 +227,12 @@ class _PoolJob(NamedTuple):
 
 
 class FairPool:
-    """A thread pool that tenants share: each tenant's jobs run in order, and the tenants take turns.
+    """A thread pool that tenants share: each tenant's jobs run in order, and waiting tenants alternate.
 
     Before a tenant's next job, at most one job of each other waiting tenant runs. Each new job adds one call
     of `_run_next` to the thread pool. The call runs the next job in the tenants' order, which may be another
-    job. A lock protects the queues: the event loop adds jobs, and the threads take them out. Only the event
-    loop counts the jobs that have not ended.
+    job than the new one. A lock protects the queues: the event loop adds jobs, and the threads take them out.
+    Only the event loop counts the jobs that have not ended.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 The last part of the KV is fetched first, because it costs most to recompute. A part is worth its transfer if
 
-    seconds to compute the part's tokens after the tokens before  >  bytes of the part / speed of the link
+    seconds to compute the part, given the tokens before it  >  bytes of the part / speed of the link
 
 A transfer is worth beginning if its parts together save more time than the latency of the link. The seconds
 to compute are the engine's prediction, times the pace of recent prompts (admission.py).

@@ -187,10 +187,10 @@ class TurnEnds:
         self._engine.tell(CancelTurn(live.number, num_tokens))
 
     def _dies_of(self, live: LiveTurn) -> bool:
-        """Count a death of the engine for a turn that it had; return True if it has died too often."""
+        """Count a death of the engine for a turn that it had. Return True if the turn has too many deaths."""
         if live.phase is not TurnPhase.RUNNING or not self._turns.suspects.engine_died(live):
             return False
-        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+        log.error("the engine has died repeatedly while it had this turn", extra=ids_of(live))
         return True
 
     async def _interrupt(
@@ -222,7 +222,7 @@ class TurnEnds:
             await self._store_interruption(live)
             finish = FinishReason.FAILED
             failure = TurnFailed("INTERNAL", "the turn could not be ended")
-        if live.figures:  # a turn that failed costs nothing
+        if live.figures:  # a failed turn has none and costs nothing
             self._charge(live)
         self._end(live, finish, failure)
 

@@ -35,7 +35,8 @@ from pensieve.text import PartMarker, Tokenizer
 
 BACKGROUND_NUMBER_MIN = 1 << 40  # first number of batch jobs' turns; other turns begin at 1
 DEATHS_ALONE, DEATHS_MAX = 2, 3
-RECORDS_MAX = 10_000  # of turns that were not retried; the oldest are forgotten
+# Records of turns that are never retried accumulate. Beyond this number, the oldest records are forgotten.
+RECORDS_MAX = 10_000
 
 
 class Suspects:
@@ -47,7 +48,7 @@ class Suspects:
         2 deaths    the turn is tried again when no other turn with 2 deaths is in the engine
         3 deaths    the turn has failed, with an error that clients do not retry automatically
 
-    After the first, a death counts only if the turn got no further than before its earlier deaths. So
+    After the first death, a death counts only if the turn had no more tokens than in an earlier attempt. So
     innocent turns are soon cleared. After 3 deaths the record is dropped, so a turn that a client sends again
     starts with 0 deaths.
     """
@@ -56,7 +57,7 @@ class Suspects:
         self._records: dict[int, tuple[int, int]] = {}  # by turn id: deaths, most tokens reached
 
     def engine_died(self, live: LiveTurn) -> bool:
-        """Count a death of the engine for a turn that it had; return True if it has died too often."""
+        """Count a death of the engine for a turn that it had. Return True if the turn has too many deaths."""
         num_deaths, num_tokens = self._records.pop(live.turn_id, (0, -1))
         num_deaths += not num_deaths or live.num_tokens <= num_tokens
         if num_deaths >= DEATHS_MAX:
@@ -235,7 +236,8 @@ class Turns:
     ) -> tuple[LiveTurn, SubmitTurn]:
         """Make a turn that belongs to no conversation, and its SubmitTurn. Then call `add` to make it live.
 
-        `turn_id` is negative. The message has a conversation_id only if the turn continues an idle turn.
+        `turn_id` is negative. `submit` has a conversation_id only if the turn continues the KV of an earlier
+        unstored turn (unstored.py).
         """
         number = next(self._numbers)
         submit = replace(
@@ -268,7 +270,7 @@ class Turns:
             )
 
     def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
-        """Record that the engine has room for a turn; return the turn, None if it is not live."""
+        """Record that the engine has room for a turn. Return the turn, or None if it is not live."""
         live = self._unadmitted.pop(number, None)
         if live is not None:
             live.admitted = True
@@ -279,7 +281,7 @@ class Turns:
     def take(self, token: SampledToken) -> LiveTurn | None:
         """Append a token to its turn, unless the turn is stopped or ending.
 
-        Return the turn, None if it is not live.
+        Return the turn, or None if it is not live.
         """
         live = self._live.get(token.turn_id)
         self._begun.pop(token.turn_id, None)

@@ -14,11 +14,12 @@ An unstored turn belongs to no conversation. The engine knows it by a key that n
   recognised when it is sent again (`Suspects`).
 
 **Cached prefixes** are found by digests of whole chunks (`UnstoredPrefixes`). If a prompt begins with all
-registered chunks of an idle turn, the new turn continues under the key of the idle turn, cut after these
-chunks. Otherwise the new turn begins as a fork. A prompt's chunks are registered when its first token
-arrives. A reply's chunks are registered when the turn has ended. If a turn was given up, has failed or is no
-longer needed, its chunks are forgotten, and the engine deletes its KV. In the SubmitTurn, the history ends
-one token after the shared chunks, because a history's last token never counts as having KV (core/turn.py).
+registered chunks of an idle turn, the new turn continues under the key of the idle turn, whose KV is cut
+after these chunks. If the prompt begins with only some of the chunks, or if their turn still runs, the new
+turn begins as a fork. A prompt's chunks are registered when its first token arrives. A reply's chunks are
+registered when the turn has ended. If a turn was given up, has failed or is no longer needed, its chunks are
+forgotten, and the engine deletes its KV. In the SubmitTurn, the history ends one token after the shared
+chunks, because a history's last token never counts as having KV (core/turn.py).
 
 Everything belongs to the event loop.
 """

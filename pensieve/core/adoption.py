@@ -8,12 +8,12 @@ even then, because the cache allows holes at the front of a conversation.
                   the KV covers; all of them are holes except the chunks of this part
     later parts   fill holes of this branch
 
-A chunk is adopted only if no tier has KV of it and no running turn holds it. Otherwise its KV may already
-have been computed here, because a part may arrive late. An adopted chunk gets an empty host page, or the page
-of the least valuable chunk on the host if that chunk is worth less. Pages of chunks that a running turn or a
-copy in flight uses are never taken. Pages of the same conversation are not taken either, because its later
-chunks are worth at least as much as the earlier chunk that is adopted. A chunk that would not be swapped in
-(`worth_swapping_in`) is not adopted.
+A chunk is adopted only if no tier has KV of it and no running turn holds it, because a part may arrive after
+the chunk was computed here. An adopted chunk gets an empty host page, or the page of the least valuable chunk
+on the host if that chunk is worth less. Pages of chunks that a running turn or a copy in flight uses are
+never taken. Pages of the same conversation are not taken either, because its later chunks are worth at least
+as much as the earlier chunk that is adopted. A chunk that would not be swapped in (`worth_swapping_in`) is
+not adopted.
 
 From then on, an adopted chunk is treated like a chunk that was swapped out here. The caller must write the
 bytes of the pages at once, so that no page is used without them. The engine ensures that nothing else uses
@@ -60,9 +60,9 @@ class Adoption:
     ) -> list[Adopted]:
         """Adopt chunks from `first_chunk` on.
 
-        `slots`: how many leading slots of each chunk have KV; 0: the chunk has none.
-        The last chunks are tried first, until there is no room. If the conversation is unknown, it is added
-        with the log `log`, up to the end of the last chunk.
+        `slots`: how many leading slots of each chunk have KV; 0: the chunk has none. The last chunks are
+        tried first, until one cannot be adopted. If the conversation is unknown, it is added with the log
+        `log`, up to the end of the last chunk.
         """
         conversation = self._tree.conversations.get(conversation_id)
         if conversation is None:
@@ -107,7 +107,7 @@ class Adoption:
         return chunk.idle and not chunk.resident and not chunk.in_flight
 
     def _adopt(self, chunk: Chunk, num_slots: int, now: float) -> bool:
-        """Adopt a chunk; False if there is no room for it."""
+        """Adopt a chunk. Return False if it is not worth swapping in, or if there is no room for it."""
         branch, candidates = chunk.branch, self._candidates
         assert branch is not None
         if not candidates.policy.worth_swapping_in(chunk.index):

@@ -1,7 +1,7 @@
 """Check every invariant of the cache and of its turns.
 
-Everything is recomputed from the chunks, and running counts are compared with the result. The AssertionError
-names the broken invariant.
+Everything is recomputed from the chunks and compared with the counts that the cache keeps up to date. An
+AssertionError names the broken invariant.
 """
 
 from __future__ import annotations
@@ -104,10 +104,12 @@ def _audit_pages(
     device_pages, host_pages = [], []
     for chunk in chunks:
         assert 0 <= chunk.host_filled <= chunk.filled <= chunk_tokens, f"{chunk}"
-        assert chunk.filled == 0 or chunk.resident, f"{chunk} is filled and nowhere"
+        assert chunk.filled == 0 or chunk.resident, f"{chunk} has filled slots but no page"
         assert chunk.host_filled == 0 or chunk.host_page is not None, f"{chunk}"
         assert chunk.device_page is not None or chunk.filled == chunk.host_filled, f"{chunk}"
-        assert chunk.in_flight == num_copies.get(chunk, 0), f"{chunk} is counted as moving"
+        assert chunk.in_flight == num_copies.get(chunk, 0), (
+            f"{chunk} counts {chunk.in_flight} copies in flight, not {num_copies.get(chunk, 0)}"
+        )
         if chunk.device_page is not None:
             device_pages.append(chunk.device_page)
         if chunk.host_page is not None:
@@ -142,7 +144,9 @@ def audit_turns(
     assert set(turns.releasing) <= set(turns.running), "a turn that does not run releases pages"
     for turn in turns.running.values():
         conversation = conversations[turn.conversation_id]
-        assert conversation.is_streamed == turn.streamed, f"{conversation} knows other pages"
+        assert conversation.is_streamed == turn.streamed, (
+            f"{conversation} and its turn disagree whether the turn is streamed"
+        )
         _audit_pages_of(turn, conversation, chunk_tokens)
     for conversation in conversations.values():
         if conversation.turn_id is None:

@@ -133,7 +133,7 @@ class KVCache:
     ) -> PageReservation | Shortage | None:
         """Pin and reserve the pages of the turn's whole context, or return how many are needed.
 
-        None if the turn has to wait for a streamed turn.
+        Returns None if the turn has to wait for a streamed turn.
 
         `filled_before`: for each chunk that this iteration writes, how far the chunk was filled before the
         iteration. Page copies need this, because they run before the slices.
@@ -160,7 +160,8 @@ class KVCache:
         self._bring_in(chunks, turn, admission, now)
         if tail is not None:
             chunks.append(self._copy_on_write(tail, turn, admission, filled_before, now))
-        if turn.identities is not None:  # the turn's next token shows whether their KV is finite
+        # The turn's next token shows whether the KV of these chunks is finite.
+        if turn.identities is not None:
             size = self.config.chunk_tokens
             unknown = [c for c in chunks if c.identity is None and c.filled == size]
             turn.completed += [(chunk, chunk.generation) for chunk in unknown]
@@ -256,10 +257,10 @@ class KVCache:
         self.tree.forget_if_empty(conversation)
 
     def settle(self, now: float) -> None:
-        """Free what the turns that have ended since the last call hold twice.
+        """Free the duplicate chunks of turns that have ended since the last call.
 
-        Their private chunks are replaced by registered chunks with the same content. An older temporary
-        conversation ends if a newer one has the same chunks.
+        Private chunks of these turns are replaced by registered chunks with the same content. An older
+        temporary conversation ends if a newer one has the same chunks.
         """
         unsettled, self._unsettled = self._unsettled, []
         for conversation in unsettled:
@@ -332,7 +333,7 @@ class KVCache:
     # -- operations on a resting conversation --
 
     def fork(self, source_id: str, num_tokens: int, target_id: str, now: float) -> None:
-        """Make another conversation over the first `num_tokens` positions. Nothing is copied."""
+        """Make another conversation that shares the first `num_tokens` positions. Nothing is copied."""
         assert target_id not in self.conversations, f"{target_id} is cached already"
         source = self.conversations.get(source_id)
         if source is not None:
@@ -489,7 +490,7 @@ class KVCache:
         filled_before: dict[Chunk, int],
         now: float,
     ) -> Chunk:
-        """Append a new chunk that only this turn holds, with a copy of the slots of `tail` that it uses."""
+        """Append a new chunk that only this turn holds, with a copy of the used slots of `tail`."""
         source, num_used = tail
         chunk = self._append_chunk(self.conversations[turn.conversation_id], now)
         start = chunk.index * self.config.chunk_tokens

@@ -144,7 +144,7 @@ def _inner(schema: dict[str, Any]) -> list[Any]:
 def _problem_of_grammar(kind: ConstraintKind, text: str) -> str | None:
     """Check a grammar or a regular expression. In both, `&` means that both sides must hold."""
     if (num_intersections := text.count("&")) > INTERSECTED_MAX:
-        return f"has {num_intersections} times '&'; the maximum is {INTERSECTED_MAX}"
+        return f"contains '&' {num_intersections} times; the maximum is {INTERSECTED_MAX}"
     if kind is ConstraintKind.GRAMMAR and EMBEDDED in text:
         return f"has {EMBEDDED}; give a json_schema instead"
     return None

@@ -1,13 +1,13 @@
 """Find chunks by their content, so that conversations share a prefix that nobody has declared.
 
 Chunks with the same identity have the same KV (identities.py). Only turns with `identities` look for chunks.
-The daemon does not give its turns any yet, so its turns share only what forks and prefixes share.
+The daemon does not give identities to its turns yet, so they share only the KV of forks and of prefixes.
 
 **When a chunk is found.** A turn registers the chunks that it has completed when its next token was sampled
 from finite logits, because wrong KV (NaN) would reach these logits. A chunk that was invalidated in the
 meantime is not registered (`Chunk.generation`). If a turn fails, all chunks of its context are invalidated
-and forgotten. A chunk stays registered while a conversation holds it, even without pages. Whoever finds it
-then computes it again, for all holders. A partly filled chunk has no identity.
+and forgotten. A chunk stays registered while a conversation holds it, even without pages. A turn that finds a
+chunk without pages computes it again, for all holders. A partly filled chunk has no identity.
 
 **Equal chunks.** If two turns compute the same chunk at once, the first to complete it is registered. The
 other chunk is private until its turn has ended. Then the conversation continues on the registered chunk
@@ -29,7 +29,7 @@ TAILS_MAX = 4  # holders whose next chunk is compared
 
 class Found(NamedTuple):
     holder: CachedConversation
-    num_tokens: int  # from the beginning, that it has in common
+    num_tokens: int  # length of the common beginning
 
 
 class ContentIndex:
@@ -62,7 +62,8 @@ class ContentIndex:
     def for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
         """Return who holds the longest known beginning of the turn's context.
 
-        None if the turn's conversation holds as many whole chunks. The turn computes at least one token.
+        Returns None if the turn's own conversation already holds as many whole chunks. At least one token is
+        left for the turn to compute.
         """
         assert turn.identities is not None
         self.num_lookups += 1
@@ -79,7 +80,7 @@ class ContentIndex:
         return self._noted(conversation, self._with_tail(turn, last))
 
     def for_ended(self, conversation: CachedConversation) -> Found | None:
-        """Return who holds the registered chunks that have the same content as private ones."""
+        """Return who holds registered chunks with the same content as private chunks of this conversation."""
         if conversation.identities is None:
             return None
         self.num_lookups += 1
@@ -118,7 +119,7 @@ class ContentIndex:
         best = Found(next(iter(last.branch.holders)), start)
         for holder in islice(reversed(last.branch.holders), TAILS_MAX):
             # A resting conversation may use less of its last chunk than its log and the chunk have. The last
-            # token of a running one may be without KV.
+            # token of a running conversation may be without KV.
             known = len(holder.log) - 1 if holder.turn_id is not None else holder.num_tokens
             count = _num_common(rest, holder.log[start : min(start + len(rest), known)])
             if start + count > best.num_tokens:

@@ -2,7 +2,7 @@
 
 **Candidates.** A branch is *pinned* while a running turn holds it, otherwise *idle*. Only chunks of idle
 branches may be evicted. `Candidates` has one queue per role (policies/queue.py): chunks to copy to the host,
-device pages to take, host pages to take. It updates queues and counts whenever
+device pages to take, host pages to take. `Candidates` updates queues and counts whenever
 
     a turn pins or unpins a branch       `pin`, `unpin`
     a copy of a chunk has finished       `release`
@@ -54,7 +54,7 @@ HOLDERS_NAMED_MAX = 4
 
 
 class Candidates:
-    """The queues of evictable chunks. Listens to the tree, and returns the pages of removed branches."""
+    """The queues of evictable chunks. Listens to the tree, and frees the pages of removed branches."""
 
     def __init__(self, policy: RetentionPolicy, tiers: Tiers) -> None:
         self.policy = policy
@@ -201,8 +201,8 @@ class Eviction:
         self._swap_out_mark_pages = config.swap_out_mark_pages
         self._swap_outs_max = config.swap_outs_max
         self._size = config.chunk_tokens
-        # Chunks to be copied for `move_to_host` (False) or `copy_out` (True). If a turn uses the chunk when
-        # the copy is planned, only a full chunk for `copy_out` is copied.
+        # Chunks to be copied for `move_to_host` (False) or `copy_out` (True). If a running turn holds a chunk
+        # when its copy is planned, the chunk is copied only for `copy_out`, and only if it is full.
         self._to_move: dict[Chunk, bool] = {}
 
     # -- a page for a chunk --
@@ -326,7 +326,7 @@ class Eviction:
     def take_host_page_for(self, value: float, now: float) -> int | None:
         """Take a host page for a chunk of this value: an empty page, or the page of a less valuable chunk.
 
-        None if there is no such page.
+        Returns None if there is no such page.
         """
         if (page := self._tiers.host.take()) is None:
             victim = self._droppable.least(now)
@@ -406,7 +406,7 @@ class Eviction:
         return num_moving
 
     def copy_out(self, chunks: Iterable[Chunk], now: float) -> None:
-        """Request copies of chunks to the host, as far as it has empty pages or less valuable chunks."""
+        """Request copies of chunks to the host, as far as the host has empty or less valuable pages."""
         for chunk in chunks:
             if chunk.marked_to_drop:
                 self._tiers.count_reclaimable(chunk, -1)

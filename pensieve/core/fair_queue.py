@@ -31,8 +31,8 @@ admitted from other lines. Then its first turn is next. The limits are:
 **Background turns** (of batch jobs) have separate shares, which are compared only with each other. Background
 tokens lift no interactive share, and interactive tokens lift no background share.
 
-No turn waits for ever. While a share waits, tokens that are computed for other shares raise their counters,
-and no share can get a lower counter. Within a share, the limits keep each line moving.
+No turn waits for ever. While a share waits, tokens that are computed for other shares raise the counters of
+those shares, and no counter ever falls. Within a share, the limits keep each line moving.
 
 **Prefills of a share** get tokens by level first. The level is the priority, plus one for each preemption.
 Within a level, the **shortest remaining prefill** goes first. So a message that needs one iteration does not
@@ -74,7 +74,8 @@ class Share:
     num_tokens: int = 0  # tokens computed for the share
     num_turns: int = 0  # turns that have not ended
     lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # only lines with turns
-    passed: dict[Line, int] = field(default_factory=dict)  # turns that passed a line since it moved
+    # For each line: turns that passed it since a turn of this line was admitted.
+    passed: dict[Line, int] = field(default_factory=dict)
 
     def in_order(self, excluded: Collection[Turn]) -> list[Turn]:
         """Return, for each line, its first turn that is not excluded.
@@ -145,7 +146,7 @@ class FairQueue:
         may_run: Callable[[Turn], bool],
         excluded: Collection[Turn] = (),
     ) -> Turn | None:
-        """Return the next waiting turn that may run: the highest level of the share that has used least.
+        """Return the next waiting turn that may run: of the highest level in the share that has used least.
 
         `suspended` turns are in `resume_order`. A suspended turn goes before new turns of its level, except
         if it was suspended because its time was used up (`Turn.moved_back`). If a share's first suspended
@@ -234,7 +235,9 @@ class FairQueue:
             assert bool(share.lines) == (name in self._with_turns), (
                 f"share {name!r} is listed as waiting but has no turns, or has turns but is not listed"
             )
-            assert set(share.passed) <= set(share.lines), f"share {name!r} counts an empty line"
+            assert set(share.passed) <= set(share.lines), (
+                f"share {name!r} counts turns that passed an empty line"
+            )
             for line, waiting in share.lines.items():
                 assert waiting, f"share {name!r} has an empty line"
                 assert {self.line_of(turn) for turn in waiting} == {line}, (

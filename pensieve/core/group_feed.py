@@ -172,7 +172,7 @@ class GroupFeed:
     # -- what happened --
 
     def prefix_computed(self, group: int) -> None:
-        """Note that a group's prefix is computed, and open the group. One of its requests is active."""
+        """Note that a group's prefix is computed, and open the group. One of its requests must be active."""
         found = self._groups[group]
         assert found.prefix_tokens, f"group {group} has no prefix"
         assert found.num_active, f"group {group} computes nothing"
@@ -281,20 +281,26 @@ class GroupFeed:
         planned, coming, active = self._planned, self._coming, self._planned.of_request
         states = [request for group in self._groups for request in group.waiting]
         states += [*active, *self._done]
-        assert sorted(states) == sorted(self._group_of), "a request is waiting, active or done"
+        assert sorted(states) == sorted(self._group_of), "a request has no state, or several"
         assert planned.turns == len(active), "turns are miscounted"
         assert planned.turns <= self._config.turns_max, "more turns than may run"
         pages, ready = sum(active.values()), set(self._ready)
         coming_pages = coming_turns = 0
         for group in self._groups:
             of_it = {request for request in active if self._group_of[request] is group}
-            assert group.num_active == len(of_it), "a group's requests are miscounted"
-            assert group.num_left == len(of_it) + len(group.waiting), "a group ends too early"
+            assert group.num_active == len(of_it), "a group's active requests are miscounted"
+            assert group.num_left == len(of_it) + len(group.waiting), (
+                "a group's unfinished requests are miscounted"
+            )
             assert group.waiting == sorted(group.waiting, reverse=True), "out of order"
-            assert group.opener is None or of_it == {group.opener}, "others before the prefix"
-            assert not group.is_open or of_it, "a prefix is open that may be evicted"
+            assert group.opener is None or of_it == {group.opener}, (
+                "other requests are active before the prefix is computed"
+            )
+            assert not group.is_open or of_it, "a group without active requests is open"
             if group.prefix_tokens and not group.is_open:
-                assert of_it <= {group.opener}, "others before the prefix"
+                assert of_it <= {group.opener}, (
+                    "other requests are active before the prefix is computed"
+                )
             if of_it:
                 pages += self._prefix_pages(group)
             if group.opener is not None:

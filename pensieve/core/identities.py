@@ -1,8 +1,9 @@
 """Identities of chunks: digests of everything that the KV of a chunk depends on.
 
 The KV of a chunk depends on all tokens up to its end. Its identity is a digest of its tokens and of the
-identity before it. The first identity follows the *root*, a name for whatever else the KV depends on or must
-not be shared across, for example a tenant. So chunks with the same identity have the same KV.
+identity before it. Before the first identity comes the *root*. The root names everything else that the KV
+depends on. It also names whoever must not share KV with others, for example the tenant. So chunks with the
+same identity have the same KV.
 
     root ──> identity of chunk 0 ──> identity of chunk 1 ──> …
 

@@ -13,8 +13,8 @@ The bookkeeping relies on this contract of the executor:
   attends to their pages; a layer waits only for its own copy. `copies`, `swap_ins` and `swap_outs` see every
   write of earlier iterations.
 * A slice may attend to positions that an earlier slice of the same iteration computes, but not to positions
-  of a later slice. So an executor has two options. In each layer, it writes the keys and values of all slices
-  before any slice attends. Or it computes the slices in several parts, in order.
+  of a later slice. So an executor has two options. Either it writes, in each layer, the keys and values of
+  all slices before any slice attends. Or it computes the slices in several parts, in order.
 * A swap has a `copy_id` and is reported once in `Outcome.finished_copies`, in this or any later outcome.
   Until then, neither of its pages is used for anything else. Page-to-page `copies` are finished when their
   iteration is collected, and are not reported.

@@ -46,7 +46,7 @@ class IterationBuilder:
         self.others_generate = False  # uncommitted iterations have decodes; see pipeline_stages.py
         self.predicted_without = 0.0  # predicted seconds of the decodes alone; see time_budget.py
         self.num_interactive: int | None = None  # tokens before background turns; None: all tokens
-        self.holds_back = holds_back  # even if there is room for only one tile
+        self.holds_back = holds_back  # whether to hold tokens back even if only one tile fits
         self.seconds_max: float | None = None  # predicted seconds that prompts may add; None: any
         self.seconds_added = 0.0  # predicted seconds added by prompts
         self.predicted_seconds = 0.0  # prediction for the whole iteration; 0: unknown
@@ -207,7 +207,7 @@ class IterationBuilder:
         self.num_tokens_left -= over
 
     def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
-        """Add slices of the turn's missing positions, lowest first, up to the budget; return the tokens."""
+        """Add slices of the turn's missing positions, lowest first, up to the budget; return their number."""
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
         within = self._within(position, held_for)

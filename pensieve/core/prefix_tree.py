@@ -26,8 +26,8 @@ A chunk's pages determine its location:
 * A host copy has the first `host_filled` slots. Chunks are append-only, so an old copy may lack slots, but
   its slots are correct.
 * At most one turn at a time appends to a partly used chunk. A turn appends only if its conversation was the
-  only holder when the turn was admitted, or if the turn made the chunk. The slots of a *shared full* chunk
-  are the same for all holders, so any holder may fill the chunk.
+  only holder when the turn was admitted, or if the turn made the chunk. If all holders use a chunk
+  completely, its slots are the same for all of them, so any holder may compute missing slots.
 * A chunk that is *marked to drop* is only on the device and will not be copied, because the host is full of
   more valuable chunks. It stays valid until its page is needed.
 
@@ -146,12 +146,12 @@ class CachedConversation:
         self.conversation_id = conversation_id
         self.leaf: Branch | None = None
         self.log = array("I")  # token ids; while a turn runs, the same array as `turn.tokens`
-        self.identities: Identities | None = None  # of `log`; while a turn runs, the turn's
-        self.is_temporary = False  # it has no further turn; only its chunks may be found
+        self.identities: Identities | None = None  # of `log`; while a turn runs, `turn.identities`
+        self.is_temporary = False  # no turn continues it; others may find its chunks (content.py)
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, but not necessarily KV
         self.idle_since = now  # end of its last turn
         self.ratio = 1.0  # how much likelier than others it is to return; from the policy
-        self.factor = 1.0  # of its weight, at most 1; from the policy
+        self.factor = 1.0  # its weight is multiplied by this (at most 1); from the policy
         self.turn_id: int | None = None  # the turn that holds its pages
         self.is_streamed = False  # that turn holds host pages
 
@@ -216,7 +216,7 @@ class Branch:
         return self.start + len(self.chunks)
 
     def weight(self, now: float, with_factors: bool = True) -> float:
-        """Return how much a branch's holders multiply the retention value of its chunks.
+        """Return the factor that a branch's holders contribute to the retention value of its chunks.
 
         With several holders, this is the sum over the holders of
 
@@ -250,7 +250,7 @@ class Branch:
         return total
 
     def touch(self, holder: CachedConversation) -> None:
-        """Sort the holders again after the idle time of `holder` has changed. It is usually the last."""
+        """Sort the holders again after the idle time of `holder` (usually the last holder) has changed."""
         del self.holders[holder]
         later = []
         for other in reversed(self.holders):
@@ -356,7 +356,7 @@ class PrefixTree:
         self._listener = listener
 
     def fork(self, source: CachedConversation, num_tokens: int, target_id: str, now: float) -> None:
-        """Make another conversation over the first `num_tokens` positions. Nothing is copied.
+        """Make another conversation that shares the first `num_tokens` positions. Nothing is copied.
 
         If `source` holds no chunk of these positions, no conversation is made.
         """
@@ -383,8 +383,8 @@ class PrefixTree:
     def rebase(self, conversation: CachedConversation, chunk: Chunk, now: float) -> bool:
         """Let a conversation's path begin with the path of `chunk`, in place of its own first chunks.
 
-        The caller knows that both have the same tokens, as far as the conversation's path goes. Return False
-        if that is impossible: another conversation holds the chunks that would follow.
+        The caller must ensure that both paths have the same tokens, as far as the conversation's path goes.
+        Return False and change nothing if another conversation also holds chunks of this path after `chunk`.
         """
         end, branch = chunk.index + 1, chunk.branch
         assert branch is not None
@@ -403,7 +403,7 @@ class PrefixTree:
         if rest is None:
             conversation.leaf = branch
         elif id(rest) in kept or rest.parent is branch:
-            return True  # its own path
+            return True  # the path begins with the path of `chunk` already
         else:
             if rest.start < end:
                 own.append(self._split(rest, end, now))

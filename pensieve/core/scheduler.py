@@ -87,7 +87,7 @@ class Scheduler:
         self.running: dict[int, Turn] = {}
         self.suspended: deque[Turn] = deque()
         self.queued = FairQueue(config.batch_tokens_max)
-        self._turns: dict[int, Turn] = {}  # every turn that has not ended
+        self._turns: dict[int, Turn] = {}  # turns that have not finished, or still hold pages
         self._releasing: dict[int, Turn] = {}
         self._num_background = 0
         self._size = cache.config.chunk_tokens
@@ -122,7 +122,7 @@ class Scheduler:
         return [turn for turn in self._turns.values() if turn.finish is None]
 
     def turn(self, turn_id: int) -> Turn | None:
-        """Return a turn that has not given up its pages."""
+        """Return a turn that has not finished, or has not given up its pages yet."""
         return self._turns.get(turn_id)
 
     def turn_of(self, conversation_id: str) -> Turn | None:
@@ -296,7 +296,7 @@ class Scheduler:
     def _extend(self, turn: Turn, now: float) -> bool:
         """Take a page for the turn's next chunk, and suspend a running turn if there is none.
 
-        False if this turn has to wait, or is the turn that was suspended.
+        Return False if this turn has to wait, or is the turn that was suspended.
         """
         while not self.cache.extend(turn, now):
             if turn.streamed:
@@ -452,7 +452,7 @@ class Scheduler:
     def _plan_swap_outs(
         self, builder: IterationBuilder, extra_pages: int, now: float
     ) -> list[SwapOut]:
-        """Copy idle pages to the host, if no swap-in or copy of this iteration may use these pages."""
+        """Copy idle pages to the host, unless the iteration has swap-ins or copies that may use them."""
         if builder.swap_ins or builder.copies:
             return []
         required_pages = builder.required_pages + extra_pages
@@ -482,7 +482,7 @@ class Scheduler:
     # Used by `plan`:
 
     def _num_changes(self) -> tuple[int, ...]:
-        """Counts that planning may change. If they have changed, another attempt may succeed."""
+        """Return counts that planning may change. If they have changed, another attempt may succeed."""
         counters = self.counters
         return len(self._ended), counters.suspensions, self.cache.counters.damaged
 

@@ -69,7 +69,7 @@ class StreamedPages:
     ) -> bool:
         """Whether a turn may stream these chunks. `num_tokens`: how many slots its conversation uses.
 
-        If chunks must be copied out first, their copies are started, and the answer is False.
+        If chunks must be copied out first, their copies are requested, and the answer is False.
         """
         if -(-len(turn.tokens) // self._size) > self._config.staging_pages:
             return False
@@ -127,7 +127,7 @@ class StreamedPages:
     def extend(self, conversation: CachedConversation, turn: Turn, now: float) -> bool:
         """Take a host page for the turn's next chunk.
 
-        False if there is none, or if the context would not fit into a group.
+        Return False if there is none, or if the context would not fit into a group.
         """
         if len(turn.chunks) >= self._config.staging_pages:
             return False

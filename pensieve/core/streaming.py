@@ -11,15 +11,15 @@ them in order and streams the number of turns that is predicted to deliver the m
 rate must be at least GAIN times the current rate, and the objective for the time between tokens (`--tbt`)
 must be met. The setting `on` streams every turn that can be streamed. With `off`, this module is not used.
 
-Background turns stream only while no interactive turn runs. Otherwise they get only a few percent of an
-iteration (background_room.py), and the copies may take longer. So they stop streaming and wait for device
-pages.
+Background turns stream only while there is no interactive turn. Beside interactive turns, they get only a few
+percent of an iteration (background_room.py), and the copies may take longer. So they stop streaming and wait
+for device pages.
 
 If a turn will fit on the device after idle pages are copied out, it waits for these pages instead.
 
-After TRIED_FOR iterations of streaming, the resident turns alone may be predicted to deliver clearly more
-tokens per second (by the factor GAIN) than all turns together. Then streaming pauses. Each pause is twice as
-long as the previous pause, up to PAUSE_MAX iterations.
+Streaming pauses if, after TRIED_FOR iterations, the resident turns alone are predicted to deliver clearly
+more tokens per second (by the factor GAIN) than all turns together. Each pause is twice as long as the
+previous pause, up to PAUSE_MAX iterations.
 
 **Back to the device.** When no turn waits and pages are available, the largest streamed turn that fits is
 suspended and admitted again with device pages (`turn_to_return`), one turn per iteration. If no streamed turn
@@ -80,7 +80,10 @@ class Streaming:
         builder: IterationBuilder,
         background: bool,
     ) -> Iterator[Turn]:
-        """Yield the waiting turns for which streaming pays. The caller may admit each before the next."""
+        """Yield the waiting turns for which streaming pays.
+
+        The caller may admit each turn before it asks for the next one.
+        """
         if self._paused:
             return
         started = [turn for turn in running if turn.is_prefill]

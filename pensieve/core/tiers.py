@@ -14,8 +14,8 @@ No page is taken while it is in use:
 
 * A running turn pins every branch of its path. The retention queues skip pinned branches, and `available`
   does not count them.
-* A copy in flight counts in `chunk.in_flight`. Such a chunk qualifies for no role. If its last holder is
-  gone, its pages are freed after the last copy has finished.
+* A chunk with a copy in flight (`chunk.in_flight`) is not evicted in any way: no swap-out, reclaim or drop.
+  If its last holder is gone, its pages are freed after the last copy has finished.
 * The scheduler gives up the pages of a turn only after every iteration with a slice of it was committed.
 
 This module frees pages, and begins and finishes copies. eviction.py and cache.py choose the chunks.
@@ -40,17 +40,16 @@ def trusted(host_page: int) -> bool:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The sizes of the two tiers, and the marks for swap-outs and for the reserve."""
+    """The sizes of the two tiers, and the thresholds for swap-outs and for the reserve."""
 
     device_pages: int
     host_pages: int
     chunk_tokens: int = 32
-    swap_out_below: float = (
-        0.25  # share of available device pages below which chunks are copied out
-    )
+    # If a smaller fraction of the device pages is available, chunks are copied to the host.
+    swap_out_below: float = 0.25
     reserve: float = 0.10  # fraction of the device pages kept for generating turns
     swap_outs_max: int = 64  # copies started by one iteration
-    staging_pages: int = 0  # of each of two arenas for streamed turns; 0: no turn is streamed
+    staging_pages: int = 0  # pages in each of two arenas for streamed turns; 0: none is streamed
 
     def __post_init__(self) -> None:
         if self.device_pages < 2:
@@ -79,7 +78,7 @@ class CacheConfig:
 
     @property
     def distinct_pages(self) -> int:
-        """The pages of both tiers, without the host copies of chunks that are on the device, too."""
+        """The pages of both tiers, less the host pages for copies of chunks that are also on the device."""
         copies = min(self.host_pages, self.swap_out_mark_pages)
         return self.device_pages + self.host_pages - copies
 
@@ -130,10 +129,11 @@ class CacheCounters:
 
     swapped_out: int = 0
     swapped_in: int = 0
-    reclaimed: int = 0  # device page taken, host copy stays
+    reclaimed: int = 0  # the device page was taken, the host copy stays
     reclaim_hits: int = 0  # copied to the host, but still on the device when needed again
     dropped: int = 0  # last copy dropped
-    marked_to_drop: int = 0  # the host has no copy, or no longer has it
+    # On the device, but not copied to the host, or their host copy was dropped.
+    marked_to_drop: int = 0
     copied_on_write: int = 0
     discarded: int = 0  # computed by a turn that failed
     damaged: int = 0  # host page changed since the copy
@@ -160,12 +160,12 @@ class Shortage(NamedTuple):
 
 
 @dataclass(slots=True)
-class SwapInFlight:
+class UnfinishedSwap:
     """A swap-in or swap-out that has not finished."""
 
     source: Chunk
     target: Chunk  # differs from the source only in a swap-in that is a copy on write
-    inward: bool
+    inward: bool  # True: swap-in; False: swap-out
     num_slots: int  # valid at the target when the copy has finished
 
 
@@ -176,9 +176,9 @@ class Tiers:
         self.device = PagePool(device_pages)
         self.host = PagePool(host_pages)
         self.counters = CacheCounters()
-        self.swaps: dict[int, SwapInFlight] = {}  # by copy_id
-        self.held_sources: list[Chunk] = []  # of unfinished page-to-page copies
-        self.num_reclaimable = 0  # over idle branches
+        self.swaps: dict[int, UnfinishedSwap] = {}  # by copy_id
+        self.held_sources: list[Chunk] = []  # read by unfinished page-to-page copies
+        self.num_reclaimable = 0  # sum over the idle branches
         self.num_swapping_in = 0
         self.num_swapping_out = 0
         self._num_copies = 0
@@ -244,7 +244,7 @@ class Tiers:
         target.swapping_in = True
         self.num_swapping_in += 1
         self.counters.swapped_in += 1
-        copy_id = self._add(SwapInFlight(source, target, True, num_slots))
+        copy_id = self._add(UnfinishedSwap(source, target, True, num_slots))
         return SwapIn(copy_id, source.host_page, target.device_page, num_slots)
 
     def start_swap_out(self, chunk: Chunk) -> SwapOut:
@@ -253,10 +253,10 @@ class Tiers:
         chunk.in_flight += 1
         self.num_swapping_out += 1
         self.counters.swapped_out += 1
-        copy_id = self._add(SwapInFlight(chunk, chunk, False, chunk.filled))
+        copy_id = self._add(UnfinishedSwap(chunk, chunk, False, chunk.filled))
         return SwapOut(copy_id, chunk.device_page, chunk.host_page, chunk.filled)
 
-    def finish_swap(self, copy_id: int) -> SwapInFlight:
+    def finish_swap(self, copy_id: int) -> UnfinishedSwap:
         """Mark the copied slots as valid. The caller must then release source and target."""
         swap = self.swaps.pop(copy_id)
         if swap.inward:
@@ -274,7 +274,7 @@ class Tiers:
         self.held_sources.append(chunk)
 
     def release(self, chunk: Chunk) -> bool:
-        """Note that a copy of a chunk has finished; True if no other copy is left and the chunk is idle."""
+        """Note that a copy of a chunk has finished. Return True if no copy is left and the chunk is idle."""
         chunk.in_flight -= 1
         if chunk.in_flight:
             return False
@@ -295,7 +295,7 @@ class Tiers:
             if swap.target is chunk or swap.source is chunk:
                 swap.num_slots = 0
 
-    def _add(self, swap: SwapInFlight) -> int:
+    def _add(self, swap: UnfinishedSwap) -> int:
         self._num_copies += 1
         self.swaps[self._num_copies] = swap
         return self._num_copies

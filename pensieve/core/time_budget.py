@@ -24,20 +24,21 @@ measurements correct both:
 
 **The factor `a`** is measured seconds / predicted seconds of the last iteration without prompts. So the
 prediction needs to know only how iterations differ, not how fast the machine is at the moment. The factor is
-measured before any prompt joins. If there are always prompts, one iteration in PROBE_AFTER has none.
-Otherwise, if more turns or longer contexts took longer than predicted, the excess would count as time of the
-prompts, and pieces would become shorter and shorter. If an iteration with prompts takes clearly less time
-than predicted without them, `a` is measured again.
+measured before any prompt joins. If there are always prompts, one iteration in PROBE_AFTER has none. Without
+such iterations, if more turns or longer contexts took longer than predicted, the excess would count as time
+of the prompts, and pieces would become shorter and shorter. If an iteration with prompts takes clearly less
+time than predicted without them, `a` is measured again.
 
-**The factor `b`** compares measured with predicted seconds that prompts added. It is the second highest ratio
+**The factor `b`** is the ratio of measured to predicted seconds that prompts added: the second highest ratio
 of the last few iterations. So one late iteration changes nothing, but two do. Before the first measurement,
 `b` equals `a`. If the times of a machine vary, pieces become shorter. This is intended, because the objective
 is about the P99 and not the median.
 
 **Growth.** If reading the weights takes most of the time, a few prompt tokens cost nothing. A factor `b` that
 was learned from them would allow far too long pieces. So the predicted seconds of an iteration's prompts are
-at most GROWTH times the largest predicted seconds among the last few measured iterations. If the last
-iteration was slow, the limit is lower. So pieces double until they take time, or reach the limit.
+at most GROWTH times the largest predicted seconds among the last few measured iterations, and less if the
+last iteration was slow. So pieces at most double from one measured iteration to the next, until their time is
+noticeable or reaches tbt_seconds or prompt_seconds_max.
 
 `plan` and `commit` get the times as arguments, so a replayed journal has the same pieces. With S pipeline
 stages, a turn's next token comes after S iterations. So each iteration may add an S-th of prompt_seconds_max.
@@ -57,11 +58,12 @@ from pensieve.core.pipeline_stages import StageTimes
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 
-NUM_KEPT = 7  # measurements of the time that prompts add
+NUM_KEPT = 7  # how many measurements of the time that prompts add are kept
 TYPICAL = 256  # tokens in a typical piece
 PROBE_AFTER = 16  # successive iterations with prompts, before one without
 GROWTH = 2.0  # how much the predicted seconds of prompts may grow beyond recent iterations
-BACKLOG_SECONDS = 2.0  # predicted seconds of the prompts that wait or have begun
+# If waiting and begun prompts are predicted to take longer, iterations may have longer pieces.
+BACKLOG_SECONDS = 2.0
 BACKLOG_FACTOR = 2.0
 # If an iteration takes less than this share of the predicted time without prompts, `a` is outdated.
 STALE_SHARE = 0.75
@@ -77,7 +79,7 @@ class _Measured(NamedTuple):
 class TimeBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self._stages = config.stages
-        # For one iteration, if all take the same time.
+        # The part of the objective for one iteration, if all iterations take the same time.
         self._tbt = config.tbt_seconds / config.stages
         self._stage_times = StageTimes(config.stages) if config.stages > 1 else None
         self._added_max = config.prompt_seconds_max / config.stages

@@ -57,7 +57,7 @@ LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
 
 @dataclass(slots=True)
 class Usage:
-    """The sources of the tokens of a turn's context, and the times of its stages (engine seconds).
+    """The sources of the tokens of a turn's context, and the turn's times (seconds of the engine's clock).
 
     prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens. shared_tokens are the device
     and host tokens that another conversation has computed.
@@ -87,7 +87,7 @@ class TurnOptions:
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
     away_seconds: float = 0.0  # how long the client expects to be away after the turn
-    background: bool = False  # a turn of a batch job, which gets what interactive turns leave
+    background: bool = False  # a turn of a batch job: runs if interactive turns leave capacity
     constraint: Constraint | None = None  # the required form of the reply
     continues_text: bool = False  # the prompt ends within a text: prefill, text completions
 
@@ -109,7 +109,7 @@ class Turn:
     prompt_end: int  # len(tokens) at submission; outputs begin here
     length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
     options: TurnOptions = field(default_factory=TurnOptions)
-    warm: bool = False  # fill the holes, sample nothing
+    warm: bool = False  # compute missing KV, sample nothing
     share: str = ""  # its owner in fair queueing, usually a tenant; see fair_queue.py
     weight: float = 1.0  # the share's weight
     shared_tokens: int = 0  # leading tokens that its conversation got when it was forked
@@ -117,7 +117,7 @@ class Turn:
     identities: Identities | None = (
         None  # identities of its chunks; None: it shares no chunks by content
     )
-    is_temporary: bool = False  # its conversation has no further turn
+    is_temporary: bool = False  # no further turn will continue its conversation
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # its number in the order of arrival
@@ -146,7 +146,10 @@ class Turn:
 
     @property
     def history_kv(self) -> int:
-        """Positions that can have KV when it begins: found ones, and its history without the last one."""
+        """Return how many leading positions can have KV when the turn begins.
+
+        These are the history without its last position, or the found tokens, whichever are more.
+        """
         return max(self.history_tokens - 1, self.found_tokens, 0)
 
     @property

@@ -90,7 +90,7 @@ class _Active:
     missing_tokens: int | None = None  # at its admission; None: not admitted
     samples: list[SampledToken] = field(default_factory=list)
 
-    def has_computed_of_prefix(self, num_tokens: int) -> bool:
+    def computed_part_of_prefix(self, num_tokens: int) -> bool:
         """Whether it has computed a part of its prefix. `num_tokens`: the length of its prompt."""
         return (
             self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens + 1
@@ -120,7 +120,7 @@ class BatchRun:
         max_tokens = [each.options.sampling.max_tokens for each in requests]
         self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
         self._active: dict[int, _Active] = {}  # by turn_id
-        self._messages: list[EngineMessage] = []  # to be sent because of events
+        self._messages: list[EngineMessage] = []  # follow from events; returned by the next `go`
         self._kept: dict[str, None] = {}  # conversations that outlive their turn
         self._is_paused = self._holds_back = False
         self.saved_tokens = 0  # cached tokens of prompts
@@ -147,7 +147,7 @@ class BatchRun:
         return messages
 
     def pause(self) -> list[EngineMessage]:
-        """Cancel all turns and submit none until `resume`. They are then computed again."""
+        """Cancel all turns and submit none until `resume`. Their requests are then computed again."""
         self._is_paused = True
         return [CancelTurn(turn_id, 0) for turn_id in self._active]
 
@@ -162,7 +162,7 @@ class BatchRun:
         return messages
 
     def engine_lost(self) -> None:
-        """Take back all running requests, because the engine is gone. `go` is then for the next engine."""
+        """Take back all running requests, because the engine is gone. The next `go` is for a new engine."""
         self._messages.clear()
         self._kept.clear()
         for active in self._active.values():
@@ -175,7 +175,7 @@ class BatchRun:
     # -- from the engine --
 
     def take(self, event: EngineEvent) -> Finished | None:
-        """Handle an event; return a result if it ended a request. Events of other turns are ignored."""
+        """Handle an event. Return the request's result if the event ended it. Ignores other turns' events."""
         active = self._active.get(event.turn_id) if isinstance(event, _TurnEvent) else None
         if active is None:
             return None
@@ -247,13 +247,13 @@ class BatchRun:
         )
 
     def _prompt_computed(self, active: _Active) -> None:
-        """Open a request's group when the first token arrives, because the group's prefix is computed."""
+        """Open a request's group at the request's first token: then the group's prefix is computed."""
         if self._latest is not None:
             self._latest.computed(active.request)
         prefix_tokens = self._feed.prefix_tokens_of(active.group)
         if not prefix_tokens:
             return
-        if active.has_computed_of_prefix(len(self._requests[active.request].tokens)):
+        if active.computed_part_of_prefix(len(self._requests[active.request].tokens)):
             prefix_id = self._prefix_id(active.group)
             if prefix_id in self._kept:
                 self._messages += self._delete(prefix_id)
@@ -297,9 +297,9 @@ class _Latest:
 
     def __init__(self, prompts: Sequence[array[int]], chunk_tokens: int) -> None:
         self._prompts, self._size = prompts, chunk_tokens
-        # Number of a chunk, by the number of the chunk before it and its tokens.
+        # (number of the chunk before, tokens of the chunk) -> number of the chunk
         self._chunks: dict[tuple[int, bytes], int] = {}
-        self._latest: dict[int, int] = {}  # request, by the number of a chunk
+        self._latest: dict[int, int] = {}  # number of a chunk -> the latest request with this chunk
 
     def like(self, request: int) -> tuple[int | None, int]:
         """Return the request with the longest common prefix, and the prefix's length in tokens.

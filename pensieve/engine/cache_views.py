@@ -1,6 +1,6 @@
 """Views of the cache for operators: a row for each conversation, and pictures of its chunks.
 
-    "d12b3-2h40c1"    12 chunks on the device, 3 on both tiers, a hole of 2, 40 on the host, 1 being copied
+    "d12b3-2h40c1"    12 chunks on the device, 3 on both tiers, 2 without KV, 40 on the host, 1 being copied
 
 A picture is requested twice a second. So it shows only the conversations that were used last, and only the
 last chunks of long conversations. Its cost does not grow with the size of the cache.
@@ -15,7 +15,7 @@ from itertools import islice
 from pensieve.core.cache import KVCache
 from pensieve.core.prefix_tree import Chunk
 
-SHOWN_CHUNKS_MAX = 2048  # of a conversation
+SHOWN_CHUNKS_MAX = 2048  # maximum for each conversation
 LOOKED_AT = 4096  # conversations considered for a picture
 
 
@@ -65,7 +65,7 @@ def usage(cache: KVCache, conversation_id: str, now: float) -> dict[str, float]:
 
 
 def picture(cache: KVCache, limit: int, prefix: str) -> tuple[tuple[str | float, ...], ...]:
-    """Return a row per conversation: id, tokens, 1 while a turn runs, omitted chunks, strip.
+    """Return a row per conversation: id, tokens, 1 if a turn runs (else 0), omitted chunks, `strip`.
 
     Only ids with this `prefix` are included, and the prefix is removed.
     """

@@ -8,11 +8,11 @@ A `Histogram` is like those of Prometheus: counts of values by bounds, and the s
 `add` costs a bisection and two additions. One thread adds values. Another thread may read at the same time;
 it may see a sum that already includes one value more than the counts.
 
-`RecentTimes` keeps quantiles of durations over the latest five minutes. It counts durations in BUCKETS
+`RecentTimes` gives quantiles of durations over the latest five minutes. It counts durations in BUCKETS
 buckets, each RATIO times as wide as the previous one. So the error of a quantile is at most 2 %. Each minute
 has separate counts, and the oldest minute is dropped as a whole. This takes a few kilobytes. If there is an
 objective, the durations that met it are counted exactly. A `RecentShare` is a fraction over the latest five
-minutes. Both get the time as an argument, so they work with any clock.
+minutes. `RecentTimes` and `RecentShare` get the time as an argument, so they work with any clock.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ from pensieve.engine.messages import (
 from pensieve.engine.metrics import Metrics, TurnTimes
 from pensieve.engine.ports import Executor, Observer, Ports
 
-IDLE_SECONDS = 1.0  # length of an idle round; garbage is collected after the first
+IDLE_SECONDS = 1.0  # length of an idle round; the first one ends with a garbage collection
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Engine:
         self._observers = (*self._observers, observer)
 
     def step(self) -> bool:
-        """Launch the next iteration and commit a due one; False if there was nothing to do."""
+        """Launch the next iteration and commit the oldest if due. Return False if nothing was to be done."""
         self._deliver(self.mailbox.drain())
         iteration = self._plan()
         if iteration is not None:

@@ -90,7 +90,7 @@ class HandOver:
     def __init__(self, cache: KVCache, pages: KvPages | None) -> None:
         """Without `pages`, nothing is exported, and imported bytes are not written."""
         self._cache, self._pages, self._adoption = cache, pages, Adoption(cache)
-        self.imports = OrderedDict[str, bool]()  # open imports: whether a part has come
+        self.imports = OrderedDict[str, bool]()  # open imports: whether a part was adopted
 
     # -- the source --
 

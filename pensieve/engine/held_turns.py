@@ -28,7 +28,7 @@ from pensieve.engine.ports import Preparer
 
 
 class HeldTurns:
-    """Called by the engine's main thread. Other threads call `wake` when a constraint may be ready."""
+    """Belongs to the engine's main thread. Other threads call only `_on_ready`."""
 
     def __init__(self, preparer: Preparer | None, wake: Callable[[], None]) -> None:
         self._preparer = preparer

@@ -3,7 +3,7 @@
 A journal has one JSON object per line. It records:
 
 * each message, with lengths instead of token ids and text;
-* each `now`;
+* the time of each call (`now`);
 * which chunks were found by their content, because a replay has no content;
 * of each outcome, the parts that the core uses: finished copies, failures, and which turns sampled a token
   and whether the token ended the reply.
@@ -198,7 +198,7 @@ class Journal:
         try:
             self._lines.write(json.dumps(entry, separators=(",", ":")) + "\n")
         except OSError as error:
-            log.warning("the journal is given up: it cannot be written (%s)", error.strerror)
+            log.warning("stopped recording the journal: it cannot be written (%s)", error.strerror)
             lines, self._lines = self._lines, None
             with contextlib.suppress(OSError):
                 lines.close()

@@ -48,7 +48,7 @@ class Mailbox:
             return messages
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Wait for a message, a `wake` or the end of the mailbox; False after the timeout."""
+        """Wait for a message, `wake` or `close`. Return False after the timeout."""
         with self._changed:
             found = self._changed.wait_for(
                 lambda: self._woken or bool(self._messages) or self._closed is not None,

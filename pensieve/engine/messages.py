@@ -3,7 +3,7 @@
 They contain only ids, bytes and numbers, so they can cross a pipe to another process.
 
 Every `turn_id` here is the number of an attempt (`LiveTurn.number`), not the `turn_id` of the store and of
-clients. So is every `turn_id` in core, in model and in journals, whose lines have the fields by name.
+clients. This also holds for `turn_id` in core, in model and in journals (which have these field names).
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class SubmitTurn:
     prefix_of: str = ""  # a conversation with the same first prefix_tokens; its KV may be shared
     prefix_tokens: int = 0
     share: str = ""  # the owner in fair queueing, usually a tenant; see core/fair_queue.py
-    weight: float = 1.0  # of that share
-    root: str = ""  # of its chunks' identities (core/identities.py); "": not found by content
-    is_temporary: bool = False  # its conversation has no further turn; only its chunks may be found
+    weight: float = 1.0  # weight of that share
+    # The root of its chunks' identities (core/identities.py); "": its chunks are not found by content.
+    root: str = ""
+    # True: no further turn continues its conversation; other turns may find its chunks by content.
+    is_temporary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class EvictConversation:
 class ListCached:
     query_id: int
     limit: int
-    least_valuable: bool = False  # first; False: the largest first
+    least_valuable: bool = False  # True: the least valuable first; False: the largest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class ExportKv:
     query_id: int
     conversation_id: str
     num_tokens: int  # of the log; KV after these tokens is not wanted
-    before_chunk: int  # the part ends before this chunk; 0: where KV ends
+    before_chunk: int  # the part ends before this chunk; 0: it ends where the KV ends
     num_bytes_max: int  # of the part; one chunk may be longer
 
 
@@ -138,7 +140,7 @@ class ImportKv:
     query_id: int
     conversation_id: str
     first_chunk: int
-    slots: tuple[int, ...]  # leading slots with KV, of each chunk
+    slots: tuple[int, ...]  # for each chunk: how many leading slots have KV
     crcs: tuple[int, ...]  # of the bytes of each chunk
     num_log_tokens: int
     body: bytes
@@ -172,7 +174,7 @@ class LogNeeded:
 
     turn_id: int
     conversation_id: str
-    num_tokens: int  # the first tokens of the log that are needed
+    num_tokens: int  # how many tokens from the log's beginning are needed
 
 
 @dataclass(frozen=True, slots=True)

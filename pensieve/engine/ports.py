@@ -69,7 +69,7 @@ class Sink(Protocol):
 
 
 class Observer(Protocol):
-    """Is called for everything that happens, in order. An observer must not influence the engine."""
+    """Is told each message, plan, outcome and event, in order. An observer must not influence the engine."""
 
     def received(self, message: EngineMessage, now: float) -> None: ...
 

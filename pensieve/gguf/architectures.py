@@ -53,8 +53,8 @@ KEYS = {
     "rope.dimension_count",
     "rope.freq_base",
 }
-# Keys that have no effect on the model.
-MEANINGLESS: dict[str, Any] = {
+# Keys that have no effect on the model if they have this value.
+NO_EFFECT: dict[str, Any] = {
     "expert_count": 0,
     "expert_used_count": 0,
     "attention.causal": True,
@@ -168,7 +168,7 @@ def _refuse_unknown_keys(header: Header) -> None:
     prefix = f"{header.architecture}."
     for key in header.keys(prefix):
         name, value = key.removeprefix(prefix), header.get(key)
-        if name in KEYS or (name in MEANINGLESS and MEANINGLESS[name] in (None, value)):
+        if name in KEYS or (name in NO_EFFECT and NO_EFFECT[name] in (None, value)):
             continue
         raise UnsupportedModel(
             f"{header.path.name} cannot be served exactly: transformers has no known "
@@ -205,8 +205,8 @@ def _llama3_factors(base: float, head_size: int, factor: float) -> list[float]:
     """Return the divisor of each frequency: 1 for the fastest, `factor` for the slowest."""
     factors = []
     for index in range(0, head_size, 2):
-        turns = LLAMA3_LENGTH / (2 * math.pi * base ** (index / head_size))
-        share = (turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
+        rotations = LLAMA3_LENGTH / (2 * math.pi * base ** (index / head_size))
+        share = (rotations - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)
         share = min(max(share, 0.0), 1.0)  # weight of the original frequency
         factors.append(1 / ((1 - share) / factor + share))
     return factors

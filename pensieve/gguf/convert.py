@@ -13,7 +13,7 @@ from pensieve.gguf.header import Header
 from pensieve.gguf.tokenizer import end_of_turn_ids, write_tokenizer
 from pensieve.gguf.weights import NAMES, check_kinds, kind_of, num_bytes, write_weights
 
-STEP_PERCENT = 20  # report progress after this percentage of the bytes
+STEP_PERCENT = 20  # percentage of the bytes between two reports of progress
 # names of sampling values in a GGUF file, and in generation_config.json
 SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 

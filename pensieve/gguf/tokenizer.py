@@ -7,9 +7,9 @@ some texts.
 
     gpt2     byte-level BPE: vocabulary and merges are in the file
     llama    SentencePiece's BPE: the file has a score for each token. Two parts are merged if the result is a
-             token, the token with the best score first. Most models add a space before a text: Llama 2 after
-             each control token, newer Mistral models only at the very start. The file does not say where. So
-             only files that add no space are supported.
+             token. The merge that makes the token with the best score comes first. Most models add a space
+             before a text: Llama 2 after each control token, newer Mistral models only at the very start. The
+             file does not say where. So only files that add no space are supported.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def write_tokenizer(header: Header) -> dict[str, str]:
 
 
 def end_of_turn_ids(header: Header) -> list[int]:
-    """Return the ids of all end tokens. The token that ends a turn may differ from that of a document."""
+    """Return the ids of all end tokens. A turn and a document may end with different tokens."""
     named = (header.get(f"tokenizer.ggml.{key}") for key in END_OF_TURN)
     return list(dict.fromkeys(int(each) for each in named if each is not None))
 

@@ -1,15 +1,15 @@
 """The audit log: one JSON object per line, written by a thread.
 
-    admin         a call of an operator's method, or about another tenant's job; written when the call ends
+    admin         a call of an operator's method, or a call about another tenant's job; written at its end
     delete        a deletion: who deleted which conversation or job, and the outcome
     token         the first use of a token over a connection, and then at most one line per hour
     refused       a caller was refused; at most REFUSED_PER_SECOND lines, then a count
     reload        the token file or certificate was reloaded, or could not be used
     start, stop   the daemon has started or stopped
 
-If the daemons of a cluster share no secret, both daemons log a forwarded call. The owner's line has
-`"forwarded": "not verified"`. Its `peer` is the sender: the other daemon, or a client that claims to be a
-daemon.
+If the daemons of a cluster share no secret, the forwarding daemon and the owner both log a forwarded call.
+The owner's line has `"forwarded": "not verified"`. Its `peer` is the sender: the other daemon, or a client
+that claims to be a daemon.
 
 A token is logged by its `name` in the token file, or by the first digits of its digest. No line contains text
 of a conversation. Values from clients are quoted as JSON and shortened.
@@ -141,7 +141,7 @@ def _short(method: str) -> str:
 
 class AuditLog:
     def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Open the file; raises ConfigError. Later failures are only logged."""
+        """Open the file. Raises ConfigError if that fails. Later failures are only logged."""
         self._path = path
         self._wall_clock = wall_clock
         self._file = -1
@@ -190,10 +190,10 @@ class AuditLog:
                 while len(batch) < BATCH_LINES_MAX:
                     batch.append(self._lines.get_nowait())
             is_open = None not in batch
-            self._put_down([line for line in batch if line is not None])
+            self._write_batch([line for line in batch if line is not None])
         self._close_file()
 
-    def _put_down(self, lines: list[str]) -> None:
+    def _write_batch(self, lines: list[str]) -> None:
         if not lines:
             return
         lost, report = self._num_lost, []

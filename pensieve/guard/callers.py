@@ -4,8 +4,9 @@ With a token file, a call needs a token unless its method is open to anybody. Th
 the tokens, which are compared in constant time. A token belongs to a tenant and gives access only to that
 tenant's conversations. A caller on the UNIX socket in the data folder is the operator.
 
-The other daemons of the cluster have their own tokens (`is_peer`). A daemon that forwards a call names the
-caller, and the rights of this caller apply. Only calls with a peer's token are trusted to name a caller.
+The other daemons of the cluster have their own tokens (`is_peer`). A daemon that forwards a call tells the
+owner who the caller is, and the rights of this caller apply. The owner believes this only if the call has a
+peer's token.
 
 Peers are written in gRPC's notation: `ipv4:HOST:PORT`, `ipv6:[HOST]:PORT`, or `unix:` for the socket.
 """
@@ -32,8 +33,8 @@ from pensieve.store.records import ID_PATTERN
 
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
 WRITTEN = {"tenant": str, "admin": bool, "known": bool, "priority_max": int, "token": str}
-SHOWN_DIGITS = 12  # of the digest, for tokens without a name
-LOCAL_PREFIX = "unix:"  # of peers on the socket; no tenant's name contains a colon
+SHOWN_DIGITS = 12  # digits of the digest that are shown for a token without a name
+LOCAL_PREFIX = "unix:"  # prefix of peers on the socket; no tenant's name contains a colon
 
 
 class Access(Enum):

@@ -25,7 +25,7 @@ from pensieve.errors import (
 RETRY_SECONDS = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
 TEXTS_OF_THE_MACHINE = {
     StoreUnavailable: "the history cannot be read or written at present",
-    StoreError: "the history cannot be used as it is",
+    StoreError: "the stored history cannot be used",
     ModelError: "the model cannot do this",
     DeviceError: "the device failed",
     ConfigError: "the daemon is not set up for this",
@@ -48,7 +48,7 @@ def client_text(error: PensieveError) -> str:
 
 
 def is_of_the_machine(error: PensieveError) -> bool:
-    """Return whether the error's text names files of this machine. Such a text belongs only in the log."""
+    """Return whether the error's text may name files of this machine. Such a text belongs only in the log."""
     return isinstance(error, tuple(TEXTS_OF_THE_MACHINE))
 
 

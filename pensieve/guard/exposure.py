@@ -12,7 +12,7 @@ from typing import Any
 from pensieve.errors import ConfigError
 from pensieve.guard.callers import Token
 
-NO_HOSTS = ("unix", "unix-abstract", "vsock")  # schemes of gRPC addresses
+NO_HOSTS = ("unix", "unix-abstract", "vsock")  # schemes of gRPC addresses, which are not host names
 METRICS_ON_HTTP = "http"  # value of `metrics`: serve them on the port of the HTTP APIs
 HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 

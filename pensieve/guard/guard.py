@@ -89,7 +89,7 @@ class Guard:
     def authenticate(
         self, name: str, access: Access, authorization: str | None, peer: str
     ) -> Caller:
-        """Return the caller, and audit the use of its token; `name`: of the method."""
+        """Return the caller, and audit the use of its token. `name`: the method's name."""
         try:
             found = self._tokens.authenticate(access, authorization, peer)
         except PensieveError as error:
@@ -133,7 +133,7 @@ class GuardedCall:
         self._allowance: Allowance | None = None  # set if the call is counted
         self._num_unread_bytes = 0  # bytes of an unstreamed answer, until the call ends
         self._received: ReceivedBytes | None = None
-        self._is_held_to_the_end = False
+        self._counts_until_call_ends = False
 
     async def enter(
         self,
@@ -189,7 +189,7 @@ class GuardedCall:
         receive = incoming.piecewise if in_pieces else incoming.body
         raw, received = await receive(transport, group_of(self.caller, peer))
         if self._kind.is_counted:
-            self._received, self._is_held_to_the_end = received, in_pieces
+            self._received, self._counts_until_call_ends = received, in_pieces
         else:
             received.release()  # a watch may stay open without limit
         return raw
@@ -205,7 +205,7 @@ class GuardedCall:
 
     async def send(self, num_bytes: int, write: Callable[[T], Awaitable[None]], piece: T) -> None:
         """Write a piece of a stream, after the tenant's clients have read enough of their answers."""
-        if self._received is not None and not self._is_held_to_the_end:
+        if self._received is not None and not self._counts_until_call_ends:
             self._received.release()
         allowance = self._allowance
         if allowance is None:

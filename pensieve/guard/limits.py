@@ -12,8 +12,8 @@
     weight                share of the engine if more turns wait than can run; see core/fair_queue.py
 
 A turn is charged when it ends: for its new tokens and its reply, but not for cached tokens. A tenant can save
-up BURST_SECONDS of its rates. A tenant that has spent more than it had saved is *in debt*. Such a tenant may
-only read and delete. Its calls are delayed to at most CALLS_PER_SECOND, its errors to at most
+up what its rates allow in BURST_SECONDS. A tenant that has spent more than it had saved is *in debt*. Such a
+tenant may only read and delete. Its calls are delayed to at most CALLS_PER_SECOND, its errors to at most
 REFUSALS_PER_SECOND. Errors about exceeded limits are delayed for every tenant. No call waits longer than
 PAUSE_SECONDS_MAX.
 
@@ -97,9 +97,9 @@ class Bucket:
             self.saved -= amount
 
     def pause(self, now: float) -> float:
-        """Spend 1. Return how many seconds to wait until it is saved, at most PAUSE_SECONDS_MAX."""
+        """Spend 1, and return how many seconds to wait for it, at most PAUSE_SECONDS_MAX."""
         wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)
-        if wait < PAUSE_SECONDS_MAX:  # otherwise the debt would grow without limit
+        if wait < PAUSE_SECONDS_MAX:  # the longest pause spends nothing, so the debt stays bounded
             self.spend(1.0, now)
         return wait
 
@@ -149,7 +149,7 @@ class Allowance:
         self.tokens.spend(num_tokens, now)
 
     def has_spare(self, now: float) -> bool:
-        """Return whether background turns may run, because at least half of the maximum is saved."""
+        """Return whether background turns may run: at least half of the maximum must be saved."""
         return not self.tokens.seconds_until(self.tokens.most / 2, now)
 
     def request(self, now: float) -> QueueFull | None:
@@ -183,7 +183,7 @@ class Allowance:
         """Return the error if this many more bytes would exceed unread_bytes."""
         if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
             return None
-        text = f"the clients of your tenant have {self.num_unread_bytes:,} bytes to read first"
+        text = f"your tenant's clients have {self.num_unread_bytes:,} unread bytes; read them first"
         return _full("unread_bytes", text)
 
 
@@ -249,7 +249,7 @@ class Counts(Counter[Key]):
 
 
 class Watchers:
-    """Counts the calls of one kind that watch, and limits them per tenant and in total.
+    """Counts the watching calls of one kind, and limits them per tenant and in total.
 
     The total does not limit the first watcher of a tenant, so no tenant can lock out another.
     """

@@ -7,7 +7,7 @@ message. HTTP bodies are also read after authentication.
 
 * A group of known callers is a tenant, or the callers on the socket in the data folder. At most RECEIVING_MAX
   bodies of a group are received at a time. Further calls of the group wait, for at most BODY_SECONDS each.
-  They also wait while the group has HELD_BYTES_MAX of requests whose answer has not begun.
+  They also wait while the group holds more than HELD_BYTES_MAX of requests (`ReceivedBytes`).
 * A client stream (the upload of a job's file) receives one message at a time, after the previous message was
   consumed. A group has at most SENDING_MAX such calls, and each message may take BODY_SECONDS.
 * Unknown callers may only check health. A check is always answered, because an orchestrator kills a daemon

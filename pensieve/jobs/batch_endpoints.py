@@ -44,7 +44,7 @@ FILES_LISTED, BATCHES_LISTED = 100, 20  # defaults of `limit`
 FILES_LISTED_MAX, BATCHES_LISTED_MAX = 10_000, 100
 METADATA_MAX, KEY_CHARACTERS_MAX, VALUE_CHARACTERS_MAX = 16, 64, 512
 CHUNK_BYTES = 256 << 10
-SIZES_MAX = 1 << 16  # limit for remembered sizes of ended jobs
+SIZES_MAX = 1 << 16  # the result sizes of this many ended jobs are remembered
 UPLOADED = re.compile(r"file-[0-9a-f]{24}")
 STATUSES = {
     JobState.RECEIVING: "validating",

@@ -5,9 +5,9 @@
     text pool       reading and tokenizing lines, writing answers
 
 At most two *activities* run at a time. One checks the lines of a job in state `checking`. The other runs a
-job in state `running` or `waiting`. Tenants take turns, and a tenant's jobs run in the order of their
-creation. A job is skipped while it is paused, while its file is locked, or while its tenant has used up its
-tokens.
+job in state `running` or `waiting`. The tenants are served in rotation, and a tenant's jobs run in the order
+of their creation. A job is skipped while it is paused, while its file is locked, or while its tenant has used
+up its tokens.
 
 The store determines which lines are pending. An activity begins with the pending lines of its job. If it ends
 early (pause, cancel, deletion, shutdown), the lines without a result are still pending. An operation on a job
@@ -65,14 +65,14 @@ JOBS_MAX = 100  # jobs per tenant that have not ended
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 FORGET_SECONDS = 3600.0
-PUT_OFF_SECONDS = 5.0  # pause of a job that cannot continue for now
+PUT_OFF_SECONDS = 5.0  # delay before a job that could not continue is tried again
 GOING_ON = {JobState.WAITING, JobState.RUNNING}
 # the states of the jobs of each activity
 ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)
 FILE_BYTES_MAX = 2 << 30
 LINES_MAX = 100_000  # lines with a request
 NUMBERS_MAX = 200_000  # lines, including blank ones
-PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # lines per write
+PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # size of one write: about this many bytes or lines
 
 
 class BatchJobs:
@@ -96,7 +96,7 @@ class BatchJobs:
         # when a delayed job may continue, by the loop's clock
         self._later: dict[JobKey, float] = {}
         self._incoming: dict[JobKey, IncomingFile] = {}
-        # order of each tenant's latest check and latest run
+        # (is a check, tenant) -> number of the tenant's latest activity of this kind
         self._turns: dict[tuple[bool, str], int] = {}
         self._num_activities = 0
         self._closing = False
@@ -460,7 +460,7 @@ class IncomingFile:
 
     @property
     def num_bytes_max(self) -> int:
-        """The size that the file has or will have."""
+        """The size that the header states, or the size so far if that is larger."""
         return max(self._header.num_bytes, self.num_bytes)
 
     @property
@@ -474,7 +474,7 @@ class IncomingFile:
     ) -> AsyncIterator[list[JobLine]]:
         """Yield pages of lines. Chunks are split `in_thread`, because a chunk may have a million lines."""
         page: list[JobLine] = []
-        num_stored = 0  # bytes of the file, including blank lines
+        num_stored = 0  # bytes of the file up to the last page, including blank lines
         async for chunk in chunks:
             self._take(chunk)
             page += await in_thread(partial(self._split, chunk))

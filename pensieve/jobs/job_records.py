@@ -25,7 +25,7 @@ class JobState(StrEnum):
 
     RECEIVING = "receiving"  # its file is being uploaded
     CHECKING = "checking"  # its lines are checked before anything is computed
-    WAITING = "waiting"  # waits for its turn in the queue of jobs
+    WAITING = "waiting"  # waits in the queue of jobs
     RUNNING = "running"
     PAUSED = "paused"
     ENDED = "ended"

@@ -1,10 +1,10 @@
 """Run lines of a job in one engine process, from tokens to the engine's answers. Runs on the event loop.
 
-    go               send messages to the engine; called after each frame of its events, and when lines may
-                     continue
+    go               send messages to the engine; called after each frame (engine/pipe.py) of its events, and
+                     regularly by the worker, because `is_held` may have changed
     engine_events    take a frame of the engine's events; a line is `ready` when all its choices have ended
-    over             true if all lines are ready, the engine is lost, or the run was stopped; then `changed`
-                     is set
+    is_over          true if all lines are ready, the engine is lost, or the run was stopped; `changed` is set
+                     then, and whenever a line is ready
 
 Each choice of a line is a request of a `BatchRun` (engine/batch_run.py), so choices share their whole
 prompt.
@@ -65,7 +65,10 @@ class JobRun:
         put: Callable[[EngineMessage], None],
         sharing: PrefixSharing = "groups",
     ) -> None:
-        """Prepare a run, in any thread. Many lines may take seconds. `name` must be unique in this engine."""
+        """Prepare a run, in any thread. With many lines, this may take seconds.
+
+        `name` must be unique in this engine.
+        """
         self._put = put
         self.changed = asyncio.Event()
         self.is_over = self.was_lost = self.had_others = False
@@ -88,7 +91,7 @@ class JobRun:
     # -- to the engine --
 
     def go(self) -> None:
-        """Send messages to the engine. Refused messages are sent again after its next event or in `go`."""
+        """Send messages to the engine. A turn that its mailbox refuses is submitted again by a later `go`."""
         if self.is_over:
             return
         for message in self._batch.go(submits=not self.is_held):
@@ -97,7 +100,7 @@ class JobRun:
             except PensieveError:
                 if isinstance(message, SubmitTurn):
                     self._not_taken(message)
-        self._see_the_end()
+        self._end_if_done()
 
     def stop(self) -> None:
         """End the run and remove its requests from the engine."""
@@ -176,7 +179,7 @@ class JobRun:
         ended = TurnEnded(message.turn_id, message.conversation_id, failed, usage, "QUEUE_FULL")
         self._batch.take(ended)
 
-    def _see_the_end(self) -> None:
+    def _end_if_done(self) -> None:
         if self._batch.is_done:
             self._end()
 

@@ -296,9 +296,9 @@ class JobStore:
     def received(
         self, key: JobKey, sha256: str = "", options: Mapping[str, Any] | None = None
     ) -> StoredJob:
-        """Change a job with all its lines from `receiving` to `checking`. From now on it survives a crash.
+        """Change a job from `receiving` to `checking`. From then on, it survives a crash.
 
-        `sha256` and `options`, if given, replace the earlier values.
+        Call this when all its lines are stored. `sha256` and `options`, if given, replace the earlier values.
         """
         with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, job):
             if job.state is JobState.RECEIVING:
@@ -326,12 +326,12 @@ class JobStore:
         return duplicates
 
     def pending_lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
-        """Return lines without a result after the line `after`, in order, about 1 MiB; [] at the end."""
+        """Return pending lines with numbers above `after`, in order, up to about 1 MiB; [] at the end."""
         pending = " AND NOT EXISTS (SELECT 1 FROM results r WHERE r.line = l.line)"
         return self._lines(key, after, limit, pending)
 
     def lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
-        """Return lines after the line `after`, in order, about 1 MiB; [] at the end."""
+        """Return lines with numbers above `after`, in order, up to about 1 MiB; [] at the end."""
         return self._lines(key, after, limit)
 
     # -- results --
@@ -347,7 +347,7 @@ class JobStore:
     def results(
         self, key: JobKey, after: int = 0, limit: int = 1000, which: ResultKind = ResultKind.ALL
     ) -> list[Result]:
-        """Return results of lines after the line `after`, in the order of lines, about 1 MiB.
+        """Return results of lines with numbers above `after`, in the order of lines, up to about 1 MiB.
 
         The list is empty if there are no more results yet.
         """

@@ -1,4 +1,4 @@
-"""Turn a line of a job into tokens for the engine, and the engine's answer into a result line.
+"""Convert a line of a job to tokens for the engine, and the engine's answer to a result line.
 
 A line gives the same tokens and seeds whenever it is read. If the template writes a date, it is the date of
 the job's creation. If the body has no seed, the seed is derived from the file, the line and the choice. So a
@@ -94,7 +94,7 @@ class LineReader(NamedTuple):
 
 
 class ResultWriter(NamedTuple):
-    """Turns the engine's answers into results, in any thread."""
+    """Converts the engine's answers to results, in any thread."""
 
     template: ChatTemplate
     model: str

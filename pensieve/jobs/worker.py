@@ -50,7 +50,7 @@ from pensieve.text import CallStyle
 
 TURNS_MAX = 64  # turns of a job at a time
 WINDOW_TOKENS = 16 << 20  # prompt tokens in memory at a time
-LINES_A_HOP = 32  # lines read in the text pool before other work may run
+LINES_PER_TASK = 32  # lines read in the text pool before other work may run
 DEATHS_MAX = 2  # deaths of the engine while only this line was in it
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
@@ -100,7 +100,7 @@ class Activity:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     run: JobRun | None = None
     problem: str = ""
-    num_done: int = 0  # lines answered since the begin
+    num_done: int = 0  # lines with a result since the activity began
     num_tokens: int = 0  # tokens of these lines
     # (time, `num_tokens` at that time)
     _before: deque[tuple[float, int]] = field(default_factory=deque)
@@ -319,10 +319,10 @@ class Worker:
         self, reader: LineReader, lines: Sequence[JobLine], activity: Activity
     ) -> list[PreparedLine | LineError]:
         found: list[PreparedLine | LineError] = []
-        for first in range(0, len(lines), LINES_A_HOP):
+        for first in range(0, len(lines), LINES_PER_TASK):
             if activity.stopping:
                 break
-            some = lines[first : first + LINES_A_HOP]
+            some = lines[first : first + LINES_PER_TASK]
             found += await self._daemon.threads.in_text_pool(
                 reader.job.key.tenant, partial(reader.read_all, some)
             )

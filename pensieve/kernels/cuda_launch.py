@@ -90,7 +90,9 @@ def prepare(device_index: int) -> None:
     import cupy
 
     if not cupy.cuda.runtime.deviceGetAttribute(CAN_USE_HOST_POINTERS, device_index):
-        raise DeviceError("page-locked memory has other addresses on this machine's GPU")
+        raise DeviceError(
+            "this machine's GPU cannot use the host's addresses of page-locked memory"
+        )
 
 
 @cache

@@ -53,8 +53,8 @@ def costs_of(
         kind = "profiled" if found.measured_with else "fitted from a journal"
         words = f"costs: {kind}, from {settings.cost}: {found.cost.source}"
         return _measured(settings, found.cost, words, model)
-    kept = profiles.kept(profiles.key_of(settings, folder, model))
-    if isinstance(kept, profiles.Kept):
+    kept = profiles.stored_profile(profiles.key_of(settings, folder, model))
+    if isinstance(kept, profiles.StoredProfile):
         words = f"costs: profiled on this machine, {kept.in_words}"
         return _measured(settings, kept.cost, words, model)
     shape = model.shape

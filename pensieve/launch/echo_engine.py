@@ -42,7 +42,7 @@ WORDS_PER_REPLY = 24  # on average, unless max_tokens ends the reply earlier
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    """Return the digest of a sequence whose first part has the digest `state`, followed by `tokens`."""
+    """Return the digest of a sequence: a first part with the digest `state`, and then `tokens`."""
     return zlib.crc32(tokens.tobytes(), state)
 
 
@@ -57,7 +57,7 @@ def next_token(state: int, num_tokens: int, end_id: int) -> int:
 @dataclass(slots=True)
 class _Turn:
     text: ReplyText
-    digest: int  # of the tokens so far
+    digest: int  # digest of the context and of the reply so far
 
 
 class EchoExecutor:

@@ -5,7 +5,8 @@ The daemon is the same as with `pensieve serve`, with a separate engine process.
 * SIGINT is blocked in the daemon's threads and in the engine process. So Ctrl-C reaches only the main thread,
   even during the start.
 * The main thread waits until the daemon is serving. If the start fails, the main thread raises the daemon's
-  exception. To cancel this wait, `given_up` (which is called a few times per second) must return true.
+  exception. While it waits, the main thread calls `given_up` a few times per second. If `given_up` returns
+  true, the main thread stops the daemon and raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class EmbeddedDaemon:
             Listening(address="", socket=path),
             DaemonConfig(ttft_seconds=resolved.settings.ttft),
             engine_program,
-            check_history_first=True,  # a user should see problems of the history before the prompt
+            check_history_first=True,  # a user should see problems of the history before typing
             take_early=take_early,
         )
         self._report = report

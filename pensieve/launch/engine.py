@@ -1,8 +1,8 @@
 """Build an engine that runs a model, from its executor (executor.py), costs (costs.py) and scheduler.
 
 This module connects the packages `model` and `engine`, which must not import each other. Loading takes
-seconds or minutes, so `report` receives a line when a stage begins. If a stage fails, the earlier stages are
-undone.
+seconds or minutes, so `report` receives a line when a step of the start begins. If a step fails, the earlier
+steps are undone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BuiltEngine:
     computes: Mapping[str, str] = field(
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
-    smallest_tbt: Smallest | None = None  # None if no objective was given
+    smallest_tbt: Smallest | None = None  # None: no objective, or too few pages to measure it
     kv_identity: KvIdentity = field(
         default_factory=lambda: KvIdentity({}, "it runs no model, so it has no KV")
     )
@@ -202,7 +202,10 @@ def _journal(
     configs: EngineConfigs,
     cost: CostProfile,
 ) -> _OpenJournal | None:
-    """Open the journal. Its first line describes the model and device, to fit costs for them later."""
+    """Open the journal, if the settings name one. Its first line describes the model and the device.
+
+    The description is for later fits of costs to the journal.
+    """
     if settings.journal is None:
         return None
     try:

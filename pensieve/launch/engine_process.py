@@ -8,7 +8,7 @@ The service starts it as `python -m pensieve.launch.engine_process FD`, where FD
                      or a heartbeat with the main thread's loop counter
 
 **Start.** The process imports torch, reads the settings from the first frame, loads the model and sends
-`ready` with the sizes of its memory. It sends a `stage` frame when a stage begins.
+`ready` with the sizes of its memory. It sends a `stage` frame when a step of the start begins.
 
 **End.** When the pipe is closed, the service is gone, and the process exits immediately. It has nothing to
 save, because the service has the history. If the reader or writer thread fails, the process exits, too.
@@ -56,13 +56,13 @@ from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts
 
 MESSAGES_MAX = 65_536
-SHOWN_SECONDS = 0.05  # the summary names only stages that took at least this long
+SHOWN_SECONDS = 0.05  # the summary names only steps of the start that took at least this long
 Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
 Prepare = Callable[[Report], None]
 
 
 class _Stages:
-    """Sends a line when a stage begins, and measures how long each stage takes."""
+    """Sends a line when a step of the start begins, and measures how long each step takes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

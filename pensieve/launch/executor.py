@@ -91,7 +91,7 @@ def _graphs(
 ) -> DecodeGraphs | None:
     """Capture CUDA graphs of decode batches, and of the operations between attention layers.
 
-    None unless there is exactly one rank, on a GPU.
+    Return None unless there is exactly one rank, on a GPU.
     """
     if ranks.model.flat.module.device.type != "cuda" or ranks.leader is not None:
         return None

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 SUBJECTS = ("turn_id", "conversation_id", "tenant")  # attributes of a record that both formats show
-FIGURES = "figures"  # attribute of a record with further values, by name
+FIGURES = "figures"  # attribute of a record: a dict of further values by name
 LINES_MAX = 10_000
 END_SECONDS = 2.0  # how long to write the queued lines after the daemon has stopped
 
@@ -28,7 +28,7 @@ END_SECONDS = 2.0  # how long to write the queued lines after the daemon has sto
 def log_to_stderr(form: str, *, turns: bool) -> Iterator[None]:
     """Log to standard error during the block. `form` is text, json or auto. `turns` adds a line per turn."""
     plain = form == "text" or (form == "auto" and sys.stderr.isatty())
-    handler = _Beside(sys.stderr.fileno())
+    handler = _ThreadedHandler(sys.stderr.fileno())
     handler.setFormatter(_TextLines() if plain else _JsonLines())
     root = logging.getLogger("pensieve")
     root.addHandler(handler)
@@ -42,7 +42,7 @@ def log_to_stderr(form: str, *, turns: bool) -> Iterator[None]:
         handler.close()
 
 
-class _Beside(logging.Handler):
+class _ThreadedHandler(logging.Handler):
     """A handler that writes in a separate thread, directly to the file descriptor.
 
     It does not use sys.stderr, because Python waits for the lock of sys.stderr at exit.

@@ -33,7 +33,7 @@ def resolve_model(
     """Return the folder of a model.
 
     `name` is a path, the id of a model on the Hugging Face hub, `smollm2`, or "" for the built-in model. If
-    the model is not cached yet, it is downloaded, and a GGUF file is converted (see `needs_making`).
+    the model is not cached yet, it is downloaded, and a GGUF file is converted (see `needs_conversion`).
     """
     if not name:
         from pensieve.builtin import MODEL_PATH
@@ -81,8 +81,8 @@ def model_name(name: str) -> str:
     return path.stem if path.is_file() else name
 
 
-def needs_making(name: str) -> bool:
-    """Return whether `resolve_model` would first download or convert the model."""
+def needs_conversion(name: str) -> bool:
+    """Return whether `resolve_model` would first download smollm2 or convert a GGUF file."""
     path = Path(name).expanduser()
     if not name or path.is_dir():
         return False

@@ -1,4 +1,4 @@
-"""Load the whole model on one device, or with several ranks, this rank's part of the model."""
+"""Load the whole model on one device. With several ranks, load this rank's part of the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ RANK_WAIT_SECONDS = 300.0  # how long a starting engine waits for ranks on other
 
 
 def usable_device(settings: Settings, report: Report) -> torch.device:
-    """Return the device of the settings, with its kernels ready. `auto`: the CPU if a GPU has no kernels."""
+    """Return the device of the settings, with its kernels ready.
+
+    With `auto`, return the CPU if the GPU cannot be used.
+    """
     device = _with_kernels(settings, report)
     if device.type == "cpu" and settings.kv_dtype == "fp8":
         report("warning: --kv-dtype fp8 is meant for GPUs and slow on a CPU")
@@ -169,7 +172,11 @@ def _start_ranks(
 
 
 def _elsewhere(settings: Settings, folder: Path, device: torch.device) -> RemoteRanks | None:
-    """Describe the ranks on other machines. By default, these are the ranks of all stages except the last."""
+    """Describe the ranks on other machines; None if there are none.
+
+    By default, these are the ranks of all stages except the last. If there is only one stage, they are all
+    ranks except rank 0.
+    """
     address, secret = settings.rank_address, settings.cluster_secret
     if not address:
         return None

@@ -51,10 +51,10 @@ class Pages(NamedTuple):
 def smallest_tbt(
     cost: IterationCost, source: str, executor: Executor, pages: Pages, now: Callable[[], float]
 ) -> Smallest | None:
-    """Predict or measure the smallest feasible objective. None if the device tier is too small to measure.
+    """Predict or measure the smallest feasible objective.
 
-    `source` is ESTIMATED, or describes for people where `cost` comes from. Nothing else may use the executor
-    yet.
+    Return None if the device tier is too small to measure. `source` is ESTIMATED, or describes for people
+    where `cost` comes from. Nothing else may use the executor yet.
     """
     if source != ESTIMATED:
         return Smallest(cost.iteration_seconds([(CONTEXT, CONTEXT + 1), (0, TOKENS_MIN)]), source)

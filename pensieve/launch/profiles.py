@@ -44,7 +44,7 @@ class Key(NamedTuple):
         return profiles_folder() / f"{stem}-{digest.hexdigest()[:16]}.json"
 
 
-class Kept(NamedTuple):
+class StoredProfile(NamedTuple):
     cost: CostModel
     in_words: str
 
@@ -83,7 +83,7 @@ def key_of(settings: Settings, folder: Path, model: LoadedModel) -> Key:
     return Key(name, measured_with, {"pensieve": __version__, "torch": torch.__version__})
 
 
-def kept(key: Key) -> Kept | str:
+def stored_profile(key: Key) -> StoredProfile | str:
     """Return the profile of this key, or the reason why there is none."""
     path = key.path
     if not path.is_file():
@@ -103,7 +103,7 @@ def kept(key: Key) -> Kept | str:
         )
     median = found.errors.get("all", {}).get("median")
     off = f", off by {median:.0%} in the median" if isinstance(median, float) else ""
-    return Kept(found.cost, f"{at}{off} ({path})")
+    return StoredProfile(found.cost, f"{at}{off} ({path})")
 
 
 def _in_words(versions: Any) -> str:

@@ -25,7 +25,8 @@ def engine_program(resolved: Resolved) -> tuple[str, ...]:
     engine, _, seconds = resolved.settings.engine.partition(":")
     if engine == "echo" and resolved.settings.journal is not None:
         raise InvalidArgument(
-            "journal", "the echo engine has none, since a journal records how long a model computes"
+            "journal",
+            "the echo engine writes no journal, because it runs no model whose times could be recorded",
         )
     command = {
         "model": ENGINE,

@@ -17,14 +17,14 @@ def main(fd: int, lifeline: int | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if lifeline is not None:
-        threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+        threading.Thread(target=_exit_when_closed, args=(lifeline,), daemon=True).start()
     sock = socket.socket(fileno=fd)
     from pensieve.model.parallel.worker import serve
 
     serve(sock)
 
 
-def _end_with(lifeline: int) -> None:
+def _exit_when_closed(lifeline: int) -> None:
     while os.read(lifeline, 1):
         pass
     os._exit(0)

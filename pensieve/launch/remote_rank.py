@@ -8,10 +8,10 @@ When any rank dies or hangs, the engine of rank 0 ends and another engine starts
 its connections to the ranks are closed, and the computing process of each rank exits. This module has neither
 model nor state. It starts a new computing process for the next engine.
 
-The computing process owns the connection. Its standard input is a pipe from the `pensieve rank` process. It
-exits when the connection or the pipe is closed, so it does not outlive `pensieve rank`. If the computing
-process does not exit (it was stopped, or its device hangs), it is killed STOP_SECONDS after the connection
-was closed.
+The computing process owns the connection. Its standard input is a pipe from the `pensieve rank` process. The
+computing process exits when the connection or the pipe is closed, so it does not outlive `pensieve rank`. If
+it does not exit within STOP_SECONDS after the connection was closed (it was stopped, or its device hangs),
+`pensieve rank` closes the pipe, and kills the process after another STOP_SECONDS.
 
 If the engine refuses the rank, `pensieve rank` logs the refusal and tries again, because refusals are normal
 while several machines are upgraded.
@@ -128,7 +128,11 @@ class RemoteRank:
                     process.wait()
 
     def _watch(self, process: subprocess.Popen[bytes], sock: socket.socket) -> int:
-        """Wait until the process ends. If it still runs after its connection was closed, kill it."""
+        """Wait until the process ends, and return its exit status.
+
+        Return -SIGKILL if `_compute` must end the process: because of `stop`, or because the process still
+        runs STOP_SECONDS after its connection was closed.
+        """
         connection = select.poll()
         connection.register(
             sock, getattr(select, "POLLRDHUP", 0)

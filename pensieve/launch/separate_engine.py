@@ -33,7 +33,7 @@ from pensieve.launch.model_folder import Report
 class SeparatePhases:
     """Computes an iteration's prompts, and then its decodes, on another executor."""
 
-    depth = 1  # one iteration in flight, so no slice waits for a token
+    depth = 1  # one iteration in flight, so the input token of each decode is known at the launch
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

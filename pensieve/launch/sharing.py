@@ -38,7 +38,7 @@ class Sharing:
     def tokens(self) -> tuple[Token, ...]:
         """Return the token that daemons with this secret use to call each other.
 
-        Empty without a secret.
+        Without a secret, return an empty tuple.
         """
         if not self.secret:
             return ()

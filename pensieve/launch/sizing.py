@@ -30,7 +30,7 @@ def tier_pages(
     on_device = settings.device_cache
     if on_device.unit == "auto":
         on_device = share if device_bytes is None else TierSize(1.0, "share")
-    # a share of the memory that the staging arenas leave
+    # the share is taken from the memory that the staging arenas leave
     if device_bytes is not None and on_device.unit == "share":
         host_bytes = host.pages(page_bytes, settings.chunk_tokens, available) * page_bytes
         device_bytes -= _staging_bytes(settings, device_bytes, host_bytes, num_layers)
@@ -94,9 +94,9 @@ def staging_pages(
     num_layers: int,
     left_bytes: int | None = None,
 ) -> int:
-    """Return the pages of each of the two staging arenas, for one layer; 0: turns are not streamed.
+    """Return the pages of each of the two staging arenas. An arena holds pages of one layer.
 
-    `left_bytes` is the GPU memory that the device tier leaves free.
+    `left_bytes` is the GPU memory that the device tier leaves free. Return 0 if turns are not streamed.
     """
     if settings.stream == "off":
         return 0

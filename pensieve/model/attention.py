@@ -154,9 +154,9 @@ class FlatModel:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.whole: WholeModel | None = None  # replaces the forward if all layers are fused
-        self.alone = True  # no other rank has a part of it
-        self.num_layers: int | None = None  # if it has only some of the module's layers
-        self.first_layer = 0  # the first of them, counted in the whole model
+        self.alone = True  # no other rank has a part of the model
+        self.num_layers: int | None = None  # number of layers of a stage; None: all layers
+        self.first_layer = 0  # number of a stage's first layer in the whole model
         self.counts_from_cache = False  # its layers take positions from the cache (Llama 4 does)
         self.form = ""  # tells people how the layers run; set by the loader
         # All families of transformers 5 know this argument.  Other models compute every row's logits.

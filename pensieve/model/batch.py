@@ -8,7 +8,7 @@ absolute positions, a start position, and the page table of the slice's turn.
                                          slices of one turn share a row of the page table, padding is page 0
     logit_rows                           last rows of the slices that need a token
     logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
-    lengths, starts                      of the slices, as numbers on the host
+    lengths, starts                      length and first position of each slice, as numbers on the host
 
 On the host these are arrays of numbers.  One copy moves all of them to the device.
 

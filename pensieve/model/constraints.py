@@ -24,7 +24,7 @@ The row's forward is launched first.  The row's job starts when the previous tok
 and makes the mask while the device computes the forward.  If the previous token ends the turn, the row gets
 no mask, because its result is discarded.
 
-**A constraint that fails** (a step exceeds its fuel, the vocabulary lacks a token) fails only its own turn.
+**A constraint that fails** (a step takes too much work, the vocabulary lacks a token) fails only its turn.
 The row is sampled without a mask, and `collect` reports CONSTRAINT_FAILED instead of the sampled token.
 
 Only one job at a time uses a turn's `ConstrainedReply`: the launching thread waits for all masks of an
@@ -86,7 +86,7 @@ class TurnConstraints:
         self._num_bytes = -(-vocab_size // 8)
         self._vocab_size = vocab_size
         self._threads: ThreadPoolExecutor | None = None  # for masks
-        self._compilers: ThreadPoolExecutor | None = None  # masks do not wait for these
+        self._compilers: ThreadPoolExecutor | None = None  # separate, so no mask waits for them
         self._compiling: dict[int, Future[Matcher]] = {}  # by turn_id, until the turn begins
         self._constrained: dict[int, ConstrainedReply] = {}  # by turn_id, until the turn ends
 
@@ -147,7 +147,7 @@ class TurnConstraints:
         for number in jobs.ahead:
             log = rows[number].log
             reply, token_id = self._constrained[log.turn_id], newest[log.turn_id]
-            if token_id >= 0 and token_id not in reply.ends:  # else the turn ends before this row
+            if token_id >= 0 and token_id not in reply.ends:  # otherwise the turn ends first
                 tokens = log.tokens + array("I", [token_id])
                 jobs.by_row[number] = self._submit(reply, tokens)
 
@@ -231,7 +231,7 @@ class ConstrainedReply:
         thinking: ThinkingTracker,
         num_bytes: int,
     ) -> None:
-        self.num_followed = len(start.context)  # tokens of the turn's log
+        self.num_followed = len(start.context)  # tokens of the turn's log that count as consumed
         self.ends = ends  # tokens that end the reply
         self._turn_id = start.turn_id
         self._compiling = compiling

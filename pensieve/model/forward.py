@@ -53,7 +53,7 @@ class Computed(NamedTuple):
     logits: torch.Tensor  # float32 (rows, vocab)
     newest_ids: torch.Tensor  # int64 (rows): the tokens that the rows were computed from
     turn_ids: tuple[int, ...]
-    positions: tuple[int, ...]  # where a sampled token will stand
+    positions: tuple[int, ...]  # position of the token that is sampled from the row
 
 
 class Forward:
@@ -143,7 +143,8 @@ class Forward:
         chunk_tokens, graphs = self._memory.chunk_tokens, self._graphs
         if groups and self._memory.in_place:
             slices = in_host_pages(slices, groups)
-        search = self._search if not groups else nothing_shared  # each part is searched by itself
+        # With groups, `_streamed` searches each part separately.
+        search = self._search if not groups else nothing_shared
         batch = Batch.from_slices(slices, chunk_tokens, self._device, sampled, search)
         if groups:
             logits = self._streamed(batch, slices, copies, groups)
@@ -211,7 +212,8 @@ def smaller_runs(
         yield second, ()
         return
     (group,) = groups
-    # The second half loads what the first half stores; its own slots may hold anything at that time.
+    # The second half loads what the first half stores.  It also loads the slots that it will write itself,
+    # which may hold anything until then.
     loaded = array("i", map(max, group.loaded_slots, group.stored_slots))
     yield first, (group._replace(stop_slice=len(first)),)
     yield second, (group._replace(stop_slice=len(second), loaded_slots=loaded),)

@@ -152,7 +152,8 @@ class DecodeGraphs:
             at_once = cuda.blocks_at_once(device, shape.head_size, memory.format.element)
             self._group, self._extra_items = group, at_once.narrow // heads + 1
             self._lists = zeros(sum(self._sizes_of_lists(rows)), dtype=torch.int32)
-            # Each row has a part of its own context; every further item may be a pack of the largest size.
+            # Rows of partial results: each row has an item for its own context, and every further item may be
+            # a pack of the largest size.
             rows_of_pack = min(rows * group, cuda.tiling(shape.head_size).wide)
             part_rows = rows * group + self._extra_items * rows_of_pack
             self._plan = DevicePlan(

@@ -16,8 +16,8 @@ The embedding table and the output product are large, so only stages that need t
 without the embedding table has a blank table, which returns a random but fixed row for each token.  The load
 probe computes with these rows.
 
-A stage numbers its layers from 0, like its pages.  A model whose layers compute something that depends on
-their number cannot be divided; `number_from_zero` checks this.
+A stage numbers its layers from 0, because its KV memory has only these layers.  A model whose layers compute
+something that depends on their number cannot be divided; `number_from_zero` checks this.
 """
 
 from __future__ import annotations

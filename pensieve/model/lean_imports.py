@@ -22,7 +22,7 @@ MARKS = ("allow_in_graph", "assume_constant_result", "disable")
 
 
 def defer_compiler() -> None:
-    """Import `torch._dynamo` when something uses more of it than its decorators."""
+    """Delay the import of `torch._dynamo` until something uses more of it than its decorators."""
     spec = importlib.util.find_spec(COMPILER)
     if COMPILER in sys.modules or spec is None:
         return
@@ -47,7 +47,7 @@ def disable_distributed() -> None:
 
 
 class _Deferred(ModuleType):
-    """A package that runs its own code when an attribute is missing; from then on it is a plain module."""
+    """A package that is loaded when an attribute is missing; from then on it is a plain module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":
@@ -58,7 +58,7 @@ class _Deferred(ModuleType):
         assert spec is not None
         assert spec.loader is not None
         self.__path__ = list(spec.submodule_search_locations or ())
-        self.__class__ = ModuleType  # type: ignore[assignment]  # it was made as one
+        self.__class__ = ModuleType  # type: ignore[assignment]  # it was created as a ModuleType
         spec.loader.exec_module(self)
         return getattr(self, name)
 

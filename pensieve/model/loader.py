@@ -48,7 +48,7 @@ from pensieve.model.shape import ModelShape
 
 # Weights that a language model may ignore: heads that predict several tokens ahead, towers for other inputs,
 # and scales of fp8 KV.
-LEFT_OUT = re.compile(
+IGNORABLE = re.compile(
     r"(^|[._])(mtp|nextn|vision|visual|image|audio|speech|multi_modal)([._]|$)|\.[kv]_scale$"
 )
 
@@ -80,8 +80,8 @@ def load(
     `dtype` None keeps the checkpoint's dtype.  `int8` rounds the weights inside the layers.  `kv_dtype` is
     the format of KV (`kernels.kv_format`).  `context_max` lowers the served context.  With a `rank`, only the
     rank's part is loaded.  All ranks must load at the same time.  If ranks share each layer, no layer is
-    replaced by C++: transformers' hooks in the layers combine the ranks' results.  `report` receives one line
-    per stage.
+    replaced (fuse/), because transformers' hooks in the layers combine the ranks' results.  `report` receives
+    one line for each step of loading.
     """
     name = os.fspath(path_or_id)
     device = torch.device(device)
@@ -188,12 +188,12 @@ def _read_config(name: str) -> Any:
 
 
 def _quantization(folder: Path, config: Any) -> str | None:
-    """Return the quantization method of the weights, or None if the config names none."""
+    """Return the quantization method of the weights, or None if the config names none or bitsandbytes."""
     for each in (config, config.get_text_config()):
         named = getattr(each, "quantization_config", None)
         if named is not None:
             method = named.get("quant_method") if isinstance(named, dict) else named.quant_method
-            # bitsandbytes has two method names, which end in the same word.
+            # transformers supports bitsandbytes, but looks it up as bitsandbytes_4bit or bitsandbytes_8bit.
             is_bits = method is None or str(method).endswith("bitsandbytes")
             return None if is_bits else str(getattr(method, "value", method))
     # Older ModelOpt checkpoints store the method in a separate file.
@@ -319,9 +319,9 @@ def _read_weights(
         except Exception as error:
             reason = _reported("\n".join(logged)) or one_line(error)
             raise ModelError(f"cannot load the weights of {name}: {reason}") from error
-    left_out = [key for key in loading["unexpected_keys"] if _would_count(module, key)]
+    wrongly_ignored = [key for key in loading["unexpected_keys"] if _would_count(module, key)]
     for keys, problem in (
-        (left_out, "contain weights that the model would ignore:"),
+        (wrongly_ignored, "contain weights that the model would ignore:"),
         (loading["missing_keys"], "lack"),
         (loading["mismatched_keys"], "have the wrong shape for"),
     ):
@@ -342,7 +342,7 @@ def _would_count(module: Any, key: str) -> bool:
     Examples are a scale or a bias of a module whose weight is loaded, or an additional norm in a layer.  A
     weight outside of the layers, or in a layer after the model's last layer, belongs to another module.
     """
-    if LEFT_OUT.search(key):
+    if IGNORABLE.search(key):
         return False
     prefix = f"{module.base_model_prefix}."
     for path in (key, prefix + key):

@@ -491,14 +491,15 @@ def _near(got: torch.Tensor, right: torch.Tensor) -> bool:
 def _check_far_neighbor(
     flat: FlatModel, shape: ModelShape, prompt: list[int], own_max: int
 ) -> None:
-    """Compare a prompt's rows in two batches, one with a token at position 0, the other with a far token.
+    """Compare a prompt's rows in two batches: beside a token at position 0, and beside a token far away.
 
     The far token's position lies beyond the model's trained length.  If the operator has lowered the context,
     no token can be that far, so the last position of the context is used.
     """
     kinds = torch.nn.Embedding | BlankTable
     embeddings = [each for each in flat.module.modules() if isinstance(each, kinds)]
-    # A second table holds positions: no rotary frequencies exist, and positions end with the table.
+    # A second table holds positions.  Such a model has no rotary frequencies, and its positions end with the
+    # table.
     is_last = len(embeddings) > 1 or shape.context_max < own_max
     far = shape.context_max - 1 if is_last else 4 * shape.context_max
     alone = _beside(flat, prompt, 0)

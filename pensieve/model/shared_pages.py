@@ -42,7 +42,7 @@ def shared_pages(slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | No
 
 
 class SharedSearch:
-    """Search each iteration in turn, and reuse the last result while it is valid."""
+    """Search one iteration after another, and reuse the last result while it is valid."""
 
     def __init__(self) -> None:
         self._turn_ids: list[int] = []
@@ -66,7 +66,7 @@ class SharedSearch:
         return found
 
     def _holds(self, slices: Sequence[Slice], chunk_tokens: int) -> bool:
-        """Whether each slice's context still begins with its group's pages, and the slice follows them."""
+        """Whether each slice's context still begins with its group's pages, and the slice is after them."""
         if self._found is None:
             return True
         for piece, group in zip(slices, self._found.slice_groups, strict=True):

@@ -1,6 +1,6 @@
 """Run the attention of an iteration with streamed turns: their slices attend to staging arenas, by groups.
 
-The dense parts see one flat batch.  The attention of a layer has parts.  The first part is the slices of
+The dense operations see one flat batch.  The attention of a layer has parts.  The first part is the slices of
 resident turns, over the device's pages.  Each group (core/iteration.py, `PageGroup`) is a further part, over
 the arena with the group's pages of this layer (kv/streamer.py).
 
@@ -9,9 +9,9 @@ the arena with the group's pages of this layer (kv/streamer.py).
     attend    the same pages    arena 0       arena 1    …
 
 A part is a range of the batch, so its index tensors are views of the batch's.  Only its slice offsets are
-counted from its own first row.  `paged_rows` is None, so fused layers run only their dense parts and call
-this attention.  On a CPU, resident turns use the same functions, so streaming does not change results.  On a
-GPU, a layer without streamed turns rotates and writes in one kernel, with rounded cosines.  So streaming
+counted from its own first row.  `paged_rows` is None, so fused layers run only their dense operations and
+call this attention.  On a CPU, resident turns use the same functions, so streaming does not change results.
+On a GPU, a layer without streamed turns rotates and writes in one kernel, with rounded cosines.  So streaming
 changes results by rounding.
 """
 

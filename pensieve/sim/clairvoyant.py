@@ -61,7 +61,7 @@ class ClairvoyantPolicy(StaticPolicy):
         return 0.0
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        """Return a higher class the sooner the chunk is used again; 0 if never."""
+        """Return the class of a chunk: the sooner it is used again, the higher; 0 if it is not used again."""
         holders = islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)
         soonest = min(self._next.get(holder.conversation_id, math.inf) for holder in holders)
         if soonest == math.inf:

@@ -1,11 +1,13 @@
 """Compute the seconds of iterations and copies from published shapes and data sheets.
 
-An iteration has a fixed overhead and these costs (core/cost.py):
+An iteration has a fixed overhead and these costs (core/cost.py defines keys and pairs):
 
     dense       weight bytes / bandwidth, and 2 · parameters / rate for each token
-    attention   KV bytes of a token / bandwidth, and 4 · layers · heads · head size / rate for each pair
+    attention   KV bytes of a token / bandwidth for each key,
+                and 4 · layers · heads · head size / rate for each pair
 
-`pensieve profile` measures points instead, and also the cost of recomputing a chunk (`chunk_costs`).
+`pensieve profile` does not compute these costs, but measures the seconds at several token counts. It also
+measures the cost of recomputing a chunk (`chunk_costs`).
 `EFFICIENCY` is the part of a data sheet's rates that real kernels reach. The time of a copy between the tiers
 is its bytes divided by the link's rate, and the two directions are independent. Several devices (tensor
 parallel) count as one larger and faster device: their communication takes no time here.
@@ -113,7 +115,7 @@ class CostModel(IterationCost):
     kv_bytes_per_token: int
     link_bytes_per_second: float
     source: str
-    # Measured: tokens per chunk, and the cost of recomputing a chunk.
+    # If measured: the tokens of a chunk, and the cost of recomputing the chunk.
     chunk_costs: tuple[int, CostProfile] | None = field(default=None, kw_only=True)
 
     @classmethod
@@ -143,7 +145,10 @@ class CostModel(IterationCost):
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
 
     def recompute(self, chunk_tokens: int) -> CostProfile:
-        """Return the cost of recomputing a chunk after a context: as measured, or as in a full batch."""
+        """Return the cost of recomputing a chunk after a context.
+
+        If it was not measured, it is computed as in a full batch, without the time to read the weights.
+        """
         if self.chunk_costs is not None:
             measured_tokens, profile = self.chunk_costs
             scale = chunk_tokens / measured_tokens
@@ -159,7 +164,10 @@ class CostModel(IterationCost):
 
 
 def instant(chunk_tokens: int, kv_bytes_per_token: int = 131_072) -> tuple[CostModel, CostProfile]:
-    """Return costs of zero, and a recompute cost of 1 + l / 32,000 times a chunk's dense part."""
+    """Return costs of zero, and the cost of recomputing a chunk after l tokens.
+
+    The latter is (1 + l / 32,000) times the cost of the chunk's dense part.
+    """
     free = CostModel(0, 0, 0, 0, 0, 1, kv_bytes_per_token, float("inf"), "iterations take no time")
     dense = 0.01
     points = tuple((1 << power, dense * (1 << power) / 32_000) for power in range(18))

@@ -3,8 +3,8 @@
 The costs come from a fit to a journal or from a profile. Simulations and starting daemons read them.
 
 The file is one JSON object. `cost` has the numbers of `CostModel` by name. `chunks` has the measured cost of
-recomputing a chunk, if any. `measured_with` says what a profile measured, and when. Other fields (errors,
-found and assumed numbers) are for people and are not read back.
+recomputing a chunk, if any. `measured_with` says what a profile measured, and when. `errors` has the errors
+of the predictions. Other fields (found and assumed numbers) are for people and are not read back.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def parsed(text: str) -> CostFile:
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+        raise ValueError(f"is not JSON: {error}") from error
     if not isinstance(given, dict) or not isinstance(given.get("cost"), dict):
         raise ValueError("is not a file that `pensieve profile` or `pensieve simulate --fit` wrote")
     if given.get("version") not in READ:
@@ -113,7 +113,7 @@ def parsed(text: str) -> CostFile:
             )
     source, measured_with = given.get("source"), given.get("measured_with", {})
     if not isinstance(source, str):
-        raise ValueError("source must be a text")
+        raise ValueError("source must be a string")
     if not isinstance(measured_with, dict):
         raise ValueError("measured_with must be an object")
     points = {name: _points("cost", cost, name) if name in cost else () for name in POINTS}
@@ -179,7 +179,7 @@ def load_all(path: Path) -> CostFile:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def save(fit: Fit, path: Path) -> None:

@@ -2,8 +2,8 @@
 
 An iteration begins when it is launched. Each direction between the tiers is one link, which is busy until its
 last copy is complete. The layers of a swap-in arrive one after another. A layer computes when its KV has
-arrived and the previous layer is done. An iteration has L layers and a computing time C. Its copies begin at
-s and take S. So the iteration ends at
+arrived and the previous layer is done. An iteration has L layers and a computing time C. Its swap-ins begin
+at s and take S. So the iteration ends at
 
     max(begin + C,  s + S/L + C,  s + S + C/L)
 
@@ -70,7 +70,7 @@ class ModelledExecutor:
         self._watcher = watcher
         self._separate = phases == "separate"
         self._launched: deque[tuple[Iteration, float, float]] = deque()  # begin, end
-        self._turns: dict[int, tuple[int, SampledToken]] = {}  # end of the prompt, every token
+        self._turns: dict[int, tuple[int, SampledToken]] = {}  # prompt's end, every sample
         self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order of the ends
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
@@ -138,7 +138,7 @@ class ModelledExecutor:
 
     def _staged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
         """Return the end of an iteration with groups. Its stores delay the swap-outs that follow them."""
-        assert not self._separate, "groups are of one pass"
+        assert not self._separate, "separate phases do not support groups"
         cost, slices, groups = self._cost, iteration.slices, iteration.groups
         first = groups[0].first_slice
         streamed = sum(each.num_tokens for each in slices[first:])
@@ -246,10 +246,11 @@ def staged(
         attend n  begins after load n, and after all earlier work of the compute lane
         store n   begins after attend n, and after store n - 1
 
-    Load n runs while step n - 1 attends. So the copier is one group ahead, also at the step from one layer to
-    the next. All layers take the same time. Let C, I and O be the times of computing, loads and stores in one
-    layer. With two or more groups, a layer takes about the largest of C, I and O. With one group, a load
-    overlaps the attention of the previous layer, because the steps alternate between the arenas.
+    Load n runs while step n - 1 attends. So the copier is one group ahead, also between the last group of a
+    layer and the first group of the next layer. All layers take the same time. Let C, I and O be the times of
+    computing, loads and stores in one layer. With two or more groups, a layer takes about the largest of C, I
+    and O. With one group, a load overlaps the attention of the previous layer, because the steps alternate
+    between the arenas.
 
     A layer also waits for its swap-ins. Swap-ins of layer l (from 0) arrive at `first + l * each`. The
     swap-ins began earlier, so the loads follow all swap-ins on the link.

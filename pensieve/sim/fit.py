@@ -168,9 +168,9 @@ def fit_link(
         why = f"computation hid the copies, so it is at least {at_least:.3g}"
     return (
         replace(cost, link_bytes_per_second=taken),
-        f"link_bytes_per_second: {why}; using {taken:.3g}, as of {cost.source}"
+        f"link_bytes_per_second: {why}; using {taken:.3g} from {cost.source}"
         if taken > at_least
-        else f"link_bytes_per_second: {why}; using that",
+        else f"link_bytes_per_second: {why}; using this bound",
     )
 
 

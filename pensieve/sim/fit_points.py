@@ -75,7 +75,7 @@ def _counts(most: int, first: int) -> list[int]:
 
 
 def _shares(points: Sequence[int], count: int) -> list[float]:
-    """Return the weight of each point's seconds for this count, like `between`."""
+    """Return the weight of each point's seconds for this count, as core.cost.between interpolates."""
     shares = [0.0] * len(points)
     right = bisect_right(points, count)
     if not right:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pensieve.core.streaming import solved
 
 RIDGE = 1e-12  # relative; lets proportional columns share what they explain
-PROMISE_MIN = 1e-9  # divided by the largest; anything less is rounding
+PROMISE_MIN = 1e-9  # relative to the largest target; a smaller improvement is only rounding
 
 
 def nonnegative(products: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:

@@ -36,7 +36,7 @@ class Observations:
         self.counts = dict.fromkeys(KINDS, 0)
         self.rates: list[float] = []  # slots per second, of copies that an iteration waited for
         self._strides = dict.fromkeys(KINDS, 1)
-        self._slots: dict[int, int] = {}  # slots of the copies in progress
+        self._slots: dict[int, int] = {}  # by copy_id: slots of the copies in progress
         self._prompt_ends: dict[int, int] = {}  # prompt ends of turns that have not ended
 
     def add(self, replayed: Replayed) -> None:

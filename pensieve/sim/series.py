@@ -47,7 +47,7 @@ class Series:
             row[half:] = [0.0] * half
 
     def means(self) -> dict[str, list[float | None]]:
-        """Return the means by name, and the begin of each bin as `seconds`; None for empty bins."""
+        """Return the means by name, and the beginning of each bin as `seconds`; None for empty bins."""
         used = max((index + 1 for index, count in enumerate(self._counts) if count), default=0)
         means: dict[str, list[float | None]] = {
             "seconds": [index * self.width_seconds for index in range(used)]

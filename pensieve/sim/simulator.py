@@ -56,7 +56,7 @@ STEPS_PER_REPORT = 2000  # engine steps between two calls of `progress`
 class SimulationFigures:
     """Figures of a run. Figures of turns count only turns that begin at `count_from` or later."""
 
-    begun: int = 0  # all turns that began, counted or not
+    num_submitted: int = 0  # all turns that were due, counted or not
     turns: int = 0
     refused: int = 0  # turns too large to serve
     history_tokens: int = 0  # context from earlier turns
@@ -69,7 +69,7 @@ class SimulationFigures:
     delivered_tokens: int = 0  # tokens of all turns since counting began
     iterations: int = 0
     seconds: float = 0.0  # from `count_from` to the last token, or to `until`
-    latencies: Distribution = field(default_factory=Distribution)  # turn time over its tokens
+    latencies: Distribution = field(default_factory=Distribution)  # a turn's time / its tokens
     first_tokens: Distribution = field(default_factory=Distribution)  # to each turn's first token
     gaps: Distribution = field(default_factory=Distribution)  # between tokens, with `keep_gaps`
 
@@ -124,7 +124,7 @@ class Simulator:
         self._ahead: Arrival | None = None  # the next arrival of the source
         self._due: list[tuple[float, int, Arrival]] = []
         self._num_due = 0
-        # Conversation, arrival, time of submission.
+        # By turn id: the conversation, the arrival, and when the message arrived.
         self._turns: dict[int, tuple[str, Arrival, float]] = {}
         self._last_token: dict[int, float] = {}
         self._num_turns = 0
@@ -203,7 +203,7 @@ class Simulator:
         """Submit a message that arrived at `since`, which may be before the last iteration's end."""
         name = arrival.conversation
         conversation = self._conversations[name]
-        self.counts.begun += 1
+        self.counts.num_submitted += 1
         if arrival.fork_of:
             source = self._conversations.get(arrival.fork_of)
             conversation.length = min(arrival.history_tokens or 0, source.length if source else 0)
@@ -296,7 +296,7 @@ class Simulator:
             self.series.add(ended, self._levels(iteration))
 
     def _levels(self, iteration: Iteration) -> tuple[float, ...]:
-        """Return the values of `SERIES`; device pages without and with a copy are separate."""
+        """Return the values of `SERIES`; device pages without and with a copy on the host are separate."""
         cache, scheduler = self.scheduler.cache, self.scheduler
         device, host = cache.device, cache.host
         clean = cache.tiers.num_reclaimable

@@ -1,13 +1,13 @@
 """Read the arrivals of turns from trace files of JSON lines.
 
-A trace is a stream of `Arrival`s in the order of their times. Each is one message of a conversation, which
+A trace is a stream of `Arrival`s in the order of their times. Each arrival is one message; its conversation
 may have had messages before. Each line of a file has one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
   tokens. Equal ids mean equal prefixes. The last block may be incomplete. A request continues an earlier
-  request if the earlier ids, without the last id, are a prefix of the later ids. This prefix must have at
-  least two ids, because the first block is the same in every line. If several earlier requests match, the
-  latest is continued. If two requests continue one request, the second is a fork.
+  request if the ids of the earlier request, without its last id, are a prefix of its own ids. This prefix
+  must have at least two ids, because the first block is the same in every line. If several earlier requests
+  match, the latest is continued. If two requests continue the same request, the second is a fork.
 * **plain** (`conversation`, `at` in seconds or `after` in seconds from the end of the previous turn,
   `input_tokens`, `output_tokens`, and optionally `fork_of`).
 
@@ -46,7 +46,7 @@ class Problems:
     lines: list[tuple[int, str]] = field(default_factory=list)  # the first few
     count: int = 0
     num_read: int = 0
-    files: list[tuple[int, str]] = field(default_factory=list)  # lines before the file, its path
+    files: list[tuple[int, str]] = field(default_factory=list)  # (lines before the file, its path)
 
     def add(self, line: int, problem: str) -> None:
         self.count += 1

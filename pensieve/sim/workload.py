@@ -28,7 +28,7 @@ class Habits:
     input_tokens: float
     output_tokens: float
     reaction_seconds: float
-    context_max: int  # conversations are cut off here
+    context_max: int  # tokens at which a conversation is cut off
     turns_spread: float = 0.0
     input_spread: float = 0.0
     output_spread: float = 0.0
@@ -45,14 +45,19 @@ class Habits:
         return sum(found) / len(found) if found else float(least)
 
 
-# The spreads reproduce the published figures. ShareGPT: 36 % of the conversations have five turns or more,
-# and 0.57 % exceed the context (here 0.2 %; geometric turns would give 45 % and none). openchat_sharegpt4,
-# one request with its history as the prompt: 1,730 tokens median, 5,696 P90; output 415 and 834. arXiv
-# summaries: 7,059 median, 12,985 P90; output 208 and 371. `assistant` follows Mooncake's published trace: a
-# second turn after a quarter of first turns, and more often after later turns; reactions of 42 s, 126 s and
-# 480 s (P10, P50, P90); first messages of 7,000 tokens (median; 12,700 mean). `first-rounds` are ShareGPT's
-# first messages and replies, up to OPT's context, with the means of vLLM's paper, 161 and 338 tokens. Their
-# spread is assumed (3 % would exceed the context).
+# The spreads reproduce published figures:
+#
+#   sharegpt      ShareGPT: 36 % of the conversations have at least five turns, and 0.57 % exceed the context
+#                 (of the drawn conversations, 0.2 %; a geometric number of turns would give 45 % and none)
+#   requests      openchat_sharegpt4, each request with its history as the prompt: prompts of 1,730 tokens
+#                 (median) and 5,696 tokens (P90), replies of 415 and 834 tokens
+#   assistant     Mooncake's trace: a quarter of the first turns are followed by a second turn, and later
+#                 turns are followed by another turn more often; reactions of 42 s, 126 s and 480 s (P10, P50,
+#                 P90); first messages of 7,000 tokens (median; the mean is 12,700)
+#   documents     arXiv summaries: prompts of 7,059 tokens (median) and 12,985 tokens (P90), replies of 208
+#                 and 371 tokens
+#   first-rounds  ShareGPT's first messages and replies, up to OPT's context, with the means of vLLM's paper,
+#                 161 and 338 tokens; the spread is assumed (3 % would exceed the context)
 HABITS = {
     "sharegpt": Habits(5.56, 37.8, 204.6, 60.0, 16_384, turns_spread=1.13),
     "requests": Habits(1.0, 2000.0, 415.0, 60.0, 8_192, 0.0, 1.2, 0.545),

@@ -140,7 +140,7 @@ class ScrubSteps(Protocol):
 
 
 class Marks(Protocol):
-    """Whether a history is damaged or was not closed. Stored beside it for the next process that opens it."""
+    """Whether a history is damaged or was not closed. Stored for the next process that opens the history."""
 
     @property
     def is_damaged(self) -> bool: ...
@@ -179,7 +179,7 @@ class Backend(Protocol):
     def share(self) -> None:
         """Let other daemons open the history. Called after the startup work that needs exclusive access."""
 
-    def beside(self) -> LeaseTransactions:
+    def lease_connection(self) -> LeaseTransactions:
         """Return a second writing connection, for another thread. A power loss may undo its commits."""
 
     def close(self) -> None:

@@ -504,10 +504,11 @@ def restore(
 ) -> Restored:
     """Restore the latest moment, or the latest moment not after `at`, to the data folder.
 
-    A damaged or missing file is an error that names the file. With `to_last_good`, the last moment before
-    the damage is restored instead, if necessary from an earlier generation. The data folder is locked
-    meanwhile. If the restore is interrupted, the folder has either the complete old history or the complete
-    new one. A backup with an older schema is restored unchanged; the next start migrates and checks it.
+    If a file is damaged or missing, raises BackupDamaged, which names the file. With `to_last_good`, the last
+    moment before the damage is restored instead, if necessary from an earlier generation. The data folder is
+    locked meanwhile. If the restore is interrupted, the folder has either the complete old history or the
+    complete new one. A backup with an older schema is restored unchanged; the next start migrates and checks
+    it.
     """
     generations = points(folder)
     if not generations:

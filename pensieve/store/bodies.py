@@ -92,9 +92,10 @@ def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: byt
 
 
 def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | None:
-    """Return the last key up to which the total length is at most `bytes_max`, or else the first key.
+    """Return the last key up to which the total length is at most `bytes_max`.
 
-    Callers use this key to limit a query, because a database server sends all rows that a query finds.
+    Return the first key if its length alone is more, and None if there are no keys. Callers use the
+    result to limit a query, because a database server sends all rows that a query finds.
     """
     last, num_bytes = None, 0
     for key, length in lengths:
@@ -108,7 +109,10 @@ def last_within(lengths: Iterable[tuple[int, int]], bytes_max: int) -> int | Non
 def checked_body(
     owner: str, crc: int | None, private: bytes | None, tokens: bytes | None
 ) -> tuple[bytes, bytes]:
-    """Return both parts of a body. If the checksum is wrong, raise StoreCorrupt, which names `owner`."""
+    """Return both parts of a body.
+
+    Raises StoreCorrupt, which names `owner`, if a part is missing or the checksum is wrong.
+    """
     if crc is None or private is None or tokens is None:
         raise StoreCorrupt(f"{owner}: a record is missing")
     if body_crc(private, tokens) != crc:

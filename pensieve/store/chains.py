@@ -41,12 +41,12 @@ class Holder(NamedTuple):
 
     conversation: int
     revision: int  # the revision that added the message
-    is_head: bool  # it is the last message
+    is_head: bool  # the message is the last of this history
     running_turn_id: int | None
 
 
 class Chains:
-    """Used outside of transactions, in the store thread."""
+    """The methods run their own transactions. Call them in a store thread, outside of transactions."""
 
     def __init__(self, transactions: StoreTransactions, housekeeper: Housekeeper) -> None:
         self._transactions = transactions
@@ -105,7 +105,7 @@ class Chains:
                 if is_of_session and holder.is_head and is_idle:
                     return holder, True
                 others.append(holder)
-        return others[0], False  # not empty, because some history holds each of the messages
+        return others[0], False  # `others` is not empty: some history holds each of the messages
 
 
 def insert_state(
@@ -119,7 +119,7 @@ def insert_state(
 
 
 def copy_states(conn: Connection, old: int, new: int) -> None:
-    """Copy the states of message `old` to message `new`, which replaces it with other tokens."""
+    """Copy the states of message `old` to message `new`, which replaces `old` and has other tokens."""
     conn.execute(
         "INSERT INTO chains (key, message, session, at)"
         " SELECT key, ?, session, at FROM chains WHERE message = ?",
@@ -130,7 +130,7 @@ def copy_states(conn: Connection, old: int, new: int) -> None:
 def _states(conn: Connection, key: bytes, session: bytes) -> tuple[list[int], bool]:
     """Return messages that end a history with this key, and whether they are from this session.
 
-    The messages of this session, newest first. If the session has none, one message of any session.
+    If the session has such messages, returns them, newest first. Otherwise returns one of any session.
     """
     held = " AND EXISTS (SELECT 1 FROM history h WHERE h.message = chains.message)"
     rows = conn.execute(

@@ -67,7 +67,7 @@ class CompactionState(NamedTuple):
 
 
 class Compaction:
-    """A pass over one database. Used outside of transactions."""
+    """A pass over one database. Call `step` outside of transactions."""
 
     def __init__(
         self,

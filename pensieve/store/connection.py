@@ -51,7 +51,7 @@ from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import DiskFull, StoreCorrupt, StoreError, StoreUnavailable
 from pensieve.store.backend import BUSY_TIMEOUT_SECONDS, STATEMENT_SECONDS, TimeLimit, WriteFigures
-from pensieve.store.shared_file import SharedFile, WriteTurn
+from pensieve.store.shared_file import SharedFile, WriterLock
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -118,13 +118,13 @@ class WriterConnection:
         self.limit = TimeLimit(statement_seconds)
         self._shared = shared
         self._synchronous = synchronous
-        self._turn = (
-            WriteTurn(path, patience_seconds + busy_timeout_seconds, patience_seconds)
+        self._writer_lock = (
+            WriterLock(path, patience_seconds + busy_timeout_seconds, patience_seconds)
             if shared is not None
             else None
         )
-        if self._turn is not None:
-            self._turn.waited = self.figures.waited
+        if self._writer_lock is not None:
+            self._writer_lock.waited = self.figures.waited
 
     @contextlib.contextmanager
     def writing(self, is_serializable: bool = False) -> Iterator[Connection]:
@@ -198,12 +198,12 @@ class WriterConnection:
                 self.truncate_journal()
         finally:
             self._discard()
-            if self._turn is not None:
-                self._turn.close()
+            if self._writer_lock is not None:
+                self._writer_lock.close()
 
     def _to_write(self) -> AbstractContextManager[None]:
         """Hold the writers' lock during the block, if several daemons share the file."""
-        return contextlib.nullcontext() if self._turn is None else self._turn.taken()
+        return contextlib.nullcontext() if self._writer_lock is None else self._writer_lock.taken()
 
     def _explained(self, error: Any) -> Exception:
         failure = explained(error, self.path, self._noun)
@@ -223,7 +223,8 @@ class WriterConnection:
         except self.driver.Error as error:
             if primary_code(error) in REOPEN_AFTER:
                 self._discard()
-            raise self._explained(error) from error  # a local variable would make a reference cycle
+            # not stored in a variable, which would make a reference cycle with the traceback
+            raise self._explained(error) from error
         finally:
             if self._db is not None and self._db.conn.in_transaction:
                 self._discard()  # the rollback failed; closing rolls back

@@ -63,7 +63,7 @@ class LastDeleted(NamedTuple):
 
 
 class ConversationChanges:
-    """Used outside of transactions, in the store thread."""
+    """The methods run their own transactions. Call them in a store thread, outside of transactions."""
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ class ConversationStore:
         self._backend.share()
         if self.is_shared:
             self._leases = Leases(
-                self._backend.beside(), self.owners, self.housekeeper, self.erasure.tidy
+                self._backend.lease_connection(), self.owners, self.housekeeper, self.erasure.tidy
             )
             self._leases.start()
 
@@ -224,7 +224,7 @@ class ConversationStore:
             conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
             shared = _shared_head(conn, new)
             number = conversation_rows.insert_conversation(
-                conn, new.at_first(now), pending_json(new.pending)
+                conn, new.without_messages(now), pending_json(new.pending)
             )
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
@@ -504,7 +504,7 @@ class ConversationStore:
     def find_keyed_turn(self, request_id: str, *, tenant: str = "") -> KeyedTurn | None:
         """Return the turn of a request with an Idempotency-Key, in any conversation of the tenant.
 
-        None if there is none, or if the turn is neither running nor has a reply.
+        Return None if there is no such turn, or if the turn is not running and has no reply.
         """
         with self._transactions.reading() as conn:
             return turn_rows.find_keyed_turn(conn, tenant, request_id)
@@ -543,7 +543,7 @@ class ConversationStore:
         return self._backend.path if self.is_shared else self.folder.database_path
 
     @property
-    def keeps_house(self) -> bool:
+    def is_housekeeper(self) -> bool:
         """Whether this daemon is the housekeeper (housekeeper.py). Any thread may ask."""
         return self.housekeeper.is_ours
 
@@ -613,7 +613,7 @@ class ConversationStore:
         )
 
     def scrub(self) -> ScrubSteps:
-        """Return a scrub of the whole history. Use it in the thread for reads."""
+        """Return a scrub of the whole history. Use it in the thread that reads the history."""
         return self._backend.scrub()
 
     # -- checking --
@@ -636,9 +636,9 @@ class ConversationStore:
 def _shared_head(conn: Connection, new: NewConversation) -> list[message_rows.HistoryRow]:
     """Return the head messages that a new conversation shares through its prefix_id, or an empty list.
 
-    The first conversation with a prefix_id fixes system prompt and tools. Raises PrefixTaken if `new` has
-    others. Later conversations hold the messages of the first, so that they also share KV. They do not share
-    messages if the tokens differ, because the model or tokenizer has changed since.
+    The first conversation with a prefix_id fixes system prompt and tools. Raises PrefixTaken if `new` has a
+    different system prompt or tools. Later conversations hold the messages of the first conversation, so that
+    they also share its KV. Exception: if the model or tokenizer has changed since, they share nothing.
     """
     if not new.prefix_id:
         return []

@@ -5,8 +5,8 @@ interrupted copy leaves it empty. Each body's checksum is verified. Wiped rows a
 are empty. Turns that were running are interrupted when the copy is opened, as after a crash. The target
 continues the turn numbers of the source, so it never reuses the number of a deleted turn.
 
-Source and target are locked during the copy, so no daemon can serve them. Damage marks and the holder are
-not copied. Instead, the copy is checked.
+Source and target are locked during the copy, so no daemon can serve them. The marks of damage, and the
+records of which process has the source open, are not copied. The copy itself is checked for damage.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLUMNS = {  # by table; a table comes after the tables that it refers to
     "chains": "chain key message session at",
     "responses": "response key conversation revision last_revision is_ours body",
 }
-GIVEN_OUT = (  # query for the highest turn number, in SQLite and in PostgreSQL
+HIGHEST_TURN = (  # query for the highest turn number, in SQLite and in PostgreSQL
     "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'turns'",
     "SELECT last_value FROM turns_turn_id_seq",
 )
@@ -60,7 +60,7 @@ class Copied(NamedTuple):
 
 @contextlib.contextmanager
 def opened(data: Path, url: str, holder: str) -> Iterator[Backend]:
-    """Open the history of `data`, or of `url`, for copying. It is locked exclusively during the block."""
+    """Open the history at `url`, or in `data` if `url` is empty, to copy it. Lock it exclusively."""
     with contextlib.ExitStack() as stack:
         if url:
             data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -154,7 +154,7 @@ def _batches(old: Connection, table: str, columns: list[str]) -> Iterator[list[A
 
 
 def _highest(conn: Connection) -> int:
-    (highest,) = conn.execute(GIVEN_OUT[isinstance(conn, ServerSession)]).fetchone()
+    (highest,) = conn.execute(HIGHEST_TURN[isinstance(conn, ServerSession)]).fetchone()
     return int(highest)
 
 

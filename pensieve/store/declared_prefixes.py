@@ -49,7 +49,7 @@ def stored_id(prefix_id: str) -> str:
 
 
 class PrefixStore:
-    """Used outside of transactions, in the store thread."""
+    """The methods run their own transactions. Call them in a store thread, outside of transactions."""
 
     def __init__(
         self, transactions: StoreTransactions, owners: Owners, now: Callable[[], float]
@@ -74,7 +74,9 @@ class PrefixStore:
                 tenant=new.tenant,
                 began_at=new.began_at,
             )
-            number = conversation_rows.insert_conversation(conn, declared.at_first(self._now()))
+            number = conversation_rows.insert_conversation(
+                conn, declared.without_messages(self._now())
+            )
             head = message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
             conn.execute(
@@ -218,7 +220,8 @@ def of_all(conn: Connection) -> list[StoredPrefix]:
     return [_prefix(conn, row) for row in rows]
 
 
-# A conversation that holds the prefix's last message holds the whole prefix. So this message is counted.
+# A conversation that holds the prefix's last message holds the whole prefix. So the number of conversations
+# under the prefix is the number of histories with this message, without the prefix's own history.
 PREFIX = """
     SELECT p.conversation, p.keep_warm,
         (SELECT count(*) - 1 FROM history held WHERE held.message =

@@ -1,14 +1,14 @@
 """Lock the data folder for one process, and record whether that process closed it cleanly.
 
-Both use the file `lock`. The process takes an advisory lock on the file. The operating system frees that lock
-when the process ends in any way. The text of the file names the process, for example "123 pensieve chat". The
-text is written when the folder is opened, and removed on a clean close. If a process takes the lock and finds
-text, the last holder did not close the history.
+The file `lock` serves both purposes. The process takes an advisory lock on the file. The operating system
+frees that lock when the process ends in any way. The text of the file names the process, for example "123
+pensieve chat". The text is written when the folder is opened, and removed on a clean close. If a process
+takes the lock and finds text, the last holder did not close the history.
 
 A daemon with a shared history also locks its data folder, but does not use the history in the folder. So the
 daemon must not change the record that says whether the folder's own history was closed cleanly (`Marks` of
-backend.py). It adds a second line with this state to `lock`, and restores the state on close. If the daemon
-is killed, the next holder reads the second line.
+backend.py). The daemon adds a second line with this record to `lock`, and restores the record on close. If
+the daemon is killed, the next holder reads the second line.
 
 If the folder's `conversations.db` is a symbolic link, the lock beside the linked file is taken, too. So only
 one process at a time can open the history, under any path.
@@ -56,7 +56,7 @@ OUR_NAMES = (
 
 
 class DataFolder:
-    """A folder that this process holds. `DataFolder.open` takes it, and `close` releases it."""
+    """A data folder that this process has locked. `DataFolder.open` locks it, and `close` unlocks it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class DataFolder:
 
     @classmethod
     def open(cls, path: Path, holder: str, *, has_database: bool = True) -> DataFolder:
-        """Lock the folder, creating it if it is missing. `holder` names this process in others' errors.
+        """Lock the folder, creating it if it is missing. Errors of other processes name the `holder`.
 
         With `has_database=False`, the history is elsewhere. A history in the folder is then not touched.
         """
@@ -239,7 +239,7 @@ def _take(lock: int, name: str) -> None:
 
 
 def _text_before(lock: int) -> bytes:
-    """Return the text that the last holder left in `lock`; empty if it closed the history."""
+    """Return the text that the last holder left in `lock`; empty if the holder closed the history."""
     text = os.pread(lock, LOCK_BYTES_MAX, 0)
     return b"" if text.endswith(ELSEWHERE[False].encode()) else text
 
@@ -256,7 +256,7 @@ def holder_in(lock: int) -> str:
 
 
 def _write(lock: int, text: bytes) -> None:
-    # Write before truncating: even on a full disk, the file must not be empty, which means a clean close.
+    # An empty file means a clean close. So write before truncating: on a full disk, the old text stays.
     os.pwrite(lock, text, 0)
     os.ftruncate(lock, len(text))
     os.fsync(lock)

@@ -1,7 +1,7 @@
 """Forget the request_ids of turns that ended long ago, in steps of a few milliseconds.
 
 A forgotten turn can no longer be replayed or begun again by its request_id. A request with that id then
-counts as new. A history holds either all messages of a turn or none:
+counts as new. A history holds either all messages of a turn or none. So there are two cases:
 
 * If a history holds the messages, the turn stays, with a key that no request has. Its logprobs and the
   details of its request are deleted.
@@ -33,7 +33,7 @@ FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
 
 
 class Forgetting:
-    """Used outside of transactions."""
+    """Call `step` outside of transactions."""
 
     def __init__(self, transactions: StoreTransactions, housekeeper: Housekeeper) -> None:
         self._transactions = transactions

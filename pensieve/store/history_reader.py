@@ -1,9 +1,9 @@
-"""Read the history beside the store thread, on a separate connection.
+"""Read the history on a separate connection, while the store threads use theirs.
 
 A read sees the state that was committed when the read began. Readers and writers do not wait for each other.
 Each read closes its snapshot at its end, because an open snapshot would keep deleted text in the write-ahead
-log. While deleted text waits to be erased, some reads are delayed a little. Otherwise back-to-back reads
-could block the erasure. One thread reads at a time.
+log. While deleted text waits to be erased, some reads are delayed a little. Without these delays,
+back-to-back reads could block the erasure. One thread reads at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 MAKE_WAY_SECONDS = 0.1
-# delay reads only this often: another program may block the erasure for long
+# at most one read in this time is delayed, because another program may block the erasure for long
 MAKE_WAY_EVERY_SECONDS = 1.0
 TURN_ID_PATTERN = re.compile("[0-9]{1,18}")
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
@@ -56,7 +56,10 @@ class HistoryReader:
     def __init__(
         self, snapshots: Reads, transactions: StoreTransactions, is_pending: Callable[[], bool]
     ) -> None:
-        """`is_pending` returns whether deleted text waits for a moment without a snapshot, to be erased."""
+        """`is_pending` returns whether deleted text is not yet erased.
+
+        The text can be erased only while no snapshot is open.
+        """
         self._snapshots = snapshots
         self._is_pending = is_pending
         self._transactions = transactions
@@ -194,7 +197,7 @@ class HistoryReader:
         self._snapshots.close()
 
     def _make_way(self) -> None:
-        """Wait a moment without a snapshot if an erasure needs that."""
+        """If an erasure is pending, wait a moment without a snapshot, so that the erasure can finish."""
         now = time.monotonic()
         if not self._is_pending() or now < self._makes_way_at:
             return

@@ -4,8 +4,8 @@ The file of a job stays in the data folder of the daemon that received the job (
 contains the identity of that folder, which survives restarts. The daemon is reachable while a session of
 this folder is open (owners.py).
 
-The key of a row is a digest of tenant and job id. A row may outlive its job. Its owner then answers that the
-job does not exist, and removes the row in the next `keep`.
+The key of a row is a digest of tenant and job id. A row may outlive its job. The row's owner then answers
+that the job does not exist, and removes the row in the next `keep`.
 
 `keep` also refreshes `created_at` of this daemon's rows. So other daemons can tell when this daemon was last
 active, and can remove the rows of a folder that is no longer used.
@@ -34,7 +34,7 @@ class JobOwner(NamedTuple):
 
 
 class JobOwners:
-    """Used outside of transactions, in the store's threads."""
+    """The methods run their own transactions. Call them in a store thread, outside of transactions."""
 
     def __init__(self, transactions: StoreTransactions, owners: Owners) -> None:
         self._transactions, self._owners = transactions, owners

@@ -35,8 +35,9 @@ class Leases:
         self._transactions, self._owners, self._housekeeper = transactions, owners, housekeeper
         self._tidy = tidy
         self._tidied_at = time.monotonic()
-        self._is_late = False  # a renewal failed, and was logged
-        self._is_end_refused = False  # ending hanging transactions failed, and was logged
+        self._is_late = False  # a renewal has failed, and this was logged
+        # an attempt to end hanging transactions has failed, and this was logged
+        self._is_end_refused = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
 

@@ -21,10 +21,14 @@ Rules:
   engine's KV may be outdated. If the commit fails, the engine has dropped KV that it could have kept. The
   call cannot wait for the commit, because a commit that reports an error may still take effect.
 
-A session ends when its row is deleted. This happens when its daemon closes the history, when a daemon opens
-the history again from the same data folder, and when a daemon opens the history exclusively. In the last two
-cases, `opened` deletes the row and interrupts the turns of the ended session. An exclusive session has no
-lease: the lock on the history shows whether its process is alive.
+A session ends when its row is deleted. A daemon deletes its own row when it closes the history. A daemon that
+opens the history (`opened`) deletes these rows, and interrupts the turns of the ended sessions:
+
+    all rows, if it opens the history exclusively
+    rows of earlier sessions from its own data folder
+    rows whose lease expired FORGOTTEN_AFTER_SECONDS ago
+    rows without a lease. These are exclusive sessions. The lock on the history shows whether the process of
+    such a session is alive, so none is alive when another daemon can open the history.
 
 A daemon with an expired lease continues to serve its conversations until another daemon claims them.
 """
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 LEASE_SECONDS = 10.0
-FORGOTTEN_AFTER_SECONDS = 86_400.0  # a session ends this long after its lease expired
+FORGOTTEN_AFTER_SECONDS = 86_400.0  # `opened` ends a session this long after its lease expired
 CAME_FROM_MAX = 20_000  # limit for remembered addresses of previous owners
 # differs from the key of the database lock (postgres/connection.py)
 EPOCHS_LOCK_KEY = 0x50656E7300000002
@@ -252,7 +256,8 @@ class Owners:
     def keep(self, conn: Connection, number: int, conversation: StoredConversation) -> None:
         """Prevent a concurrent transaction from beginning a turn of the conversation.
 
-        Claims the conversation if it has no owner.
+        With PostgreSQL, this also claims the conversation if it has no owner. With SQLite, it does nothing,
+        because only one transaction writes at a time.
         """
         if isinstance(conn, ServerSession) and _owner_number(conn, number) is None:
             self.hold(conn, number, conversation)
@@ -391,7 +396,7 @@ def _session(number: int, *row: Any) -> Session:
 def keep_owner(conn: Connection, number: int) -> None:
     """Prevent a concurrent claim of the conversation, even from a transaction with an older snapshot.
 
-    This also prevents turns from beginning, because `begin_turn` calls `hold`, which conflicts with this.
+    This also prevents turns from beginning, because `begin_turn` calls `hold`, which changes the same row.
     """
     if isinstance(conn, ServerSession):
         conn.execute("UPDATE owners SET epoch = epoch WHERE conversation = ?", (number,))

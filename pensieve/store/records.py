@@ -101,7 +101,7 @@ class NewConversation:
     created_at: float | None = None  # None: now
     pending: Sequence[NewMessage] = ()  # messages that the first turn will insert before its own
 
-    def at_first(self, now: float) -> StoredConversation:
+    def without_messages(self, now: float) -> StoredConversation:
         """Return the conversation without its messages."""
         return StoredConversation(
             conversation_id=self.conversation_id,
@@ -175,7 +175,7 @@ class NewTurn:
         return content
 
     def content_hash(self) -> str:
-        """Return the digest of the content that is stored with the turn."""
+        """Return a digest of `content()`. The digest is stored with the turn."""
         return hashlib.sha256(canonical_json(self.content())).hexdigest()
 
 

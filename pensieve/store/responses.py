@@ -10,8 +10,8 @@ conversation, or earlier.
                      For a turn that is not in the history, the revision before the turn counts.
 
 If `is_ours` is set and the last response of the conversation is deleted, the conversation must be deleted,
-too. It is kept if it was continued in another way: a turn is running, or its revision is above
-`last_revision`.
+too. The conversation is kept if it was continued in another way: a turn is running, or its revision is
+above `last_revision`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Removed(NamedTuple):
 
 
 class ResponseStore:
-    """Used outside of transactions, in the store thread."""
+    """The methods run their own transactions. Call them in a store thread, outside of transactions."""
 
     def __init__(self, transactions: StoreTransactions, erasure: ErasureSteps) -> None:
         self._transactions = transactions
@@ -108,7 +108,8 @@ class ResponseStore:
         except NotFound:
             self._erasure.finish()
             raise
-        if not removed.conversation_id:  # otherwise deleting the conversation erases both
+        # If the conversation is no longer needed, the caller deletes it, which erases the response, too.
+        if not removed.conversation_id:
             self._erasure.finish()
         return removed
 

@@ -8,8 +8,8 @@ each in a savepoint. One COMMIT ends the transaction for all of them:
     third thread     waits                                          └─ … ──────┘          └─ returns
 
 * The first thread is the leader. If no other thread waits, its transaction has no savepoint and no delay.
-* Only a thread that is already waiting may join, and only until GROUP_SECONDS after BEGIN. Then another
-  daemon may write.
+* Only a thread that is already waiting may join, and only until GROUP_SECONDS after BEGIN. So another daemon
+  can write soon.
 * If a call fails, its savepoint is rolled back, and the other calls are unaffected. The error may depend on a
   row that the group has not committed yet. So the call raises its error only after the commit. If the commit
   fails, the call raises Conflict instead of its error, and the store repeats the call.
@@ -24,13 +24,13 @@ happens after the commit.
 These operations never share a transaction:
 
     reads               They run between transactions and see only committed data. Reads that wait when a
-                        group ends run before the next group. Most of them are the first half of a turn,
-                        whose second half can then join the next group.
+                        group ends run before the next group. Most of these reads look up a conversation
+                        for a new turn. The transaction that begins this turn can then join the next group.
     `is_serializable`   Deletions, rewinds, forks, compaction and forgetting. They are rare and may be
                         large, so other calls should not wait for them in a group. Also, a deletion on a
                         full disk is repeated after the reserve was freed.
     truncating the log  No transaction may be open.
-    leases              They have a separate connection (`SqliteBackend.beside`).
+    leases              They have a separate connection (`SqliteBackend.lease_connection`).
 
 A claim may join a group. It calls `on_stale` before the commit; owners.py explains why that is safe.
 """
@@ -74,7 +74,7 @@ class Waiter:
         self._lock.release()
 
 
-class ConnectionTurns:
+class ConnectionQueue:
     """A queue of threads that use the connection one after the other."""
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ class ConnectionTurns:
         return bool(self._joining)
 
     def take_alone(self) -> None:
-        """Wait for the connection when no transaction is open."""
+        """Wait for the connection, to use it when no transaction is open."""
         self._take(self._alone)
 
     def take(self) -> None:
@@ -105,7 +105,7 @@ class ConnectionTurns:
         self._take(self._joining)
 
     def leave(self, *, is_group: bool = False) -> None:
-        """Release the connection; no transaction is open."""
+        """Release the connection. Called when no transaction is open."""
         with self._lock:
             self._user = NOBODY
             if is_group:
@@ -183,7 +183,7 @@ class SharedCommits(WriterConnection):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._turns = ConnectionTurns(self._pass_on)
+        self._queue = ConnectionQueue(self._pass_on)
         # the open group; accessed only by the thread with the connection
         self._group: Group | None = None
 
@@ -194,7 +194,7 @@ class SharedCommits(WriterConnection):
             with self._alone(), super().writing(is_serializable) as conn:
                 yield conn
             return
-        self._turns.take()
+        self._queue.take()
         if self._group is not None:
             with self._joining(self._group) as conn:
                 yield conn
@@ -204,7 +204,7 @@ class SharedCommits(WriterConnection):
             with super().writing() as conn:
                 until = time.monotonic() + GROUP_SECONDS
                 yield conn  # if the block fails, no other thread is affected: none has joined yet
-                if self._turns.is_awaited:
+                if self._queue.is_awaited:
                     group = Group(conn, until)
                     self._let_join(group)
         except BaseException as error:
@@ -214,23 +214,25 @@ class SharedCommits(WriterConnection):
         finally:
             if group is not None and group.is_lost:
                 self._discard()
-            self._turns.leave(is_group=True)
+            self._queue.leave(is_group=True)
             for waiter in () if group is None else group.joined:
                 waiter.wake()
 
     @contextlib.contextmanager
     def reading(self, is_snapshot: bool = False) -> Iterator[Connection]:
         """Run statements outside a write transaction. With `is_snapshot`, all of them see one snapshot."""
-        if self._turns.is_mine:  # called by `truncate_journal`; otherwise a bug of the caller
+        # Called by `truncate_journal`, which has the connection. Any other such call is a mistake, for which
+        # `_operation` raises an error.
+        if self._queue.is_mine:
             with super().reading(is_snapshot) as conn:
                 yield conn
             return
-        self._turns.take_alone()
+        self._queue.take_alone()
         try:
             with super().reading(is_snapshot) as conn:
                 yield conn
         finally:
-            self._turns.leave()
+            self._queue.leave()
 
     def truncate_journal(self) -> bool:
         with self._alone():
@@ -238,19 +240,19 @@ class SharedCommits(WriterConnection):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        self._turns.take_alone()
+        self._queue.take_alone()
         try:
             yield
         finally:
-            self._turns.leave()
+            self._queue.leave()
 
     def _let_join(self, group: Group) -> None:
-        """Let threads join until none may or wants to. Raises Conflict if the transaction is lost."""
+        """Let threads join until no thread may join or waits. Raises Conflict if the transaction is lost."""
         first = self._joining_in(group)
         if first is None:
             return
         self._group = group
-        self._turns.give(first)
+        self._queue.give(first)
         try:
             group.leader.wait()
         except BaseException:  # such as KeyboardInterrupt; other threads still use the connection
@@ -258,7 +260,7 @@ class SharedCommits(WriterConnection):
             group.leader.wait()
             raise
         finally:
-            self._turns.have()
+            self._queue.have()
             self._group = None
         if group.is_lost:
             raise Conflict(LOST)
@@ -288,9 +290,9 @@ class SharedCommits(WriterConnection):
         """Give the connection to the next thread, perhaps in the middle of a transaction."""
         group = self._group
         if group is None:
-            self._turns.leave()
+            self._queue.leave()
         else:
-            self._turns.give(self._joining_in(group) or group.leader)
+            self._queue.give(self._joining_in(group) or group.leader)
 
     @contextlib.contextmanager
     def _savepoint(self, group: Group) -> Iterator[None]:
@@ -320,7 +322,7 @@ class SharedCommits(WriterConnection):
         """Return the next thread to join, or None if no thread may join or waits."""
         if group.is_lost or time.monotonic() >= group.until:
             return None
-        return self._turns.joining()
+        return self._queue.joining()
 
 
 def _group_error(error: BaseException) -> Exception:

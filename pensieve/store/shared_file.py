@@ -5,7 +5,7 @@
                        it calls `share`. The file has a text while the database is open. If a daemon is alone
                        and finds a text, the database was not closed (a power loss, or all daemons were
                        killed).
-    FILE.write         the writers' lock, held for one transaction (WriteTurn)
+    FILE.write         the writers' lock, held for one transaction (WriterLock)
     FILE.write-next    locked by the next writer, while it waits for the writers' lock
     FILE.write-done    a pipe; a writer whose slice is over writes a byte to wake the next writer
     FILE.damaged       exists if damage was found
@@ -164,7 +164,10 @@ class SharedFile:
                 self._damaged_path.unlink(missing_ok=True)
 
     def close(self, *, clean: bool) -> None:
-        """Release the file. If `clean`, the last process records that the database was closed."""
+        """Release the file.
+
+        If `clean` and no other process has the file open, record that the database was closed.
+        """
         if self._lock is None:
             return
         lock, self._lock = self._lock, None
@@ -176,7 +179,7 @@ class SharedFile:
         os.close(lock)
 
 
-class WriteTurn:
+class WriterLock:
     """The writers' lock, for one connection in one thread at a time."""
 
     def __init__(self, path: Path, seconds: float, patience: float) -> None:

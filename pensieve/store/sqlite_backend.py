@@ -95,7 +95,7 @@ class SqliteBackend:
         if self._shared is not None:
             self._shared.share()
 
-    def beside(self) -> WriterConnection:
+    def lease_connection(self) -> WriterConnection:
         """Return a second writing connection, for leases."""
         return WriterConnection(
             self.path,
@@ -199,14 +199,15 @@ class Erasure(ErasureSteps):
                             commit, so they never hold deleted content.
         write-ahead log     The log holds old versions of pages until it is truncated. The erasure is
                             *pending* from before the commit until a truncation has succeeded. After the
-                            commit, each step and the next deletion try to truncate the log. They fail while
+                            commit, each step and the next deletion try to truncate the log. This fails while
                             another connection reads the log, or while the disk is full.
         database file       Wiped bodies contain nothing, but waste space (compaction.py).
 
     On a full disk, a deletion frees the reserve to get space, and the file is shortened immediately.
 
     A backup (backup.py) is stored elsewhere and keeps deleted content until the backup is dropped. While a
-    backup copies the database, the log cannot be truncated. A slow or broken backup folder does not delay it.
+    backup copies the database, the log cannot be truncated. A slow or broken backup folder does not delay the
+    truncation.
 
     A clean close leaves the log empty. So if the history is opened and the log has content, the log may
     contain deleted content. It is then truncated when the history is opened, or by a later step.

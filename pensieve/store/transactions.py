@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 NOBODY = 0  # no session
 TAKEN = "another daemon has taken over the conversation; send the message again"
 ENDED_MAX = 10_000  # far more than the turns that end during one read
-CALLS_MAX = 10  # how often a method is tried whose transactions end with Conflict
+CALLS_MAX = 10  # how often a method is called if its transactions end with Conflict
 PAUSE_SECONDS = 0.002  # approximate pause before the first retry; it grows with each try
 P = ParamSpec("P")
 T = TypeVar("T")

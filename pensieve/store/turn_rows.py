@@ -67,7 +67,7 @@ TURN = """
 
 
 def _turn(row: Any) -> TurnRow:
-    """Make the record of a row of TURN."""
+    """Make a record from a row of the query TURN."""
     turn_id, conversation, state, attempts, seed, finish_reason, failure, *more = row
     usage, revision, created_at, finished_at, tenant, *bodies = more
     private = read_private(f"turn {turn_id}", *bodies[:3])

@@ -250,7 +250,7 @@ TURN_QUERY = """
         WHEN state IN ('completed', 'cancelled') AND num_held NOT IN (0, num_messages)
             THEN 'is in the history in part'
         WHEN state NOT IN ('completed', 'cancelled') AND (num_held <> 0 OR num_replies <> 0)
-            THEN 'did not end and is in the history'
+            THEN 'was not completed, but has a reply, or messages in the history'
         WHEN state NOT IN ('running', 'completed', 'cancelled', 'interrupted', 'failed')
             THEN 'has an unknown state'
         END AS sentence FROM made) judged
@@ -284,12 +284,12 @@ STORE_QUERIES = (
         " WHERE NOT EXISTS (SELECT 1 FROM conversations c WHERE c.conversation = r.conversation)",
     ),
     (
-        "conversation number {}: {} turns run",
+        "conversation number {}: {} turns are running",
         "SELECT conversation, count(*) FROM turns WHERE state = 'running'"
         " GROUP BY conversation HAVING count(*) > 1",
     ),
     (
-        "body {}: {} records hold it, and it is {}",
+        "body {}: {} records refer to it, and it is {}",
         """
         WITH holders AS (
             SELECT body FROM conversations UNION ALL SELECT body FROM turns
@@ -312,7 +312,7 @@ STORE_QUERIES = (
         " WHERE c.conversation = p.conversation AND c.tenant = p.tenant)",
     ),
     (
-        "chain {}: its message is no reply",
+        "chain {}: its message is not a reply",
         "SELECT chain FROM chains c WHERE NOT EXISTS"
         " (SELECT 1 FROM messages m WHERE m.message = c.message AND m.finish_reason IS NOT NULL)",
     ),

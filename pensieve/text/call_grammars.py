@@ -1,4 +1,4 @@
-"""Grammars for llguidance that make a reply call tools in the form of a family of models.
+"""Grammars for llguidance. They make a reply call tools in the form that a family of models uses.
 
     form            a reply with calls
     hermes          text <tool_call> {"name": …, "arguments": …} </tool_call> text …
@@ -111,7 +111,8 @@ class _Grammar:
     def _is_closed(self) -> bool:
         """Whether text may follow a call.
 
-        If a control token opens the part of the call, only another control token can close the part.
+        If a control token opens the part of the reply that holds the call (parts.py), only another control
+        token can close that part.
         """
         if self._form is not CallForm.HERMES:
             return False

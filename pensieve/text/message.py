@@ -1,7 +1,7 @@
-"""Messages, and the template settings of a conversation. Both are validated when they are created.
+"""Messages, and the template settings of a conversation. template.py validates both when it renders them.
 
-Every string that a template sees, at any depth, is a plain `str` that can be encoded as UTF-8. All other
-values are plain JSON.
+So every string of a client, at any depth, reaches the template as a plain `str` that can be encoded as UTF-8.
+All other values are plain JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None  # in a tool's answer: the name of the tool
-    # used to limit the template's work
+    # of all texts; limits the work of rendering and tokenizing
     num_characters: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -4,8 +4,8 @@
                                          Text("I'll look.")
                                          CallBegan(0, "get_weather")  CallArguments(0, '{"city": "Paris"}')
 
-* The marks and white space around thinking are dropped. If a reply thinks several times, an empty line
-  separates the runs. White space between thinking and the text after it is dropped.
+* The marks and white space around thinking are dropped. If a reply has several passages of thinking (runs),
+  an empty line separates them. White space between thinking and the text after it is dropped.
 * A call begins when its name is known and its arguments have begun. From then on, the arguments are streamed.
   When the JSON object of the arguments is closed, the call is complete and listed in `calls`. White space
   around calls is dropped.
@@ -78,7 +78,7 @@ class ReplyPieces:
         """End the reply and return the withheld pieces."""
         self._end_thinking()
         if self._finder is not None:
-            self._take(self._finder.interrupt())
+            self._take(self._finder.end_text())
         self._add(Text(self._text.end()))
         return self._taken()
 
@@ -108,7 +108,7 @@ class ReplyPieces:
     def _begin_thinking(self) -> None:
         if not self._is_thinking:
             if self._finder is not None:
-                self._take(self._finder.interrupt())
+                self._take(self._finder.end_text())
             self._text.thinking()
             self._is_thinking = True
 
@@ -189,7 +189,7 @@ class TrimmedText:
         self._is_behind = self.ends_with_call = True
 
     def end(self) -> str:
-        """Return the white space at the end of the reply, unless it is removed."""
+        """Return the white space at the end of the reply, or an empty string if it is to be removed."""
         white, self._tail.withheld = self._tail.withheld, ""
         is_dropped = self.ends_with_call or (self._is_behind and not self._has_begun)
         return "" if is_dropped else white
@@ -254,7 +254,8 @@ class _Tail:
 
     def __init__(self, marks: Sequence[str] = ()) -> None:
         self._marks = marks
-        self._is_flowing = False  # the withheld white space continues a run that was too long
+        # The text so far ends with too much white space. White space directly after it counts as text, too.
+        self._is_flowing = False
         self.withheld = ""
 
     def push(self, text: str) -> str:

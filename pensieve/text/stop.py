@@ -2,11 +2,11 @@
 
 The first complete match counts. If several matches end at the same character, the longest match counts. The
 matcher withholds text that may belong to a match: the longest suffix of the text that is a prefix of a stop
-string. The length of this suffix is the depth of the state.
+string.
 
-This is the Aho-Corasick automaton. The states are the nodes of the trie of the stop strings. If a character
-does not fit, the automaton falls back to the longest proper suffix of its state's string that is also a node.
-A character costs amortised constant time.
+This is the Aho-Corasick automaton. The states are the nodes of the trie of the stop strings. The depth of the
+state is the length of the withheld text. If a character does not fit, the automaton falls back to the longest
+proper suffix of its state's string that is also a node. A character costs amortised constant time.
 """
 
 from __future__ import annotations

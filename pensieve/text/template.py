@@ -1,4 +1,4 @@
-"""Turn messages into the tokens that follow a log. The log is never rendered or tokenised again.
+"""Convert messages to the tokens that follow a log. The log is never rendered or tokenised again.
 
 **Delta.** A chat template renders a whole conversation, but Pensieve needs only the text that follows the
 log. The log contains sampled tokens, so it cannot be rendered again. So the template renders a short exchange
@@ -55,7 +55,8 @@ from pensieve.text.sandbox import Sandbox
 from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
-FOLLOWING = ("a", "b")  # two user messages; a head is what the openings with either have in common
+# Two different user messages. A head is cut from the beginning that the openings with "a" and "b" share.
+FOLLOWING = ("a", "b")
 BORDERS_MAX = 128  # with more messages, their ends are not computed; each end costs one rendering
 REPLY = "\udfff"  # placeholder for the reply before the messages of a delta
 # A template may join a role to a control token ("<|" + role + "|>"), so roles count as the template's text.
@@ -152,7 +153,7 @@ class ChatTemplate:
     def head(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
         """Return the tokens that all openings share if a user message follows these messages.
 
-        There may be none.
+        The head may have no tokens.
         """
         first = self._checked(messages, setting, self._refused_first, None) if messages else []
         texts = [
@@ -163,7 +164,8 @@ class ChatTemplate:
         ]
         text, end = texts[0], common_prefix(*texts)
         borders = self._borders(text, [], [*first, {}], setting)[:-1]
-        if borders and borders[-1]:  # otherwise the template rejects a conversation that ends there
+        # 0: the border is unknown, for example because the template rejects a conversation that ends there
+        if borders and borders[-1]:
             end = min(end, borders[-1])
         encoded = self.tokenizer.encode(text, at_start=True)
         count = bisect_left(encoded.starts, end)
@@ -254,7 +256,7 @@ class ChatTemplate:
     ) -> list[dict[str, Any]]:
         """Return the messages as the template sees them.
 
-        `messages_max`: None for the messages that a conversation begins with, whose number is not limited.
+        `messages_max`: the most messages that are allowed. None: any number, as for the messages of a head.
         """
         if not messages or (messages_max is not None and len(messages) > messages_max):
             raise InvalidArgument("messages", f"a turn has 1 to {MESSAGES_MAX} messages")
@@ -303,8 +305,8 @@ class ChatTemplate:
             if text.rstrip().endswith(THINKING_MARKS[0]):
                 raise InvalidArgument(
                     "messages",
-                    "the chat template begins each reply with thinking, so its text cannot be begun: "
-                    "switch thinking off",
+                    "the chat template begins each reply with thinking, so a given beginning "
+                    "of the reply cannot follow: switch thinking off",
                 )
             text += setting.reply_begins
         self.tokenizer.check_text(text, "content")
@@ -340,7 +342,7 @@ class ChatTemplate:
         setting: TemplateSetting,
         num_known: int = 0,
     ) -> list[int]:
-        """Return the position in `text` where each new message ends. Leaves out the first `num_known`.
+        """Return the position in `text` where each new message ends, except the first `num_known` messages.
 
         With more than BORDERS_MAX messages, the whole text belongs to the last message.
         """

@@ -1,8 +1,8 @@
 """Find out how a chat template changes earlier turns, by rendering dialogues in two ways.
 
 Pensieve only appends to a log. A template that renders the whole conversation again may change earlier
-turns: drop the thinking of replies, or move the system prompt to the last message. `probe` turns each
-dialogue into tokens in two ways: by appending deltas, and by one rendering. It reports where the results
+turns: drop the thinking of replies, or move the system prompt to the last message. `probe` converts each
+dialogue to tokens in two ways: by appending deltas, and by one rendering. It reports where the results
 differ. A difference is not an error. It is logged when a model is loaded.
 """
 

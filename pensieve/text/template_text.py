@@ -9,7 +9,7 @@ marked 1.
 This is safe by default. Only the operations below keep the marks. Any other operation (`replace`, `upper`,
 `tojson`, `%`) returns a plain `str`, in which no control token is recognised. No operation changes a mark
 from 0 to 1. In comparisons, hashes and lengths, a `TemplateText` behaves like a plain `str`, so a template
-takes the same branches as elsewhere.
+takes the same branches as with plain strings.
 """
 
 from __future__ import annotations

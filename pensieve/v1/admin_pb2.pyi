@@ -392,15 +392,15 @@ class Service(google.protobuf.message.Message):
     loop_lag_p99_seconds: builtins.float
     """99th percentile of the event loop's delay in the last minute."""
     store_jobs: builtins.int
-    """Jobs that wait for or run in the store threads."""
+    """Unfinished calls of the store threads: those that wait and those that run."""
     store_oldest_seconds: builtins.float
-    """Age of the oldest job of store_jobs in seconds."""
+    """Age of the oldest call in store_jobs, in seconds."""
     commit_p50_seconds: builtins.float
     """Median of the time that recent transactions waited for the disk."""
     commit_p99_seconds: builtins.float
-    """99th percentile."""
+    """99th percentile of that time."""
     commit_max_seconds: builtins.float
-    """Maximum."""
+    """Maximum of that time."""
     commits: builtins.int
     """Transactions since the daemon started."""
     journal_bytes: builtins.int
@@ -921,7 +921,7 @@ class ListTenantsResponse(google.protobuf.message.Message):
     TENANTS_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
     history: builtins.str
-    """Where the history is to which stored_bytes and prefixes refer, as in Stats.history."""
+    """Where the history is, as in Stats.history. stored_bytes and prefixes of the tenants refer to this history."""
     @property
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tenant]:
         """Sorted by name: tenants of the token file, tenants that have called, and tenants with conversations."""
@@ -952,7 +952,7 @@ class Tenant(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     PREFIXES_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """Empty: callers without a token, or with a token without a tenant."""
+    """Name of the tenant. Empty for callers without a token, or with a token without a tenant."""
     turns: builtins.int
     """Turns that run, wait or are about to begin, and running warms."""
     calls: builtins.int
@@ -966,7 +966,9 @@ class Tenant(google.protobuf.message.Message):
     allows. Not set if there is no limit.
     """
     requests_saved: builtins.float
-    """Requests that the tenant may send at once under requests_per_second. Negative and not set as above."""
+    """Requests that the tenant may send at once under requests_per_second. Negative if the tenant has sent more than its
+    rate allows. Not set if there is no limit.
+    """
     prefixes: builtins.int
     """Number of declared prefixes."""
     @property
@@ -1036,7 +1038,7 @@ class TenantPrefix(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     PREFIX_FIELD_NUMBER: builtins.int
     tenant: builtins.str
-    """Empty: callers without a token, or with a token without a tenant."""
+    """Name of the tenant. Empty for callers without a token, or with a token without a tenant."""
     @property
     def prefix(self) -> pensieve.v1.conversation_pb2.Prefix:
         """The prefix as its tenant sees it."""

@@ -30,7 +30,9 @@ class _RoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     """Not set: the user."""
     ROLE_SYSTEM: _Role.ValueType  # 1
-    """The system prompt; only as the first message."""
+    """The system prompt, as the first message. The messages of CreateConversationRequest may also include later system
+    messages.
+    """
     ROLE_USER: _Role.ValueType  # 2
     """The user."""
     ROLE_ASSISTANT: _Role.ValueType  # 3
@@ -44,7 +46,9 @@ class Role(_Role, metaclass=_RoleEnumTypeWrapper):
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Not set: the user."""
 ROLE_SYSTEM: Role.ValueType  # 1
-"""The system prompt; only as the first message."""
+"""The system prompt, as the first message. The messages of CreateConversationRequest may also include later system
+messages.
+"""
 ROLE_USER: Role.ValueType  # 2
 """The user."""
 ROLE_ASSISTANT: Role.ValueType  # 3
@@ -60,7 +64,7 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """It has not ended."""
+    """Not set: the turn has not ended, or the field does not apply."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """By an end-of-turn token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
@@ -74,7 +78,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a turn ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""It has not ended."""
+"""Not set: the turn has not ended, or the field does not apply."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """By an end-of-turn token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
@@ -561,9 +565,9 @@ class CreateConversationRequest(google.protobuf.message.Message):
     """Either the id of a declared prefix (CreatePrefix), or a name that you choose for conversations with the same
     system prompt and tools. With a declared prefix, the conversation begins with the messages, tools, options and KV
     of the prefix. system_prompt, tools and template_options must then be empty (FAILED_PRECONDITION). With a name,
-    once a conversation with this name has finished a turn, new conversations reuse its KV for the first tokens that
-    they have in common. The first conversation with a name fixes the system prompt and tools; others are
-    FAILED_PRECONDITION.
+    once a conversation with this name has finished a turn, new conversations with the name reuse its KV for the first
+    tokens that they have in common. The first conversation with a name fixes the system prompt and tools. A request
+    with others fails with FAILED_PRECONDITION.
     """
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
@@ -867,9 +871,9 @@ Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest
 
 @typing.final
 class Constraint(google.protobuf.message.Message):
-    """The required form of a reply. Only tokens that the constraint allows are sampled, and the reply ends when it is
-    complete. Thinking before the reply is not constrained. max_tokens, the end of the context and stop strings still
-    cut the reply. Not allowed with ignore_eos.
+    """The required form of a reply. Only tokens that the constraint allows are sampled, and the reply ends when the
+    required form is complete. Thinking before the reply is not constrained. max_tokens, the end of the context and stop
+    strings still cut the reply. Not allowed with ignore_eos.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1791,7 +1795,7 @@ class ServerInfo(google.protobuf.message.Message):
     model is loaded.
     """
     kv_dtype: builtins.str
-    """Data type of KV: the type in dtype, or int8; empty until the model is loaded."""
+    """Data type of KV: the type in dtype, int8 or fp8; empty until the model is loaded."""
     defaults_from_model: builtins.bool
     """Whether the model's generation_config.json has sampling values. If not, default_sampling has Pensieve's defaults."""
     @property

@@ -5,7 +5,8 @@ remembers the facts told so far. So the reply to a question is the newest value,
 told me …". The `distance` is the number of turns from a fact to its question. The turns between them are
 small talk, other facts and other questions.
 
-Two sources of conversations never share a value of a topic (`facts.is_held_out`):
+There are two sources of conversations. The fact that an examination asks for never occurs in training
+(`facts.is_held_out`):
 
     conversation(random)             a training conversation of any length, with questions throughout
     examination(random, distance)    filler, one held-out fact, distance - 1 more turns, its question
@@ -49,7 +50,7 @@ class _Known:
     fact: Fact
     sentence: str
     value: str
-    turn: int  # of the last mention
+    turn: int  # number of the turn with the last mention
     changed: bool  # an older value precedes it
 
 
@@ -69,7 +70,7 @@ class _Memory:
         return known
 
     def some_known(self, random: Random, avoid: str = "") -> _Known | None:
-        """Draw a known fact; facts that changed or were not mentioned for long are likelier."""
+        """Draw a known fact; facts that changed or were last mentioned long ago are likelier."""
         candidates = [known for key, known in self.known.items() if key != avoid]
         if not candidates:
             return None

@@ -11,7 +11,7 @@ from scripts.builtin_corpus.single_topics import NAME, SINGLE
 
 
 def draw_topic(random: Random) -> Topic:
-    """Draw a topic; half of the topics drawn have many possible subjects."""
+    """Draw a topic; nearly half of the topics drawn have many possible subjects."""
     family = random.random()
     if family < 0.12:
         return NAME

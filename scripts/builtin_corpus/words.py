@@ -1,6 +1,6 @@
 """The words of the built-in model's dialogues, and a source of invented words.
 
-A third of all names, passwords and things is invented (`invented_word`), so that the model must copy them
+A part of the names, passwords and things is invented (`invented_word`), so that the model must copy them
 instead of choosing from a list that it has learned.
 """
 

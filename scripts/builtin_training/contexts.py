@@ -15,14 +15,14 @@ from scripts.builtin_corpus.dialogues import (
 )
 from scripts.builtin_training.tokenizer import IM_END_ID, IM_START_ID, PAD_ID, VOCABULARY
 
-JUMPED_POSITIONS_MAX = 2400  # in training contexts
+JUMPED_POSITIONS_MAX = 2400  # limit of a training context's positions, with those that jumps skip
 BATCH_TOKENS = 4096
 VALUE_WEIGHT, OPENING_WEIGHT = 4.0, 3.0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens with the weight of predicting each; positions may jump if `opens_turn`."""
+    """Tokens with the weight of predicting each. Positions may jump before a segment with `opens_turn`."""
 
     ids: list[int]
     weights: list[float]

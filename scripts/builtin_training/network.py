@@ -1,9 +1,10 @@
 """The built-in model's shape, its first weights, and its folder.
 
 By itself, a model this small needs hours to discover how to look back. So it starts with the circuit in place
-(`hand_start`). Three heads of the first layer copy the codes of the tokens one, two and three positions back.
-Two heads of the second layer look for the position where the last two tokens stood before, and copy the token
-after them. Before any training, the model repeats 60 to 70 % of a random sequence that it has seen.
+(`hand_start`). Three heads of the first layer look one, two and three positions back. The first two of them
+copy the codes of the tokens there. Two heads of the second layer look for the position where the last two
+tokens stood before, and copy the token after them. Before any training, the model repeats 60 to 70 % of a
+random sequence that it has seen.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from scripts.builtin_training.tokenizer import (
 )
 
 HIDDEN, HEADS, HEAD_SIZE, LAYERS = 256, 4, 64, 3
-ROPE_THETA = 1e10  # most pairs of a head hardly turn within a context, so they can compare contents
+ROPE_THETA = 1e10  # most pairs hardly rotate within a context, so they can compare contents
 CODE = 64  # dimensions of the residual stream that hold a token's code
 CONSTANT = HIDDEN - 1  # the dimension that is the same for every token
 

@@ -37,7 +37,7 @@ from pensieve.kernels import choices
 from scripts.gpu_bench.harness import FIGURES, PRELOADED, figures_of, run_section
 from scripts.gpu_bench.stages import STAGES, Consequences, Stage, Step, after, decisions, small
 
-LEAST_SECONDS = 5  # no section starts with less time left; a killed section ends within it
+LEAST_SECONDS = 5  # no section starts with less time left; a killed section has this time to end
 
 
 def main(given: list[str] | None = None) -> int:
@@ -127,7 +127,7 @@ class Run:
                 self._choices.append(means.choices)
                 again = [step for step in stage.steps if step.section == "kernels"]
                 means = self._decide(stage.number, again)
-            if means.stop or means.choices:  # a kernel that was switched off still counts as wrong
+            if means.stop or means.choices:  # choices: still wrong after it was switched off
                 return
         if not examined:
             self.failed.append("all")

@@ -49,7 +49,7 @@ def section_device(bench: Bench) -> None:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     words = [each.view(torch.float32) for each in (source, target)]
-    # The driver copies, then a kernel that writes its input. The faster copy is the device's rate.
+    # One copy is made by the driver, the other by a kernel. The faster one is the device's rate.
     bench.copy_bandwidth = (
         2
         * size
@@ -88,7 +88,7 @@ def scattered(bench: Bench) -> tuple[KVMemory, PageMoves]:
     shape = ModelShape(4 if bench.small else 32, 32, 8, 128, 1, 1, bench.dtype, 0, 0)
     memory = KVMemory(shape, 4 * pages, 4 * pages, PAGE, bench.device)
     memory.device_arena.normal_()  # no two pages have the same contents
-    # No copy crosses from one layer's page-locked memory into another's.
+    # Copy layer by layer, because no copy may cross from one layer's page-locked memory into another's.
     for layer in range(shape.num_layers):
         memory.host_arena[layer].copy_(memory.device_arena[layer, : memory.host_pages])
     memory.device_arena.neg_()
@@ -98,7 +98,7 @@ def scattered(bench: Bench) -> tuple[KVMemory, PageMoves]:
 
 
 def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> float:
-    """Move these pages layer by layer; return the seconds. PensieveError if the contents are wrong."""
+    """Move these pages layer by layer; return the seconds. Raises PensieveError if the contents are wrong."""
     move = memory.swap_in if direction == "swap_in" else memory.swap_out
     arenas = (memory.host_arena, memory.device_arena)
     source, target = arenas if direction == "swap_in" else arenas[::-1]
@@ -117,7 +117,7 @@ def copied(bench: Bench, direction: str, memory: KVMemory, moves: PageMoves) -> 
 
 @contextmanager
 def _stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """Make another stream the current one, as in the copier; the default stream takes no batches."""
+    """Make a new stream the current one, as the copier does. The default stream takes no batched copies."""
     if device.type != "cuda":
         yield
         return

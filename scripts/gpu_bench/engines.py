@@ -2,13 +2,14 @@
 
 `iteration` decodes rows with a context of 1,000 in the executor, with and without a piece of a prompt, as
 captured graphs and eagerly. It measures the host's launch time and the whole time. `sampler` draws from rows
-of logits, by options. `hidden` compares a turn whose history is swapped in with a turn whose history is on
-the device. `exactness` compares replies under memory pressure with replies without it.
+of logits, by options. `hidden` compares two turns: the history of one is swapped in, the history of the other
+is on the device. `exactness` compares replies under memory pressure with replies without it.
 
-`load` compares throughput with and without memory at equal P90 normalized latency (the time of a turn over
-its output tokens), as the paper does. Conversations like those of ShareGPT arrive at random. Reaction times
-and tier sizes are divided by the same factor (`SHRINK`), so the tiers can hold idle KV for as many
-reaction times as tiers of full size. Each engine's latency is measured at a few rates and interpolated:
+`load` compares the throughputs of engines that keep KV between turns and of an engine that does not, at equal
+P90 normalized latency (the time of a turn over its output tokens), as the Pensieve paper does. Conversations
+like those of ShareGPT arrive at random. Reaction times and tier sizes are divided by the same factor
+(`SHRINK`). So, measured in reaction times, idle KV stays as long as it would in tiers of full size. Each
+engine's latency is measured at a few rates and interpolated:
 
     stateless     a conversation is forgotten at the end of each turn, and computed again
     device only   KV that the device tier has no room for is dropped
@@ -88,11 +89,11 @@ def section_iteration(bench: Bench) -> None:
             for rows, prompt in sizes:
                 lengths = [*[1] * rows, *[prompt] * bool(prompt)]
                 host, whole = _iterate(bench, executor, lengths, context, model.shape.vocab_size)
-                beside = f" and {prompt} of a prompt" if prompt else ""
+                prompts = f" and {prompt} prompt tokens" if prompt else ""
                 bench.report(
                     "iteration",
-                    f"{rows} decodes{beside} over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
-                    f"launches for {host * 1e3:.2f}",
+                    f"{rows} decodes{prompts}, context {context}, {kind}: {whole * 1e3:.2f} ms; "
+                    f"launch on the host: {host * 1e3:.2f} ms",
                     kind=kind,
                     rows=rows,
                     prompt=prompt,
@@ -104,13 +105,14 @@ def section_iteration(bench: Bench) -> None:
 def _iterate(
     bench: Bench,
     executor: TorchExecutor,
-    lengths: Sequence[int],  # of the slices, all of which end at the context's end
+    lengths: Sequence[int],  # lengths of the slices; each slice ends at the context's end
     context: int,
     vocab_size: int,
 ) -> tuple[float, float]:
     """Return the medians of the host's time and of the whole time of one iteration.
 
-    Each row draws a token every time, because NaN logits would take another path through a kernel.
+    Raises PensieveError if a row gets no token. A row with NaN logits gets none, and its time would mislead,
+    because NaN takes another path through the kernels.
     """
     rows, pages = len(lengths), -(-context // PAGE)
     draw = random.Random(rows)
@@ -226,16 +228,18 @@ def section_hidden(bench: Bench) -> None:
     )
 
 
-BF16_GAP = 2e-2  # share of the logits' range, from rounding
-FP8_GAP = 0.1  # the same for fp8; a random token lies half of the range below the largest
+# How far a token's logit may be below the largest because of rounding, as a share of the logits' range. A
+# random token is about half of the range below the largest.
+BF16_GAP = 2e-2
+FP8_GAP = 0.1
 ROOMS = {"room": (400, 0), "pressure": (60, 40)}  # pages of the device and of the host
 
 
 def section_exactness(bench: Bench) -> None:
     """Compare conversations with enough KV memory with the same conversations in a quarter of that memory.
 
-    Sums of floats depend on the other rows of a batch, so two replies may differ after a near tie. All tokens
-    are compared with the logits of the plain model, not with the other reply.
+    Sums of floats depend on the other rows of a batch, so two replies may differ after a near tie.
+    Therefore, all tokens are compared with the logits of the plain model, not with the other reply.
     """
     model = random_model(bench.device, bench.small)
     replies: dict[str, list[Talk]] = {}
@@ -337,10 +341,12 @@ def section_load(bench: Bench) -> None:
     small = bench.small
     rates = (2.0,) if small else (8.0, 16.0, 32.0)  # conversations a second
     runs = len(rates) * len(ENGINES)
-    # A run may take a third longer, for turns that still run at its end. The section keeps its limit.
+    # A run may take a third longer, because turns still run at its end. The factor 0.7 reserves this time, so
+    # that the section ends within its time limit.
     seconds = 3.0 if small else min(max(bench.seconds_left - 45, 60) / runs * 0.7, 20.0)
     turns_max, budget = (8, 64) if small else (128, 1024)
-    # The idle KV that reactions of 60 s leave on 40 GB of KV, divided by SHRINK.
+    # 40 GB hold about 300,000 tokens of this model's KV. The device tier has four times as many, divided by
+    # SHRINK.
     device_pages = 60 if small else 300_000 // SHRINK // PAGE * 4
     host_pages = 4 * device_pages
     shape = EngineShape(device_pages, host_pages, budget, turns_max)

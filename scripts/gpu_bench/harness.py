@@ -87,7 +87,7 @@ class Bench:
             self.failed = True
             line = f"{what}: FAILED: {type(error).__name__}: {error}"
             self.report(section, line, what=what, failed=True, **figures)
-            if not isinstance(error, PensieveError):  # its message is complete
+            if not isinstance(error, PensieveError):  # a PensieveError's message is complete
                 traceback.print_exc(file=sys.stderr)
             try:
                 self.synchronize()

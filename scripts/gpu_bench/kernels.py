@@ -184,7 +184,8 @@ def check_write_fp8(device: torch.device, dtype: torch.dtype) -> None:
     slots = torch.randperm(9 * PAGE)[:50].to(device)
     write_kv(key, value, slots, arena[:, 0], arena[:, 1], scales)
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1], scales)
-    found, expected = (each.float().nan_to_num(999.0) for each in (arena, right))  # NaN = NaN
+    # 999 stands for NaN, because NaN does not equal itself.
+    found, expected = (each.float().nan_to_num(999.0) for each in (arena, right))
     if not torch.equal(found, expected):
         raise PensieveError(f"write_kv {dtype} rounds to wrong fp8 bytes")
     if device.type == "cuda":

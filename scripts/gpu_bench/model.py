@@ -52,8 +52,8 @@ CONTEXT_MAX = 16_384
 GREEDY = Sampling(ignore_eos=True, max_tokens=100_000)
 
 
-class SilentTokenizer:
-    """A tokenizer for tokens without a meaning."""
+class DummyTokenizer:
+    """A tokenizer for random tokens: the text of each token is a space."""
 
     def is_silent(self, token_id: int) -> bool:
         return False
@@ -83,7 +83,7 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
     )
     with torch.device("meta"):
         module = LlamaForCausalLM(config)
-    rotary = type(module.model.rotary_emb)(config)  # its frequencies are not weights
+    rotary = type(module.model.rotary_emb)(config)  # `to_empty` would lose its frequencies
     module = module.to(torch.bfloat16).to_empty(device=device)
     torch.manual_seed(0)
     module.model.rotary_emb = rotary.to(device)
@@ -110,8 +110,8 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
 def in_fp8(model: LoadedModel) -> LoadedModel:
     """Return the model with its KV kept in fp8.
 
-    Keys and values are about 1, which any of these scales can represent. Neighbouring layers, heads and sides
-    have different scales, so that a wrong scale is noticed.
+    Keys and values are about 1, which any of these scales can represent. Neighbouring layers, neighbouring
+    heads, and the keys and values of a head have different scales, so that a wrong scale is noticed.
     """
     shape = model.shape
     exponents = tuple(
@@ -151,7 +151,7 @@ def executor_of(
             raise PensieveError(f"no graphs: {captured.failure}")
         if failure := capture_pieces(model.flat, memory, TOKENS_MAX):
             raise PensieveError(f"no graphs of pieces: {failure}")
-    tokenizer: Any = SilentTokenizer()
+    tokenizer: Any = DummyTokenizer()
     sampler = Sampler(model.shape.vocab_size)
     return TorchExecutor(model, memory, sampler, tokenizer, graphs=captured)
 
@@ -311,7 +311,7 @@ def serve(
 ) -> tuple[Conversations, float]:
     """Play conversations for `seconds`; return them and the time it took.
 
-    Running turns then get `grace` seconds to end. The remaining ones are cancelled (`num_cut`).
+    Running turns then get `grace` seconds to end. Turns that still run after that are cancelled (`num_cut`).
     """
     began = time.perf_counter()
     people = Conversations(kind.stateless, began)

@@ -208,13 +208,13 @@ def baselines(
             ways[f"{name}, loop"] = partial(loop, backend, attn_mask)
         if group > 1:
             ways[f"{name}, folded"] = partial(folded, backend, 0, batch)
-        if queries == context > 1:  # a mask costs more than causality that the kernel knows
+        if queries == context > 1:  # an explicit mask is slower than the kernel's own causal mode
             ways[f"{name}, causal"] = partial(grouped, backend, 0, batch, None, True)
     return ways
 
 
 def _tried(run: Attend, is_cuda: bool) -> Tensor:
-    """Run it twice without torch's warnings about unsuitable kernels; raise if it synchronizes."""
+    """Call `run` twice without torch's warnings about unsuitable kernels; raise if it synchronizes."""
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         answer = run().clone()
         if not is_cuda:

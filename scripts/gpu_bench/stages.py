@@ -136,7 +136,7 @@ def _right_kernels(found: Sequence[Figures]) -> set[str | None]:
 def found_wrong(found: Sequence[Figures]) -> list[str]:
     """Return which of `KERNELS` section `kernels` found wrong, in the order of its checks.
 
-    If the process was killed without a report, this is the first kernel that it had not finished.
+    If the process was killed without a report, the first kernel that it had not finished counts as wrong.
     """
     wrong = [each for each in section_figures(found, "kernels") if each.get("failed")]
     kinds = [each["kind"] for each in wrong if each.get("kind") in KERNELS]

@@ -7,6 +7,8 @@ swap        time to the first token of a turn whose history is not on the device
 shared_pages  time of attention over pages that several slices share
 loops       number of replies that loop in 200 conversations, by sampling values and API
 batch       time of a batch, by how it shares prefixes
+lanes       turns that daemons commit to one database, by the number of writing threads
+files_entered  files of pensieve/ with functions that run during a plain turn
 
 Simulations of a machine from machine_options:
 

@@ -3,7 +3,8 @@
 The requests are drawn as in batch_simulation.py, but fewer. They run through a daemon's engine in this
 process, as background turns, once with each way of sharing:
 
-    groups    like a batch job of the daemon: run requests with a common prefix together, and compute it once
+    groups    like a batch job of the daemon: run requests with a common prefix together, and compute the
+              prefix once
     lru       in the order of the file, each as a fork of the latest request with a common prefix; a
               conversation stays until the cache evicts it, least recently used first
     off       each request by itself
@@ -37,8 +38,8 @@ from pensieve.sampling import Sampling
 from scripts.measurements.batch_simulation import SHARINGS, BatchShape, drawn_batch
 
 DEGREE = 7.0  # mean number of requests that share a request's prefix
-DISTANCE = 400 / 3000  # between requests of one prefix, divided by the number of requests
-_NUMBERS = count(1)  # an engine must see each number only once
+DISTANCE = 400 / 3000  # distance between requests with one prefix, as a part of all requests
+_NUMBERS = count(1)  # numbers of turns; an engine must see each number only once
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ The shapes come from BatchLLM's evaluation (section 6), as far as the paper desc
 
     snippets     3,000 requests; 1,100 tokens of prefix and 400 of their own; share degree 7
     ranking      1,000 requests; 770 tokens of prefix and 978 of their own; share degree 11.36
-    2000/200x16  prefix, own tokens and share degree of its microbenchmarks
+    2000/200x16  prefix, own tokens and share degree of one of the microbenchmarks
 
 The share degree is the number of requests with the same prefix (a group). The rest is assumed:
 
@@ -85,7 +85,7 @@ SHAPES = {
 
 
 def shape_named(name: str) -> BatchShape:
-    """Return one of `SHAPES`, or the shape PREFIX/OWNxDEGREE; ValueError for other names."""
+    """Return one of `SHAPES`, or the shape PREFIX/OWNxDEGREE. Raises ValueError for other names."""
     if name in SHAPES:
         return SHAPES[name]
     lengths, _, degree = name.partition("x")

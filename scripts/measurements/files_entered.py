@@ -1,7 +1,7 @@
 """List the files of pensieve/ that a plain turn enters, in the service and in the engine process.
 
-A daemon with the echo engine answers two turns of a conversation: by gRPC, as chat completions, as responses.
-A profile hook in both processes notes every file with a function that runs during the second turn.
+A daemon with the echo engine answers two turns of a conversation through each API: gRPC, chat completions and
+responses. A profile hook in both processes notes every file with a function that runs during the second turn.
 """
 
 from __future__ import annotations

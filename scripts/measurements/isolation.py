@@ -41,7 +41,7 @@ CONVERSATIONS = 4
 PAUSE_SECONDS = 0.05  # of the user, between a reply and the next message
 REPLY_TOKENS = 24
 TURNS_OF_A_CONVERSATION = 50
-QUIET_SECONDS = 2.0  # after the noise begins or ends
+QUIET_SECONDS = 2.0  # warm-up at the start, and pause after each noisy half of a round
 EXPECTED = {"OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}  # accepted, too large, beyond a limit
 
 
@@ -60,7 +60,12 @@ class IsolationTimes(NamedTuple):
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure isolation", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="without and with it (default: 3)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="number of rounds; each has a half without and a half with noise (default: 3)",
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="per half round (default: 15)")
     arguments = parser.parse_args(given)
     alone, beside, noise = compared(arguments.rounds, arguments.seconds)

@@ -1,7 +1,7 @@
 """Measure how many turns daemons commit to one database, by the number of their writing threads (lanes).
 
 A daemon is a process with the real store, without an engine or clients. Each talker has its own conversations
-and sends one turn after another. A turn is two jobs of the talker's lane: look_up and begin_turn, then
+and sends one turn after another. A turn is two tasks in the talker's lane: look_up and begin_turn, then
 finish_turn. With one talker there is no lane: the talker calls the store itself. `--store` is a PostgreSQL
 database (docs/postgresql.md says how to get one without installing PostgreSQL) or a SQLite file. Compare only
 figures of one run, because they share the disk. `--sync-ms` slows down each sync of this host's daemons, to
@@ -37,7 +37,7 @@ CONVERSATIONS = 8  # conversations per thread
 SYNCS = 50
 TAIL_TOKENS = 32
 TOKENS_IN, TOKENS_OUT = 60, 60
-BEGIN_SECONDS = 10.0  # before turns count; all processes have started by then
+BEGIN_SECONDS = 10.0  # time until turns count; all processes must have started by then
 T = TypeVar("T")
 names = count(time.time_ns())  # unique, so that a database can be used again
 
@@ -131,7 +131,12 @@ def main(given: Sequence[str] | None = None) -> None:
         metavar="FOLDER",
         help="where to measure syncs (default: the folder of the SQLite file, or the temporary folder)",
     )
-    parser.add_argument("--pairs", type=int, default=3, help="repeats (default: 3)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        help="how often all combinations are measured (default: 3)",
+    )
     arguments = parser.parse_args(given)
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         if arguments.sync_ms:
@@ -152,7 +157,7 @@ def measure(arguments: argparse.Namespace) -> None:
     scheme, _, path = arguments.store.partition("://")
     in_file = Path(path).parent if scheme == "sqlite" else Path(tempfile.gettempdir())
     disk = arguments.disk or in_file
-    for _ in range(arguments.pairs):
+    for _ in range(arguments.repeats):
         for num_daemons in arguments.daemons:
             for num_lanes in arguments.lanes:
                 num_talkers = arguments.talkers or num_lanes

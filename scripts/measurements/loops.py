@@ -1,11 +1,11 @@
 """Count how many replies loop in 200 short conversations (talks.txt) with one `pensieve serve`.
 
-Each conversation (a talk) is held through each API: the SDK over gRPC, OpenAI chat, and the page's calls.
-Many talks run concurrently. A reply counts as a loop if its finish reason says so, if it ends with a piece of
-text that is repeated at least four times, or if it has a sentence of four words at least four times.
+Each conversation (a talk) runs through each API (a door): the SDK over gRPC, OpenAI chat, and the page's
+calls. Many talks run concurrently. A reply counts as a loop if its finish reason says so, if it ends with a
+piece of text that is repeated at least four times, or if it has a sentence of four words at least four times.
 
 --sampling names what is compared: `default` sends no sampling values, `greedy` sends temperature 0, and
-NAME=VALUE pairs with commas between send these values.
+comma-separated NAME=VALUE pairs send these values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TALKS = Path(__file__).with_name("talks.txt")
 CLIENTS = 48  # concurrent talks
 REPEATS = 4  # a piece of text that is repeated so often is a loop
 UNIT_CHARACTERS_MAX = 400  # longest piece of text
-TAIL_CHARACTERS = 120  # length of the end of a reply that the pieces must fill
+TAIL_CHARACTERS = 120  # the repeated pieces must fill at least so much of a reply's end
 SENTENCE_WORDS = 4
 NAMED: dict[str, dict[str, float]] = {"default": {}, "greedy": {"temperature": 0.0}}
 
@@ -52,8 +52,12 @@ Door = Callable[[Sequence[str], Sampling], Awaitable[list[Reply]]]
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure loops", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="as for serve (default: smollm2)")
-    parser.add_argument("--talks", type=int, default=200, help="how many of them (default: 200)")
-    parser.add_argument("--tokens", type=int, default=512, help="of each reply (default: 512)")
+    parser.add_argument(
+        "--talks", type=int, default=200, help="number of conversations (default: 200)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=512, help="maximum tokens of each reply (default: 512)"
+    )
     parser.add_argument("--doors", default="sdk,http,page", help="(default: sdk,http,page)")
     parser.add_argument(
         "--sampling",
@@ -101,7 +105,7 @@ def summary(door: str, name: str, talks: Sequence[Sequence[Reply]], seconds: flo
 
 
 def repeats(text: str) -> bool:
-    """Whether the end of a text, or one of its sentences, is repeated so often that it is a loop."""
+    """Return whether the end of a text, or one of its sentences, is repeated so often that it is a loop."""
     tail = text[-REPEATS * UNIT_CHARACTERS_MAX :].rstrip()
     for period in range(1, UNIT_CHARACTERS_MAX + 1):
         size = max(REPEATS * period, TAIL_CHARACTERS)

@@ -46,8 +46,8 @@ class NoisyTenant:
             self._create_and_delete,
             self._list,
             self._read,
-            self._send_what_is_too_large,
-            self._send_what_is_too_long,
+            self._send_too_large_request,
+            self._send_too_long_text,
             self._leave_early,
             self._fork_and_warm,
         ]
@@ -102,10 +102,10 @@ class NoisyTenant:
             pb.ListMessagesRequest(conversation_id=self._base, include_token_ids=True),
         )
 
-    async def _send_what_is_too_large(self) -> None:
+    async def _send_too_large_request(self) -> None:
         await self._turn(next(self._too_large))
 
-    async def _send_what_is_too_long(self) -> None:
+    async def _send_too_long_text(self) -> None:
         request = pb.SendMessageRequest(conversation_id=self._base)
         request.messages.add(content=LONG)
         await self._turn(request)

@@ -94,10 +94,10 @@ def measure(
             ),
         )
 
-    prefix_of: dict[str, str] = {}  # conversations that begin with a system prompt of 512 tokens
+    prefix_of: dict[str, str] = {}  # conversation -> its system prompt (512 tokens)
 
     def turn_of(name: str, tokens: int, history: int) -> Turn:
-        """Make a turn. The tokens of each conversation, and of each system prompt, are its own."""
+        """Make a turn. Each conversation and each system prompt has tokens that no other one has."""
         nonlocal num_turns
         num_turns += 1
         own, common = crc32(name.encode()), crc32(prefix_of.get(name, name).encode())

@@ -12,7 +12,7 @@ from pensieve.bench.bench_daemon import BenchDaemon, serving
 
 @contextlib.contextmanager
 def pinned(flags: Sequence[str], iteration_seconds: float = 0.0) -> Iterator[BenchDaemon]:
-    """Run a daemon without a model on the first core; its engine and this process use the others."""
+    """Run a daemon without a model on the first core; its engine and this process use the other cores."""
     cores = sorted(os.sched_getaffinity(0))
     with serving(flags, {"PENSIEVE_ENGINE": f"echo:{iteration_seconds}"}) as daemon:
         try:

@@ -5,8 +5,8 @@ long time: every conversation that began earlier and still has turns to come is 
 in one turn, at the time when its last turn ended. Until `Window.free_until` nothing takes time, so these logs
 are in the cache when the actual simulation begins.
 
-Turns that still wait when the simulation stops count with the time waited so far. So an overloaded replica
-does not look good because most turns never began.
+Turns that still wait when the simulation stops count with the time waited so far. Without this, an overloaded
+replica would look good, because most of its turns never began.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Load:
 
     habits: Habits
     reaction_seconds: float | None = None
-    seconds: float | None = None  # counted; None: two reaction times, a minute or more
+    seconds: float | None = None  # counted time; None: two reaction times, at least a minute
     seed: int = 0
     seconds_per_token: float = 0.03  # speed of replies before the start
 
@@ -166,7 +166,7 @@ class Replica:
             )
 
     def check_served(self, row: Row) -> None:
-        """Raise Impossible if the figures are good only because turns were refused (one may be chance)."""
+        """Raise Impossible if so many turns were refused that the figures mislead. One may be chance."""
         if row["refused"] > max(REFUSED_SHARE * row["asked"], 1):
             raise Impossible(
                 f"{row['refused'] / row['asked']:.1%} of the turns are longer than the device tier of "
@@ -245,6 +245,6 @@ def row_of(simulators: Sequence[Simulator], admitted: Admitted, window: Window) 
         "host_full": all(
             host.num_pages > 0 and host.num_empty < host.num_pages * 0.02 for host in hosts
         ),
-        "asked": counts.begun,
+        "asked": counts.num_submitted,
         "refused": counts.refused,
     }

@@ -95,16 +95,16 @@ class ScheduleRun:
                 continue
             moment = min((ahead.at or 0.0) if ahead is not None else math.inf, schedule.wakes_at())
             if moment == math.inf:
-                assert self.counts.turns == self.counts.begun, "a request waits for nothing"
+                assert self.counts.turns == self.counts.num_submitted, "a request waits for nothing"
                 return self.counts
             assert moment >= clock.now(), "the awaited event is in the past"
             clock.advance_to(moment)
 
     def _arrive(self, arrival: Arrival) -> None:
-        self.counts.begun += 1
+        self.counts.num_submitted += 1
         at = arrival.at or 0.0
         self.schedule.arrive(
-            Request(self.counts.begun, at, arrival.input_tokens, arrival.output_tokens)
+            Request(self.counts.num_submitted, at, arrival.input_tokens, arrival.output_tokens)
         )
 
     def _run(self, batch: Sequence[Request]) -> None:
@@ -331,7 +331,7 @@ class FastServeSchedule:
     The queue's order predicts which jobs run next. The first jobs, as many as there are places minus a few
     (`SPARE_SHARE`), are `wanted`. Places are kept free for wanted jobs without a place, and a few for new
     arrivals (proactive swapping). While too few places are free, the unwanted job that is last in the order
-    is copied out. Copies in each direction take turns on the link, in parallel with iterations. A job does
+    is copied out. Copies in the same direction run one after another, in parallel with iterations. A job does
     not run while its KV is copied, and its place is free when the copy has ended. All other jobs with a place
     run, wanted or not, so nothing is idle while there is work. KV on the host takes its actual length. A job
     for which the host has no room keeps its place.

@@ -46,13 +46,13 @@ WORKLOAD = "first-rounds"
 BATCH_TOKENS_MAX = 2048  # per iteration
 PROMPT_SECONDS = 0.05  # the daemon's default
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of the workload
-MEAN_CONTEXT = 465  # mean over time of a running request
+MEAN_CONTEXT = 465  # mean context of a running request over time
 OURS = ("resident", "streamed")
 STAGING_SHARE = 0.1  # memory of the staging arenas, relative to the device tier
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
 FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # multiples of the rate that fills the memory
-LIMIT_FACTOR = 1.5  # multiple of an iteration of all turns that fit on the device
+LIMIT_FACTOR = 1.5  # multiple of the time of an iteration with all turns that fit on the device
 REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # default requests per run
 
 

@@ -27,7 +27,7 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.v1 import conversation_pb2 as pb
 from scripts.measurements.processes import counts, cpu_seconds, pinned
 
-PIECE_WORDS = 4000  # of the messages that fill a history
+PIECE_WORDS = 4000  # words of a message that fills a history
 TURN_TOKENS = 4
 ROUNDS = 5  # each conversation gets its share of the turns in each round
 

@@ -127,9 +127,9 @@ def measure(shape: Shape, repeats: int) -> Times:
             raise PensieveError(f"no shared pages were found at {shape}")
         if not torch.equal(one.run(None).clone(), one.run(one.shared)):
             raise PensieveError(f"sharing changes a result at {shape}")
-    alone, shared = _by_turns(inputs, repeats, lambda one: None, lambda one: one.shared)
+    alone, shared = _alternating(inputs, repeats, lambda one: None, lambda one: one.shared)
     unshared = _copies(shape, alone_bytes, share=False)
-    without, searched = _by_turns(unshared, repeats, lambda one: None, _search, layers=LAYERS)
+    without, searched = _alternating(unshared, repeats, lambda one: None, _search, layers=LAYERS)
     began = time.perf_counter()
     shared_pages(inputs[0].slices, SLOTS)
     return Times(
@@ -148,7 +148,7 @@ def _copies(shape: Shape, num_bytes: int, *, share: bool) -> list[Inputs]:
     ]
 
 
-def _by_turns(
+def _alternating(
     inputs: list[Inputs],
     repeats: int,
     *ways: Callable[[Inputs], SharedPages | None],

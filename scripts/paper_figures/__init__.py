@@ -6,6 +6,7 @@ study            models, memory, seeds and simulations that all figures share
 pensieve_paper   figures 3.12 to 3.16 and 3.18 of the Pensieve paper
 sarathi_paper    table 4 of the Sarathi-Serve paper
 sarathi_capacity figures 9 to 11 of the Sarathi-Serve paper
+baton_paper      tables 1 and 2 of the Baton paper
 pipeline         a model in pipeline stages
 tables           figures as Markdown and as JSON
 """

@@ -10,9 +10,9 @@
     ours, elastic   our scheduler with as many turns as memory has room for
 
 The model is Llama-2-7B on an RTX A6000 (table 1) or an RTX 4090 (table 2), with the speeds of their data
-sheets. The paper ran transformers, whose steps take longer than the weights require. So ratios are compared,
-not seconds. Lengths are uniform: 3,000 to 5,000 words for "around 4,000", 24 to 400 for "a few dozen to 400",
-and 24 to 200 for the second set. A word has 1.3 tokens.
+sheets. The paper used Hugging Face's transformers, whose steps take longer than reading the weights. So
+ratios are compared, not seconds. Lengths are uniform: 3,000 to 5,000 words for "around 4,000", 24 to 400 for
+"a few dozen to 400", and 24 to 200 for the second set. A word has 1.3 tokens.
 
 **Idle computation** is the share of computed positions that belong to ended queries or to padding. Our
 scheduler computes no such positions. For static batches, the simulation counts them.

@@ -8,7 +8,7 @@ search does not:
 1. Rates lie on one grid, the powers of `GRID_RATIO`, the same for all systems and seeds.
 2. The grid is scanned from `CONFIRMING` consecutive rates within the limit to `CONFIRMING` consecutive rates
    beyond it.
-3. The result is the first upward crossing, halved a few times and then interpolated.
+3. The result is the first upward crossing. Its interval is halved a few times and then interpolated.
 4. `num_upward` counts the upward crossings among the scanned rates, and `last_bracket` has the rates around
    the highest of them, so that a report can mention several crossings.
 """

@@ -42,7 +42,7 @@ class Gain:
     num_gpus: int
     guesses: tuple[float, float, float, float]  # approximate rate at the limit, by system
     paper: str
-    lower_latency: str = ""  # of GPU cache relative to vLLM-like, in the paper
+    lower_latency: str = ""  # how much lower it is with GPU cache than with vLLM-like, in the paper
 
 
 GAINS = {

@@ -13,9 +13,9 @@ An iteration goes through the stages in order, and waits for each until it is fr
     begins in stage i  =  max(ends in stage i - 1, the stage's last iteration ended)
 
 So when iterations of different lengths alternate, a stage is idle after the longer iteration: a bubble.
-Stages are taken in the order in which iterations are launched, because the engine whose clock is furthest
-behind always steps first. So with one engine per batch, an iteration waits only for the iterations of the
-other engines. Communication between stages takes no time.
+Iterations enter the stages in the order in which they are launched, because the engine whose clock is
+furthest behind always steps first. So with one engine per batch, an iteration waits only for the iterations
+of the other engines. Communication between stages takes no time.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ pipeline stages of four each (pipeline.py). There are two data sets, and these s
 and cache:
 
     Sarathi         a token budget of 512 (strict) or 2,048 (relaxed; LLaMA2-70B 1,536), as in the paper
-    by objective    `--tbt`: as many prompt tokens as should end within 0.9 of the objective
-    vLLM            whole prompts, up to the longest context in tokens, in separate passes
+    by objective    `--tbt`: as many prompt tokens as are predicted to fit into 0.9 of the objective
+    vLLM            whole prompts in separate passes, each with at most as many tokens as the longest context
     Orca            whole prompts, any number, together with the generating turns; memory for the longest
                     context is reserved for each turn, so few turns run at once
 
@@ -44,10 +44,10 @@ from scripts.paper_figures.pipeline import Pipeline, run_pipeline, stage_of
 from scripts.paper_figures.study import GPU, Line, Panel, Spread, Study, ratio
 
 STRICT, RELAXED = "strict", "relaxed"
-TIMES = {STRICT: 5.0, RELAXED: 25.0}  # times an iteration of BATCH turns and CONTEXT tokens
+TIMES = {STRICT: 5.0, RELAXED: 25.0}  # objective / iteration of BATCH turns with CONTEXT tokens
 BATCH, CONTEXT = 32, 4096
 BY_OBJECTIVE_TOKENS = 8192  # limit of an iteration
-AIM = 0.9  # target of an iteration, divided by the objective: the P99 is close to the target
+AIM = 0.9  # target of an iteration / objective; below 1, as the P99 is about the target
 GRID_STEPS = 8  # grid steps per doubling of the rate
 RATE_LEAST = 0.02
 OURS, BY_OBJECTIVE, VLLM, ORCA = "Sarathi", "by objective", "vLLM", "Orca"
@@ -271,8 +271,8 @@ def figure_11(study: Study) -> Iterator[Line]:
         lines[f"pieces of {piece:,}"] = list(zip(map(float, PROMPTS), overheads, strict=True))
         yield Line(
             "11",
-            f"{model}: a prompt in pieces of {piece:,} tokens over one in one piece, at most",
-            "near 1" if piece == max(PIECES) else "the more the smaller",
+            f"{model}: largest time of a prompt in pieces of {piece:,} tokens, relative to one piece",
+            "near 1" if piece == max(PIECES) else "more with smaller pieces",
             Spread((max(overheads),) * study.extent.seeds),
             "{:.3f} x",
             "no random load: all seeds are equal",
@@ -282,7 +282,7 @@ def figure_11(study: Study) -> Iterator[Line]:
             "11",
             f"11: {model}, prompts in pieces",
             "tokens of the prompt",
-            "time over one piece",
+            "time relative to one piece",
             lines,
         )
     )

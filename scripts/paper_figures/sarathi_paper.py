@@ -6,18 +6,18 @@ cached history.
     hybrid batches only      uncut prompts, together with the generating turns
     chunked prefills only    cut prompts, in separate passes
     combined                 cut prompts, together with the generating turns: the daemon's scheduler
-    prefill first            uncut prompts, in separate passes (like vLLM then)
+    prefill first            uncut prompts, in separate passes (like vLLM at that time)
 
 The rate is not published. So `rate_with` finds the rate at which the combined scheduler's median time to the
 first token equals the paper's. The simulation then predicts everything else: the other schedulers under that
 load, and all P99 times between tokens.
 
 **Why the paper's tails are longer than ours.** If prompts are cut, the P99 between tokens is the time of an
-iteration that is full of prompt tokens. Arithmetic limits such an iteration, not memory. Iterations that
-memory limits take as long as in the paper: 32 turns with contexts of 4,096 tokens take a fifth of the paper's
-strict objective. So the assumed arithmetic is too fast. `COMPUTING` is the share of the data sheet's
-arithmetic (instead of 0.6) with which one of the four tails matches the paper. The other three tails then
-match, too.
+iteration that is full of prompt tokens. Its time depends on arithmetic, not on memory bandwidth. Iterations
+whose time depends on memory bandwidth take as long as in the paper: 32 turns with contexts of 4,096 tokens
+take a fifth of the paper's strict objective. So the assumed arithmetic is too fast. `COMPUTING` is the share
+of the data sheet's arithmetic (instead of 0.6) with which one of the four tails matches the paper. The other
+three tails then match, too.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ def rate_with(
     halvings: int,
     computing: float = EFFICIENCY,
 ) -> float:
-    """Find the rate at which the combined scheduler's median first token takes this long on average."""
+    """Find the rate at which the combined scheduler's median time to the first token is `first_token`.
+
+    The median is averaged over the seeds.
+    """
     low, high = 0.01, 4.0
     for _ in range(halvings):
         middle = (low * high) ** 0.5
@@ -135,7 +138,7 @@ def rate_with(
 
 
 def table_4(study: Study) -> Iterator[Line]:
-    """Yield both workloads, each under the load that gives the combined scheduler's first token."""
+    """Yield both workloads, each under the load that `rate_with` finds."""
     for workload in TABLE_4:
         found = _under_load(study, workload, {**SCHEDULERS, "prefill first": PREFILL_FIRST})
         yield from _lines(workload, found, "")

@@ -68,7 +68,7 @@ class Line:
 
     figure: str
     what: str
-    paper: str  # "" if its text gives no number
+    paper: str  # the paper's number; "" if its text gives none
     ours: Spread
     form: str = "{:.2f} x"
     note: str = ""
@@ -103,7 +103,7 @@ class Extent:
     grouped_seconds: float = 300.0  # with grouped query heads: more turns in the same time
     halvings: int = 2  # bisection steps between two rates of the grid
     scanned_max: int = SCANNED_MAX
-    crowding: tuple[float, ...] = (0.9, 1.0, 1.1, 1.2, 1.35)  # figure 3.14: times the limit rate
+    crowding: tuple[float, ...] = (0.9, 1.0, 1.1, 1.2, 1.35)  # figure 3.14: rate / rate at limit
     requests: int = 128  # table 4
     queries: int = 120  # of Baton's table 1
     capacity_warm_seconds: float = 30.0  # figures 9 and 10: not counted

@@ -165,7 +165,7 @@ def test_a_conversation_is_found_where_it_is_served(
         "  chunks     0 to     0: device\n"
         "b: KV is cached\n"
         "  chunks     0 to     0: device\n"
-        "unknown to c\n"
+        "these replicas do not have it: c\n"
     )
     assert admin(world, "explain", "x", "--json", whole=True) == 0
     found = json.loads(capsys.readouterr().out)
@@ -174,7 +174,7 @@ def test_a_conversation_is_found_where_it_is_served(
     assert admin(world, "explain", "nobody", whole=True) == 1
     assert "there is no conversation 'nobody'" in capsys.readouterr().err
     assert admin(world, "explain", "nobody", *WAIT) == 7  # silent daemons may know it
-    assert "unknown to a, b, c\n" in capsys.readouterr().out
+    assert "these replicas do not have it: a, b, c\n" in capsys.readouterr().out
     assert admin(world, "conversations", whole=True) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(row[0], row[1]) for row in rows if row[-1] in ("a", "b")] == [("x", "a"), ("x", "b")]
@@ -220,7 +220,7 @@ def test_several_addresses_are_replicas_without_names(
     assert 'pensieve_engine_up{replica="a",' in text  # the daemon's own name
     both = ("--address", addresses, "--replicas", "a=h:1")
     assert main(["admin", "stats", *both]) == 2
-    assert "leave it out" in capsys.readouterr().err
+    assert "cannot be combined with --replicas" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

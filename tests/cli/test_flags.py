@@ -143,7 +143,7 @@ def test_an_engine_that_keeps_no_journal_is_not_asked_for_one(
     journal = tmp_path / "journal"
     data = ["--data", str(tmp_path / "data"), "--address", "127.0.0.1:0"]
     assert main(["serve", *data, "--journal", str(journal)]) == 2
-    assert "journal: the echo engine has none" in capfd.readouterr().err
+    assert "journal: the echo engine writes no journal" in capfd.readouterr().err
     assert not journal.exists()
 
 

@@ -190,7 +190,7 @@ def test_the_table_shows_what_stood_in_the_way() -> None:
     out = io.StringIO()
     Console(file=out, width=200).print(stats_table(stats))
     shown = out.getvalue()
-    assert "a new turn would wait 2,000.0 ms; 5 were refused for it" in shown
+    assert "a new turn would wait 2,000.0 ms; 5 turns were refused because of the wait" in shown
     assert "3 long gaps between tokens" in shown
     assert "7 times, 2 for turns with priority; p50 250.0 ms, p99 1,500.0 ms" in shown
     assert "t0 10%, t1 10%" in shown

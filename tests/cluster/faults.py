@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pensieve.store.postgres.schema import SCHEMA
-from pensieve.store.shared_file import WriteTurn
+from pensieve.store.shared_file import WriterLock
 from tests.cluster.links import Link, Way
 from tests.cluster.world import CannotStart, Part, Replica, World
 
@@ -185,7 +185,7 @@ def schedule(
 
 def _write(database: Path, seconds: float) -> None:
     """Block all other writers."""
-    with WriteTurn(database, 60.0, 60.0).taken():
+    with WriterLock(database, 60.0, 60.0).taken():
         time.sleep(seconds)
 
 

@@ -278,4 +278,4 @@ def test_a_head_that_does_not_come_is_given_up(
         finally:
             over.set()
         assert code(failed) == "DEADLINE_EXCEEDED"
-        assert "no head" in str(failed.value.details())
+        assert "did not arrive within" in str(failed.value.details())

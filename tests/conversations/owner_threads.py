@@ -19,7 +19,7 @@ BESIDE_THE_STORE_THREAD = {
     "integrity_check",
     "close",
     "is_shared",
-    "keeps_house",
+    "is_housekeeper",
     "came_from",
 }
 NO_STATE = {"serving"}  # an attribute of the engine client that tests read in their own thread

@@ -131,7 +131,7 @@ def test_a_journal_that_cannot_be_written_is_given_up_and_turns_go_on(
         rig.run()
     assert set(rig.sink.ends()) == {1, 2, 3}
     assert lines.num_tries == num_lines + 1, "it is not tried again: what is missing is missing"
-    assert caplog.text.count("the journal is given up") == 1
+    assert caplog.text.count("stopped recording the journal") == 1
     assert "No space left on device" in caplog.text
 
 

@@ -118,7 +118,7 @@ def go_on_before_the_commit(original: Any, self: SharedCommits, group: Group) ->
         with self._savepoint(group):
             yield group.conn
     finally:
-        self._turns.give(self._joining_in(group) or group.leader)
+        self._queue.give(self._joining_in(group) or group.leader)
 
 
 @contextlib.contextmanager

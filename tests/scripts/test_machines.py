@@ -36,7 +36,7 @@ def test_the_highest_rate_is_found_from_any_guess(limit: float, guess: float) ->
 
 def test_the_search_ends_where_every_rate_is_carried_or_none() -> None:
     assert capacity(lambda rate: row_of(0.0), Slo(1.0, 1.0), 1e9) == (RATE_MOST, row_of(0.0))
-    with pytest.raises(Impossible, match="exceed: median first token 2 s"):
+    with pytest.raises(Impossible, match="exceeds a limit: median first token 2 s"):
         capacity(lambda rate: row_of(0.0, 2.0), Slo(1.0, 1.0), 1.0)
 
 

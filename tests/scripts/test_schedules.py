@@ -77,7 +77,7 @@ def run(
     watched = Watched(schedule)
     counts = ScheduleRun(watched, cost).finish(arrivals)
     assert sorted(watched.ended) == list(range(1, len(arrivals) + 1))
-    assert counts.turns == counts.begun == len(arrivals)
+    assert counts.turns == counts.num_submitted == len(arrivals)
     assert counts.output_tokens == counts.delivered_tokens == sum(a.output_tokens for a in arrivals)
     assert counts.input_tokens == sum(each.input_tokens for each in arrivals)
     return watched, counts

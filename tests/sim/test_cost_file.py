@@ -59,7 +59,7 @@ def test_what_a_profile_measured_survives_its_file() -> None:
         ({"cost.dense_seconds_per_token": 0}, "cost.dense_seconds_per_token must be above 0"),
         ({"cost.link_bytes_per_second": 0}, "cost.link_bytes_per_second must be above 0"),
         ({"cost.speed": 3}, "cost.speed is unknown"),
-        ({"source": 3}, "source must be a text"),
+        ({"source": 3}, "source must be a string"),
         ({"cost.dense_points": [[2, 0.1], [1]]}, "cost.dense_points must be a list of pairs"),
         (
             {"cost.dense_points": [[2, 0.1], [4, -1]]},

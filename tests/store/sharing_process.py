@@ -77,8 +77,8 @@ class Worker:
     def drain(self) -> None:
         self.store.drain()
 
-    def keeps_house(self) -> bool:
-        return self.store.keeps_house
+    def is_housekeeper(self) -> bool:
+        return self.store.is_housekeeper
 
     def hold_write_lock(self, statement: str = KEEP_OWNERS) -> None:
         """Stop the process in the middle of a write, until the test continues it."""

@@ -213,4 +213,4 @@ def test_a_state_without_a_reply_is_damage(store: ConversationStore) -> None:
     say(store, "tea", "a")
     with writer_of(store).writing() as conn:
         conn.execute("UPDATE chains SET message = 1")  # a message of the user
-    assert store.verify() == ["chain 1: its message is no reply"]
+    assert store.verify() == ["chain 1: its message is not a reply"]

@@ -119,7 +119,7 @@ def test_a_step_of_the_schema_needs_the_history_alone(
         with monkeypatch.context() as patch:
             patch.setattr("pensieve.store.postgres.connection.needs_step", lambda conn: True)
             with pytest.raises(
-                StoreLocked, match="which needs it alone, but is in use by pensieve"
+                StoreLocked, match="which requires exclusive access, but is in use by pensieve"
             ):
                 opened("newer", busy_timeout_seconds=0.05)
         opened("another")

@@ -84,7 +84,7 @@ def commits(store: ConversationStore) -> SharedCommits:
 
 
 def num_waiting(store: ConversationStore) -> int:
-    turns = vars(commits(store)._turns)
+    turns = vars(commits(store)._queue)
     return len(turns["_joining"]) + len(turns["_alone"])
 
 

@@ -19,7 +19,7 @@ from pensieve.store import shared_file as module
 from pensieve.store.connection import preferred_driver
 from pensieve.store.shared_file import (
     SHARED_SQLITE_MIN,
-    WriteTurn,
+    WriterLock,
     file_system,
     holder_of_lock,
     is_stopped,
@@ -277,7 +277,7 @@ def test_what_a_daemon_that_died_had_to_erase_is_erased_by_who_cleans_up(
     start: Start, path: Path
 ) -> None:
     with ConversationStore.open(path.parent / "b", "test", url=f"sqlite://{path}") as store:
-        assert store.keeps_house
+        assert store.is_housekeeper
         store.erasure.tidy()
         assert store.erasure.due  # the log may contain deleted text
         while store.erasure.step():
@@ -287,13 +287,13 @@ def test_what_a_daemon_that_died_had_to_erase_is_erased_by_who_cleans_up(
 
 def test_one_daemon_cleans_up_and_another_one_takes_over(start: Start) -> None:
     a, b = (start(name, lease_seconds=LEASE_SECONDS) for name in "ab")
-    assert (a("keeps_house"), b("keeps_house")) == (True, False)
+    assert (a("is_housekeeper"), b("is_housekeeper")) == (True, False)
     a.stop()
-    wait_until(lambda: bool(b("keeps_house")))
+    wait_until(lambda: bool(b("is_housekeeper")))
     a.go_on()
-    wait_until(lambda: not a("keeps_house"))
+    wait_until(lambda: not a("is_housekeeper"))
     b("close")
-    wait_until(lambda: bool(a("keeps_house")))
+    wait_until(lambda: bool(a("is_housekeeper")))
 
 
 def test_a_schema_that_others_need_is_not_changed(
@@ -354,12 +354,12 @@ def test_who_has_just_written_does_not_overtake_who_waits(tmp_path: Path) -> Non
     path, ending = tmp_path / "db", threading.Event()
 
     def write(number: int) -> None:
-        turn = WriteTurn(path, 10.0, 10.0)
+        lock = WriterLock(path, 10.0, 10.0)
         while not ending.is_set():
-            with turn.taken():
+            with lock.taken():
                 order.append(number)
                 time.sleep(0.001)
-        turn.close()
+        lock.close()
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
     for each in threads:
@@ -374,14 +374,14 @@ def test_who_has_just_written_does_not_overtake_who_waits(tmp_path: Path) -> Non
 
 
 def test_the_process_that_has_a_lock_is_known(tmp_path: Path) -> None:
-    turn = WriteTurn(tmp_path / "db", 1.0, 1.0)
+    lock = WriterLock(tmp_path / "db", 1.0, 1.0)
     file = tmp_path / "db.write"
     assert holder_of_lock(file) is None
-    with turn.taken():
+    with lock.taken():
         assert holder_of_lock(file) == os.getpid()
         assert not is_stopped(os.getpid())
     assert holder_of_lock(file) is None
-    turn.close()
+    lock.close()
 
 
 def test_a_process_that_stops_before_its_turn_is_not_waited_for(
@@ -390,19 +390,19 @@ def test_a_process_that_stops_before_its_turn_is_not_waited_for(
     following = os.open(tmp_path / "db.write-next", os.O_RDWR | os.O_CREAT)
     fcntl.flock(following, fcntl.LOCK_EX)
     monkeypatch.setattr(module, "is_stopped", lambda pid: True)
-    turn = WriteTurn(tmp_path / "db", 5.0, 0.5)
+    lock = WriterLock(tmp_path / "db", 5.0, 0.5)
     waits: list[float] = []
-    turn.waited = waits.append
+    lock.waited = waits.append
     for _ in range(3):
-        with turn.taken():
+        with lock.taken():
             time.sleep(module.SLICE_SECONDS * 2)  # so that it cannot overtake in the next round
     assert 0.5 <= waits[0] < 4.0
     assert max(waits[1:]) < 0.4  # later rounds do not wait for the stopped process again
     os.close(following)
-    with turn.taken():
+    with lock.taken():
         pass
-    assert turn._stopped_next == 0
-    turn.close()
+    assert lock._stopped_next == 0
+    lock.close()
 
 
 def test_a_writer_that_was_stopped_for_a_moment_is_not_killed(
@@ -413,13 +413,13 @@ def test_a_writer_that_was_stopped_for_a_moment_is_not_killed(
     monkeypatch.setattr(module, "STOPPED_SECONDS", 0.05)
     monkeypatch.setattr(module, "stopped_holder", lambda path: stopped[-1])
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-    turn = WriteTurn(tmp_path / "db", 5.0, 5.0)
+    lock = WriterLock(tmp_path / "db", 5.0, 5.0)
     for pid in (17, 0, 17, 18):
         stopped.append(pid)
-        turn._end_stopped(tmp_path / "db.write")
+        lock._end_stopped(tmp_path / "db.write")
         time.sleep(0.06)
     assert killed == []
-    turn._end_stopped(tmp_path / "db.write")
+    lock._end_stopped(tmp_path / "db.write")
     assert killed == [18]
 
 

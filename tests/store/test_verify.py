@@ -64,7 +64,7 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text
         ),
         (
             f"DELETE FROM bodies WHERE body = {BODY}",
-            "body 5: 1 records hold it, and it is missing",
+            "body 5: 1 records refer to it, and it is missing",
         ),
         (
             "UPDATE messages SET num_tokens = 3 WHERE message = 3",
@@ -97,7 +97,7 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text
         ),
         (
             "UPDATE turns SET state = 'interrupted' WHERE turn_id = 2",
-            "conversation 'tea', turn 2: did not end and is in the history",
+            "conversation 'tea', turn 2: was not completed, but has a reply, or messages in the history",
         ),
         (
             "UPDATE turns SET revision = NULL WHERE turn_id = 2",
@@ -129,7 +129,7 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text
         ),
         (
             "INSERT INTO bodies VALUES (99, 0, x'', x'')",
-            "body 99: 0 records hold it, and it is not wiped",
+            "body 99: 0 records refer to it, and it is not wiped",
         ),
         (
             "UPDATE bodies SET private = x'00' WHERE body = 1",
@@ -148,7 +148,7 @@ def test_two_running_turns_are_named(spoken: ConversationStore) -> None:
     change(
         spoken, "DROP INDEX turns_running", "UPDATE turns SET state = 'running' WHERE turn_id > 1"
     )
-    assert "conversation number 1: 2 turns run" in spoken.verify()
+    assert "conversation number 1: 2 turns are running" in spoken.verify()
 
 
 def test_verify_can_look_at_one_conversation(spoken: ConversationStore) -> None:

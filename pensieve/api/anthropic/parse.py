@@ -207,7 +207,7 @@ def _tool(fields: Fields, number: int, strict: dict[int, str]) -> Mapping[str, A
     """Read a tool. If it is strict, add its index and path to `strict`."""
     kind = fields.text("type") or "custom"
     if kind != "custom":
-        problem = f"{quoted(kind)} is not supported. Only custom tools are, which the client runs"
+        problem = f"{quoted(kind)} is not supported: only custom tools are supported, which the client runs"
         raise Refusal(fields.where("type"), problem, "unsupported_parameter")
     described: dict[str, Any] = {"name": fields.needed_text("name")}
     if (description := fields.text("description")) is not None:
@@ -285,7 +285,7 @@ def take_messages(fields: Fields) -> tuple[tuple[Message, ...], str]:
 
 
 def _system(fields: Fields) -> Message | None:
-    """Return the system message. None if it is empty, so that a template can use its default prompt."""
+    """Return the system message, or None if it is empty. A template can then use its default prompt."""
     run = RoleRun("system")
     if "system" in fields:
         _take_content(fields, run, {}, "system")

@@ -125,7 +125,7 @@ def blocks_of(pieces: Iterable[Piece], answer_id: str) -> list[dict[str, Any]]:
 
 def opened(piece: Piece, answer_id: str) -> dict[str, Any]:
     """Return the empty block for a piece."""
-    assert not isinstance(piece, CallArguments), "a call begins with its name"
+    assert not isinstance(piece, CallArguments), "arguments of a call came before its name"
     if isinstance(piece, CallBegan):
         found = {"type": "tool_use", "id": call_id(answer_id, piece.index), "name": piece.name}
         return {**found, "input": {}}

@@ -290,7 +290,7 @@ def _settings(request: pb.CreateConversationRequest) -> ConversationSettings:
 
 
 def _id(conversation_id: str) -> str:
-    """Return the id. Raises NotFound if it is malformed, so that no conversation can have it."""
+    """Return the id. Raises NotFound if the id is malformed, because no conversation can have such an id."""
     if not conversation_id:
         raise InvalidArgument("conversation_id", "is missing")
     if not records.ID_PATTERN.fullmatch(conversation_id):

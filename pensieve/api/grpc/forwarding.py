@@ -138,7 +138,7 @@ class Forwarder:
         while True:
             if not owner.address:
                 raise owner
-            # At this daemon's own address, the owner is an earlier daemon, which no longer runs.
+            # An owner with our own address was an earlier daemon at this address, which no longer runs.
             is_away = owner.address == self._claims.address
             if not is_away:
                 try:
@@ -146,7 +146,7 @@ class Forwarder:
                     return True
                 except NotOwner as found:
                     next_owner = found.next_owner
-                    # Perhaps not the owner, but a newer daemon at the same address has answered.
+                    # The answer may come from a newer daemon at the owner's address. Then the owner is away.
                     is_away = next_owner is not None and next_owner.address == owner.address
                 except Unreachable:
                     is_away = True
@@ -295,7 +295,7 @@ class ForwardingMethods:
                 raise
             owner = elsewhere
         if isinstance(request, pb.SendMessageRequest) and not request.request_id:
-            request.request_id = f"{secrets.randbits(128):032x}"  # for both attempts
+            request.request_id = f"{secrets.randbits(128):032x}"  # the same for each attempt
         metadata = self._forwarder.peers.metadata(context.invocation_metadata() or ())
         call = GrpcCall(method, request, context, metadata)
         tenant = getattr(request, "tenant", "") or caller().tenant

@@ -161,7 +161,9 @@ class HttpAnswers:
             async with asyncio.timeout(BODY_SECONDS):
                 head = await anext(messages, None)
         except TimeoutError:
-            raise DeadlineExceeded(f"no head within {BODY_SECONDS:g} s") from None
+            raise DeadlineExceeded(
+                f"the head of the request did not arrive within {BODY_SECONDS:g} s"
+            ) from None
         if head is None or not head.HasField("head"):
             raise InvalidArgument("head", "is missing: the first message must have it")
         forwarded = ForwardedRequest(caller(), head.head.retry_key)

@@ -95,7 +95,7 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
                     call.has_left = True
                 except grpc.aio.InternalError:  # the client disconnected during a write
                     call.has_left = True
-                    await _abort(context, grpc.StatusCode.CANCELLED, "the client has left")
+                    await _abort(context, grpc.StatusCode.CANCELLED, "the client has disconnected")
                 else:
                     return answer
             return None
@@ -182,7 +182,9 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
     try:
         return parse(raw)
     except (DecodeError, UnicodeDecodeError, ValueError):
-        raise InvalidArgument("request", "is not a message of this method") from None
+        raise InvalidArgument(
+            "request", "cannot be parsed as this method's request message"
+        ) from None
 
 
 async def _each_parsed(parse: Callable[[bytes], Any], messages: Any) -> AsyncIterator[Any]:

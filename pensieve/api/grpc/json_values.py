@@ -15,7 +15,7 @@ from google.protobuf import struct_pb2
 from pensieve.errors import InvalidArgument
 
 VALUES_MAX = 16_384  # per field; an object, a list and each value in them count as one
-WHOLE_MAX = 2.0**53  # the numbers of a Struct are doubles, and exact integers up to this one
+WHOLE_MAX = 2.0**53  # the numbers of a Struct are doubles: integers are exact only up to this one
 
 
 class TooManyValues(ValueError):
@@ -42,7 +42,7 @@ def objects(name: str, structs: Any) -> list[dict[str, Any]]:
     try:
         return [_object(struct, count) for struct in structs]
     except TooManyValues:
-        raise InvalidArgument(name, f"holds more than {VALUES_MAX:,} JSON values") from None
+        raise InvalidArgument(name, f"has more than {VALUES_MAX:,} JSON values") from None
     except NoValue:
         raise InvalidArgument(name, "holds a value without a kind") from None
     except ValueError:

@@ -49,7 +49,7 @@ class Peers:
     def __init__(
         self, name: str, secret: str = "", credentials: grpc.ChannelCredentials | None = None
     ) -> None:
-        """`name`: of this daemon. `credentials`: None without TLS between daemons.
+        """`name`: this daemon's name. `credentials`: None without TLS between daemons.
 
         Without a `secret`, a daemon cannot prove that it is a daemon. So it forwards the client's token.
         """

@@ -3,8 +3,8 @@
 status.proto has a copy of the messages of reflection and health checks, so no other package is needed. The
 protocol versions `v1` and `v1alpha` have the same messages.
 
-A separate descriptor pool has our proto files, and files for health and reflection with their official names.
-The latter are made from the messages in status.proto.
+A separate descriptor pool has our proto files, and files for health and reflection. The files for health and
+reflection have the official names, and are made from the messages in status.proto.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class Reflection:
             elif kind == "file_containing_extension":
                 raise KeyError
             else:
-                _refuse(given, grpc.StatusCode.INVALID_ARGUMENT, "nothing is asked")
+                _refuse(given, grpc.StatusCode.INVALID_ARGUMENT, "the request has no query")
         except KeyError:
-            _refuse(given, grpc.StatusCode.NOT_FOUND, "there is no such thing here")
+            _refuse(given, grpc.StatusCode.NOT_FOUND, "unknown file, symbol or type")
         return given
 
     def _file_of(self, symbol: str) -> FileDescriptor:

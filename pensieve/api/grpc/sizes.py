@@ -45,7 +45,7 @@ TOOL_CALLS_MAX = 64  # per message
 TOOL_CALLS_BYTES_MAX = 256 << 10  # arguments of all tool calls of a request
 FIELDS_MAX = 512  # per request; each list element counts as one
 INNER_FIELDS_MAX = (
-    72  # per message of a request; each tool call counts as one. Nested requests: FIELDS_MAX
+    72  # per message of a request; each tool call counts as one. A nested request: FIELDS_MAX
 )
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
@@ -189,7 +189,7 @@ def _check_fields(
 
 
 def _varint(raw: bytes, place: int) -> tuple[int, int]:
-    """Return the varint at `place`, and the position after it: past the end if the varint is cut off."""
+    """Return the varint at `place`, and the position after it. If it is cut off, this is past the end."""
     value = 0
     for shift in range(0, 70, 7):
         if place >= len(raw):

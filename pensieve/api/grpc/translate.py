@@ -38,7 +38,7 @@ AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
 DELTA_BYTES_MAX = 1 << 20  # approximate: the last token of a message may exceed it
 BYTES_PER_CHARACTER_MAX = 4
-BYTES_PER_LOGPROB_MAX = 20  # includes its token id
+BYTES_PER_LOGPROB_MAX = 20  # of a logprob and its token id
 ROLES = {
     pb.ROLE_UNSPECIFIED: "user",
     pb.ROLE_SYSTEM: "system",
@@ -69,7 +69,7 @@ REASON_NUMBERS = {
 
 
 def messages_of(given: Sequence[pb.NewMessage], first: int = 0) -> list[Message]:
-    """Read messages. Errors number them from `first`."""
+    """Convert a request's messages. Errors give the first message the number `first`."""
     check_arguments(given)
     messages = []
     for index, each in enumerate(given, first):
@@ -96,7 +96,7 @@ def turn_request(
     priority_max: int = PRIORITY_MAX,
     traceparent: str = "",
 ) -> TurnRequest:
-    """`priority_max`: higher priorities are lowered to this one."""
+    """Convert a request to a turn. Priorities above `priority_max` are lowered to it."""
     if not PRIORITY_MIN <= request.priority <= PRIORITY_MAX:
         raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
     messages, given = tuple(messages_of(request.messages)), given_sampling(request.sampling)
@@ -344,7 +344,7 @@ def _bytes_max(tokens: ReplyTokens, number: int) -> int:
 
 
 def _run(tokens: ReplyTokens, start: int, stop: int) -> Iterator[pb.TurnDelta]:
-    """Yield one message for a run. Text that is too long for it is yielded in messages before it."""
+    """Yield the message of a run. If its text is too long, its beginning is yielded in earlier messages."""
     text, most = "".join(tokens.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
     kind = PART_NUMBERS[tokens.parts[start]]
     while len(text) > most:

@@ -1,8 +1,8 @@
 """`POST /v1/chat/completions` and `/v1/completions`.
 
 A chat request has the whole history. The binder finds the stored conversation with these messages, and only
-the new messages are computed (conversations/binding). With `n` choices, the first choice continues this
-conversation, and the other choices continue forks. Three kinds of request are not stored: requests with
+the new messages are computed (conversations/binding). With `n` choices, only the first choice may continue
+this conversation, and the other choices continue forks. Three kinds of request are not stored: requests with
 `store: false`, text completions, and Open WebUI's own tasks, which have a header.
 """
 
@@ -44,8 +44,11 @@ class CompletionsEndpoint:
         if request.stream:
             await self._stream(exchange, request, heading, lives)
             return None
-        stays, replies = bool(key_of(exchange)), [ReplyStream(live) for live in lives]
-        await all_of(follow(self._daemon, exchange, each, None, stays=stays) for each in replies)
+        survives_disconnect, replies = bool(key_of(exchange)), [ReplyStream(live) for live in lives]
+        await all_of(
+            follow(self._daemon, exchange, each, None, survives_disconnect=survives_disconnect)
+            for each in replies
+        )
         exchange.out |= sources(first.figures)
         requests, wholes = self._requests, [each.whole() for each in replies]
         tokenizer, prompt = requests.template.tokenizer, replies[0].prompt
@@ -68,13 +71,15 @@ class CompletionsEndpoint:
         lives: Sequence[LiveTurn],
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
-        tokenizer, stays = self._requests.template.tokenizer, bool(key_of(exchange))
+        tokenizer, survives_disconnect = self._requests.template.tokenizer, bool(key_of(exchange))
         replies = [ReplyStream(live) for live in lives]
         exchange.begin_events()
 
         async def one(number: int, reply: ReplyStream) -> None:
             stream = kind(request, heading, tokenizer, self._requests.cutter(request.tools), number)
-            await follow(self._daemon, exchange, reply, stream, stays=stays)
+            await follow(
+                self._daemon, exchange, reply, stream, survives_disconnect=survives_disconnect
+            )
             await exchange.write_events([stream.end(reply.whole().finish)])
 
         await all_of(one(number, reply) for number, reply in enumerate(replies))
@@ -86,7 +91,7 @@ class CompletionsEndpoint:
 
 
 async def all_of(works: Any) -> None:
-    """Run all at the same time. The first error cancels the others."""
+    """Run these coroutines at the same time. The first error cancels the other coroutines."""
     tasks = [asyncio.ensure_future(each) for each in works]
     try:
         await asyncio.gather(*tasks)

@@ -27,7 +27,7 @@ LINES_MAX = 256  # per head
 STALL_SECONDS = 30.0  # time in which a client must read something of an answer
 SLICE_BYTES = 4 << 10  # bytes of a head that are parsed at once
 BODY_SLICE_BYTES = 16 << 10  # bytes of a body that are parsed at once
-UNWANTED_BYTES_MAX = 32 << 20  # many, because a client may read the answer only after its body
+UNWANTED_BYTES_MAX = 32 << 20  # many: a client may read the answer only after it has sent its body
 HEAD_END = re.compile(rb"\n\r?\n")
 TOO_LARGE = b"431 Request Header Fields Too Large"
 FULL = b"503 Service Unavailable\r\nretry-after: 1"
@@ -119,7 +119,7 @@ def protocol(connections_max: int) -> Any:
             """Keep data of the next request until the current request is answered."""
             self._behind += data
             if len(self._behind) > HEAD_BYTES_MAX:
-                self.flow.pause_reading()  # until it is answered
+                self.flow.pause_reading()  # until the current request is answered
 
         def _refuse(self, status: bytes) -> None:
             head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -127,7 +127,7 @@ def protocol(connections_max: int) -> Any:
             self.transport.close()
 
         def _look_again(self, left_before: int) -> None:
-            """Abort if the client has read nothing since the last check. `close` would wait for it."""
+            """Abort if the client has read nothing since the last check. `close` waits for the client."""
             left = self.transport.get_write_buffer_size()
             if left_before and left >= left_before:
                 self.transport.abort()

@@ -7,7 +7,7 @@ DELETE                  delete the conversation
 items: GET, GET one     messages, then pending items; a reply has several items (openai/conversation_items)
 items: POST             add pending items, which the next turn includes (store/conversation_changes)
 items: DELETE           delete the last item. A pending item is erased. For a reply, the conversation is
-                        rewound, and the messages that it answers become pending items again
+                        rewound, and the messages that the reply answers become pending items again
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ONLY_LAST = "only the last item of a conversation can be deleted, and only if it
 class ConversationItems(NamedTuple):
     conversation: records.StoredConversation
     pending: tuple[records.NewMessage, ...]
-    first_number: int  # item number of its first message
+    first_number: int  # item number of the conversation's first message
 
     @property
     def waiting(self) -> list[records.StoredMessage]:
@@ -264,7 +264,7 @@ def _parsed(item_id: str, seen: ConversationItems) -> tuple[int, int]:
 
 
 def _is_same(one: records.StoredMessage, other: records.StoredMessage) -> bool:
-    """Return whether both are the same message. Revisions are not compared for pending messages."""
+    """Return whether both are the same message. Revisions are compared only for replies."""
     is_reply = one.finish_reason is not None
     return (one.role, one.content, one.tool_call_id, one.extra, is_reply and one.revision) == (
         *(other.role, other.content, other.tool_call_id, other.extra),

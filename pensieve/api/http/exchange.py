@@ -58,7 +58,7 @@ class Exchange:
         self.received: bytes | None = None  # the whole body, if the request may be forwarded
         self.was_read_elsewhere = False  # the handler has read pieces of the body
         self.retry_key = ""  # identifies the request if two daemons may execute it
-        self.call: GuardedCall | None = None  # None after an error was sent
+        self.call: GuardedCall | None = None  # None once an error is being sent
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
         self.begun = False  # the headers of the answer have been sent

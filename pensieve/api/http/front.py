@@ -58,7 +58,7 @@ class Front:
 
     # -- checks --
 
-    def check_place(self, exchange: Exchange) -> None:
+    def check_host_and_origin(self, exchange: Exchange) -> None:
         host = exchange.headers.get("host", "")
         allowed = self.allowed
         name = _name_of(host)
@@ -70,7 +70,7 @@ class Front:
         origin = exchange.headers.get("origin")
         if origin is None or origin in allowed.origins or "*" in allowed.origins:
             self._allow_origin(exchange, origin)
-        elif not host or _place_of(origin) != host:
+        elif not host or _host_of(origin) != host:
             raise PermissionDenied(
                 f"requests from pages of {origin[:80]!r} are refused; allow them with --http-origins"
             )
@@ -152,7 +152,7 @@ class Endpoint:
         async with call:
             exchange.check_framing()
             if forwarded is None:
-                front.check_place(exchange)
+                front.check_host_and_origin(exchange)
             if exchange.method == "OPTIONS":
                 await exchange.answer_bytes(b"", "text/plain", 204)
                 return
@@ -178,7 +178,7 @@ class Endpoint:
         if self._forward is None or exchange.begun or exchange.was_read_elsewhere:
             raise owner
         await self._front.body(exchange)  # read the body, if the handler has not
-        kept = {name: value for name, value in exchange.out.items() if _is_of_place(name)}
+        kept = {name: value for name, value in exchange.out.items() if _is_kept_header(name)}
         exchange.begin_anew(kept)
         if await self._forward(exchange, by, owner):
             return None
@@ -196,7 +196,7 @@ class Endpoint:
         exchange.out = {
             name: value
             for name, value in exchange.out.items()
-            if name == "request-id" or _is_of_place(name)
+            if name == "request-id" or _is_kept_header(name)
         }
         exchange.out |= errors.retry_after(error)
         shape = errors.shape_of(error)
@@ -205,12 +205,12 @@ class Endpoint:
         await exchange.answer(body, shape.status)
 
 
-def _is_of_place(name: str) -> bool:
+def _is_kept_header(name: str) -> bool:
     """Return whether an error response keeps this header, which is about the origin or the connection."""
     return name in ("vary", "connection") or name.startswith("access-")
 
 
-def _place_of(origin: str) -> str:
+def _host_of(origin: str) -> str:
     """Return the host name and port of an Origin. Empty if the Origin is malformed."""
     try:
         return urlsplit(origin).netloc

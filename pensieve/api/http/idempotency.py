@@ -4,11 +4,11 @@
                                   the tenant (column `idempotency_key` of `turns`)
     responses                     the id of the response, running or stored
 
-docs/structure.md ("How a retry is recognised") explains what follows for request_ids. A response is known
-until it is deleted. If a background response has failed, a retry returns the failed response.
+docs/structure.md ("How a retry is recognised") explains how a request_id finds the turn. A retry finds a
+response until it is deleted. If a background response has failed, a retry returns the failed response.
 
-With a key, a turn continues for its grace after a disconnect, because clients then retry. For requests that
-store nothing, the key is ignored: a retry runs the request again.
+With a key, a turn continues for a grace period after a disconnect (conversations/followers.py), because
+clients then retry. For requests that store nothing, the key is ignored: a retry runs the request again.
 """
 
 from __future__ import annotations

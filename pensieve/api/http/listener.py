@@ -3,8 +3,8 @@
 At most CONNECTIONS_MAX connections are open, or fewer if the limit of open files is lower. The soft limit of
 open files is raised as far as possible. Further connections get a 503.
 
-When the daemon closes the socket, idle connections are closed at once. The others are closed when their turns
-have ended.
+When the daemon closes the socket, idle connections are closed at once. The others are closed when their
+answers are complete, or after CLOSE_SECONDS.
 """
 
 from __future__ import annotations

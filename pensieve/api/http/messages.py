@@ -58,7 +58,9 @@ class MessageEndpoints:
         if request.stream:
             await self._stream(exchange, request, heading, reply, cutter)
             return None
-        await follow(self._daemon, exchange, reply, None, stays=bool(key_of(exchange)))
+        await follow(
+            self._daemon, exchange, reply, None, survives_disconnect=bool(key_of(exchange))
+        )
         exchange.out |= sources(live.figures)
         whole = reply.whole()
         pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
@@ -81,7 +83,9 @@ class MessageEndpoints:
         prompt = PromptTokens(reply.live.history_tokens + reply.live.prompt_tokens)
         stream = MessageStream(heading, prompt, cutter)
         exchange.begin_events()
-        await follow(self._daemon, exchange, reply, stream, stays=bool(key_of(exchange)))
+        await follow(
+            self._daemon, exchange, reply, stream, survives_disconnect=bool(key_of(exchange))
+        )
         whole = reply.whole()
         ending = self._ending(request, whole, cutter)
         await exchange.write_events(stream.end(whole, reply.prompt, ending))

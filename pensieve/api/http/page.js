@@ -55,7 +55,7 @@ async function rename(id, title) {
   await refresh(id);
 }
 
-// Return the group in the list for a conversation whose last change was at `time`, in local days.
+// Return the list's group for a conversation that last changed at `time`. Groups are days in local time.
 function dayOf(time) {
   const midnight = new Date().setHours(0, 0, 0, 0), days = Math.ceil((midnight - new Date(time)) / 86_400_000);
   return days <= 0 ? "Today" : days === 1 ? "Yesterday" : days <= 7 ? "Previous 7 days" : "Older";
@@ -279,7 +279,7 @@ function messageDrawn(message) {
   box.append(make("h2", "hidden", NAMES[message.role]), body);
   fill(body, message);
   if (message.isRunning) {
-    if (isMine) box.append(acts); else box.classList.add("running");  // keeps space for the buttons
+    if (isMine) box.append(acts); else box.classList.add("running");  // `acts` keeps space for the buttons
     return box;
   }
   if (ENDINGS[message.finish_reason]) box.append(make("p", "ended", ENDINGS[message.finish_reason]));

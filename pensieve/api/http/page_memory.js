@@ -27,7 +27,7 @@ function savings(usage) {
   ];
   const percent = Math.floor(100 * saved / (prompt || 1));
   let sentence = `${counted(saved)} of the prompt came from memory. ${counted(prompt - saved)} had to be computed.`;
-  if (!saved && again) sentence = `Memory held none of the ${counted(prompt)} of this prompt, so they were recomputed.`;
+  if (!saved && again) sentence = `Memory held none of this prompt: ${counted(again)} were recomputed.`;
   else if (!saved) sentence = `All ${counted(prompt)} of the first prompt were new. The next turn starts from memory.`;
   return { percent, saved, prompt, counts, sentence, isFirst: !saved && !again };
 }

@@ -29,11 +29,11 @@ async def follow(
     reply: ReplyStream,
     stream: EventStream | None,
     *,
-    stays: bool,
+    survives_disconnect: bool,
 ) -> None:
     """Write the reply as events until the turn has ended. Without `stream`, only wait for its end.
 
-    `stays`: a stored turn continues after a disconnect.
+    `survives_disconnect`: a stored turn continues after a disconnect.
     """
     live, followers, num_sent = reply.live, daemon.conversations.followers, 0
 
@@ -50,7 +50,7 @@ async def follow(
             await reply.follow(followers, write)
     except asyncio.CancelledError:
         is_over = live.finish is not None or followers.has_follower(live)
-        if exchange.has_left and not ((stays and live.is_stored) or is_over):
+        if exchange.has_left and not ((survives_disconnect and live.is_stored) or is_over):
             daemon.conversations.ends.stop(live, num_sent)
         raise
     if stream is not None:

@@ -103,7 +103,7 @@ class ApiRequests:
         return ReplyPieces(self.style if tools else None, tools)
 
     def chain(self, exchange: Exchange, request: ParsedRequest) -> ChainEnd:
-        """Return the ChainEnd by which the next request finds this turn. The binder adds its digest."""
+        """Return the ChainEnd by which the next request finds this turn. The binder adds the digest."""
         session = _session(exchange, request)
         return ChainEnd(client_session=session, reply_reader=self._reply_reader(request.tools))
 
@@ -122,7 +122,11 @@ class ApiRequests:
         return read
 
     def is_stored(self, request: ParsedRequest) -> bool:
-        """Return whether a request is stored: its `store`, or the daemon's default."""
+        """Return whether a request is stored.
+
+        `store` in the request decides. Without it, a request is stored if this is the daemon's default, or if
+        the request names a conversation.
+        """
         if request.store is not None:
             return request.store
         return self._daemon.config.store_default or bool(request.conversation)

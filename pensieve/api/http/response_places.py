@@ -1,7 +1,7 @@
 """Choose the conversation for a response, and begin its turn there.
 
-    previous_response_id    append to the conversation of that response if the response is at its end and no
-                            turn runs; otherwise, fork the conversation after the response
+    previous_response_id    append to the conversation of that response if nothing follows the response and
+                            no turn runs; otherwise, fork the conversation after the response
     conversation            append to this conversation; an error if another turn runs there
     neither                 as for a chat completion: match the history (binding/), or create a conversation
 
@@ -55,7 +55,7 @@ PAGE_SIZE = 100
 class TurnPlace:
     conversation_id: str
     began_at_revision: int
-    place: Place  # the place of the reply
+    place: Place  # message number and item ids of the reply
     tools: Sequence[Mapping[str, Any]]  # the conversation's tools
     is_ours: bool  # the conversation was created for responses
 
@@ -243,7 +243,7 @@ class ResponsePlaces:
     async def _end_of_conversation(
         self, new: NewResponse
     ) -> tuple[StartingPoint, NewResponse, tuple[records.NewMessage, ...]]:
-        """Return the conversation's end, `new` with the pending messages first, and the pending messages."""
+        """Return the conversation's end, `new` with pending messages in front, and the pending messages."""
         conversation, pending = await self._stored.with_pending(
             new.request.conversation, new.turn.tenant
         )
@@ -322,7 +322,7 @@ def is_empty(conversation: records.StoredConversation) -> bool:
 def _where(
     new: NewResponse, conversation: records.StoredConversation, first: int, *, is_ours: bool
 ) -> TurnPlace:
-    """Return the place at the end of a conversation. `first`: the item number of its first message."""
+    """Return the place at a conversation's end. `first`: item number of the conversation's first message."""
     number = first + conversation.num_messages + len(new.turn.messages)
     place = Place(tag_of(new.turn.tenant, conversation.conversation_id), number)
     conversation_id, revision = conversation.conversation_id, conversation.revision
@@ -355,19 +355,21 @@ def _check_same(new: NewResponse, start: StartingPoint) -> None:
     ):
         if given and given != kept:
             problem = (
-                "differs from that of this conversation, which cannot change; omit it,"
+                "differs from the conversation's value, which cannot change: omit the parameter,"
                 " or use previous_response_id instead of conversation"
             )
             raise Refusal(param, problem)
 
 
 def _check_outputs(new: NewResponse, calls: frozenset[str]) -> None:
-    """Refuse outputs of function calls that do not precede them."""
+    """Refuse the output of a function call if the call does not precede the output."""
     known = set(calls)
     for message in new.turn.messages:
         known |= {call.id for call in message.tool_calls if call.id}
         if message.role == "tool" and message.tool_call_id not in known:
-            raise Refusal("input", "has an output for a call that does not precede it")
+            raise Refusal(
+                "input", "has a function_call_output whose function_call does not come before it"
+            )
 
 
 def stored_response(

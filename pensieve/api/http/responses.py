@@ -145,13 +145,15 @@ class ResponseEndpoints:
         self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
         """Answer with a running response. `is_stream` may differ from the request that began the response."""
-        stays = running.request.background or bool(key_of(exchange))
+        survives_disconnect = running.request.background or bool(key_of(exchange))
         if is_stream:
-            await self._stream(exchange, running, placed, stays=stays)
+            await self._stream(exchange, running, placed, survives_disconnect=survives_disconnect)
             return None
         try:
             reply = ReplyStream(placed.live)
-            await follow(self._daemon, exchange, reply, None, stays=stays)
+            await follow(
+                self._daemon, exchange, reply, None, survives_disconnect=survives_disconnect
+            )
         finally:
             running.has_ended.set()
         await running.kept.wait()
@@ -160,7 +162,12 @@ class ResponseEndpoints:
         return running.body
 
     async def _stream(
-        self, exchange: Exchange, running: RunningResponse, placed: PlacedTurn, *, stays: bool
+        self,
+        exchange: Exchange,
+        running: RunningResponse,
+        placed: PlacedTurn,
+        *,
+        survives_disconnect: bool,
     ) -> None:
         cutter, tokenizer = (
             self._requests.cutter(placed.where.tools),
@@ -170,7 +177,13 @@ class ResponseEndpoints:
         exchange.begin_events()
         await exchange.write_events(stream.begin(running.present))
         try:
-            await follow(self._daemon, exchange, ReplyStream(placed.live), stream, stays=stays)
+            await follow(
+                self._daemon,
+                exchange,
+                ReplyStream(placed.live),
+                stream,
+                survives_disconnect=survives_disconnect,
+            )
             running.has_ended.set()
             await running.kept.wait()
             assert running.body is not None
@@ -212,7 +225,7 @@ class ResponseEndpoints:
         place = Place(digest(answer_id)[:16], 0)
         reply, tokenizer = ReplyStream(live), self._requests.template.tokenizer
         if not request.stream:
-            await follow(self._daemon, exchange, reply, None, stays=False)
+            await follow(self._daemon, exchange, reply, None, survives_disconnect=False)
             exchange.out |= sources(live.figures)
             cutter = self._requests.cutter(whole.tools)
             return self._running.whole(request, heading, place, reply, cutter)
@@ -220,7 +233,7 @@ class ResponseEndpoints:
         exchange.begin_events()
         await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
         try:
-            await follow(self._daemon, exchange, reply, stream, stays=False)
+            await follow(self._daemon, exchange, reply, stream, survives_disconnect=False)
             cutter = self._requests.cutter(whole.tools)
             body = self._running.whole(request, heading, place, reply, cutter)
             await exchange.write_events(stream.end(body))

@@ -2,8 +2,8 @@
 
 A request continues from a starting point: the end of a conversation, or a response in it. If a new
 conversation must continue from there, it gets the earlier messages as text, like the history of a stateless
-client. Each change is one job of the store thread, and is on disk when the method returns. Deleted text is
-erased from the files.
+client. Changes run in a store thread, and are on disk when the method returns. Deleted text is erased from
+the files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pensieve.text import Message
 
 T = TypeVar("T")
 PAGE_SIZE = 100
-TAKEN_BACK = "was taken back: its conversation was rewound"
+TAKEN_BACK = "no longer exists: its conversation was rewound"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StartingPoint:
     system_prompt: str
     is_ours: bool
     calls: frozenset[str]  # function calls whose outputs the request may contain
-    first_number: int  # item number of its first message
+    first_number: int  # item number of the conversation's first message
     is_of_response: bool = False  # `revision` is the revision of a response
 
 
@@ -196,7 +196,7 @@ class StoredConversations:
         )
 
     async def delete(self, response_id: str, tenant: str) -> str:
-        """Delete a response. Also delete its conversation, if it was created for responses and has no others.
+        """Delete a response, and its conversation if that was created for responses and has no other one.
 
         Returns the id of the deleted conversation, or an empty string.
         """
@@ -205,7 +205,8 @@ class StoredConversations:
     async def _delete(self, response_id: str, tenant: str) -> str:
         """Delete an unneeded conversation first, because this also deletes its responses."""
         conversations = self._daemon.writable
-        with contextlib.suppress(NotFound, StaleRevision):  # it was deleted or continued meanwhile
+        # These errors mean that the conversation was deleted or continued meanwhile.
+        with contextlib.suppress(NotFound, StaleRevision):
             unneeded = await self._threads.in_store(
                 tenant, self._store.responses.goes_with, response_id, tenant=tenant
             )

@@ -26,7 +26,7 @@ HEADERS_MAX = 8  # per part
 HEADER_BYTES_MAX = 4 << 10  # per header of a part
 FIELD_BYTES_MAX = 4 << 10
 
-logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets its errors
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # the client gets the errors
 
 
 class PartBegan(NamedTuple):

@@ -155,7 +155,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def exposition(
     families: Sequence[MetricFamily], samples: Samples, prefix: str, common: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield lines. A family without samples has its lines HELP and TYPE."""
+    """Yield lines. A family without samples has only its lines HELP and TYPE."""
     for family in families:
         name = prefix + family.name
         yield f"# HELP {name} {family.help}"

@@ -1,6 +1,6 @@
 """Render replies as bodies of OpenAI's API: a chat completion, a text completion, a response.
 
-Thinking becomes `reasoning_content`, without its control tokens and the white space after it. Tool calls
+Thinking becomes `reasoning_content`, without its control tokens and the white space around it. Tool calls
 become `tool_calls`, if the request has tools and the model's format of calls is known. In a response,
 thinking and calls become items. Everything else is text, as it was sampled.
 

@@ -11,11 +11,11 @@
                            allowed_tools: only these tools
     parallel_tool_calls    false: at most one call
 
-A schema is always enforced, even if it is not `strict`. A body with two forms is refused. If a body has a
-form and tools, the reply either has the form or calls tools. Text and thinking before a call are free, unless
-a call is required. The arguments of a tool that is not `strict` may be any object. If a call is required,
-they match the tool's schema as far as possible. If the model's tool calls are not JSON (text/tool_calls/),
-parameters that need a constraint on calls are refused.
+The schema of a reply is always enforced, even if it is not `strict`. A body with two forms is refused. If a
+body has a form and tools, the reply either has the form or calls tools. Text and thinking before a call are
+free, unless a call is required. The arguments of a tool that is not `strict` may be any object. If a call is
+required, these arguments match the tool's schema as far as possible. If the model's tool calls are not JSON
+(text/tool_calls/), parameters that need a constraint on calls are refused.
 """
 
 from __future__ import annotations

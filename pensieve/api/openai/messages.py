@@ -10,8 +10,8 @@ The input of a response may have several items for one assistant turn, which bec
     reasoning  message  function_call  function_call     one assistant message
     function_call_output  function_call_output           two tool messages
 
-Items are added to an assistant message until an item with another role follows. Reasoning always begins a new
-message.
+A function call joins the assistant message directly before it. An assistant message joins the reasoning
+directly before it. All other items begin a new message.
 """
 
 from __future__ import annotations

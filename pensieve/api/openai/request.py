@@ -2,9 +2,9 @@
 
     body ──parse──> ParsedRequest: a turn or a raw prompt, number of choices, streaming, conversation
 
-Some parameters have no effect on any answer (`user`, `metadata`, `service_tier`, …). All others are honoured,
-or refused with an error that names the parameter. Fields for other servers have no effect (IGNORED).
-`ParsedRequest.ignored` lists the fields without effect. `stream` and the parameters of stored conversations
+Some parameters have no effect on any answer (`user`, `metadata`, `service_tier`, …). Fields for other servers
+have no effect either (IGNORED), and `ParsedRequest.ignored` lists them. All other parameters are honoured, or
+refused with an error that names the parameter. `stream` and the parameters of stored conversations
 (`previous_response_id`, `conversation`, `background`) are read here. An endpoint that does not support such a
 parameter refuses it.
 
@@ -70,7 +70,7 @@ ECHOED = (
     *("store", "text", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-LENGTHS = {  # names of the maximum length; the first name that is set counts
+LENGTHS = {  # names of the maximum length; values under two names must be equal
     RequestKind.CHAT: ("max_completion_tokens", "max_tokens"),
     RequestKind.COMPLETION: ("max_tokens",),
     RequestKind.RESPONSE: ("max_output_tokens",),
@@ -399,7 +399,7 @@ def _verbosity(fields: Fields, ignored: list[str]) -> None:
 def _template_options(
     fields: Fields, is_chat: bool, known: Collection[str] | None
 ) -> dict[str, Any]:
-    """Read template options. The reasoning effort sets the template's option, or its switch for thinking."""
+    """Read template options. The reasoning effort sets `reasoning_effort`, or else `enable_thinking`."""
     options = take_template_options(fields, known)
     where, effort = _effort(fields, is_chat)
     if effort is None:
@@ -478,7 +478,7 @@ class SamplingFields(NamedTuple):
 def take_sampling(
     kind: RequestKind, fields: Fields, defaults: Sampling, vocab_size: int | None
 ) -> SamplingFields:
-    """Read sampling parameters. Refusal names the invalid parameter as in the body."""
+    """Read sampling parameters. A Refusal names the invalid parameter as the body does."""
     values: dict[str, Any] = {name: fields.number(name) for name in FLOATS}
     values |= {name: fields.integer(name) for name in INTEGERS if name != "max_tokens"}
     length_param, values["max_tokens"] = _length(LENGTHS[kind], fields)

@@ -93,7 +93,7 @@ class ResponseStream:
     def tokens(self, tokens: ReplyTokens) -> list[Event]:
         """Return the events for these tokens of the reply.
 
-        With logprobs, tokens are handled one by one. Otherwise the events would depend on how many tokens
+        With logprobs, tokens are handled one by one, so that the events do not depend on how many tokens
         arrive at once.
         """
         if self._request.sampling.logprobs is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the generated stubs define this name only for type checkers
     from pensieve.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 T = TypeVar("T")
-LATE_SECONDS = 1.0  # after this time past its deadline, a call is abandoned
+LATE_SECONDS = 1.0  # a call is abandoned this long after its deadline
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ReplicaAnswer(Generic[T]):
 
     @property
     def reason(self) -> str:
-        """Why there is no value, in one line; "" if there is one."""
+        """Why there is no value, in one line; "" if there is a value."""
         return whole_line(self.error) if self.error is not None else ""
 
 

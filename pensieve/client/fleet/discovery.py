@@ -57,7 +57,7 @@ class SharedReplicas:
     def _replica(self, told: pb.Replica) -> Replica:
         """Convert a protobuf Replica.
 
-        A replica without an address is the called daemon. No other daemon uses its history.
+        A daemon that shares its history with no other daemon lists only itself, without an address.
         """
         address = told.address or self._address
         state = "draining" if told.draining else "alive" if told.alive else "silent"

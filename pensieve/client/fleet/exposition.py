@@ -43,7 +43,7 @@ VALUE = re.compile(
 COMMENT = re.compile(rf"# (HELP|TYPE) ({_NAME}|{_TEXT})(?:[ \t]+(.*))?")
 END = "# EOF"
 FAMILY_SUFFIXES = ("_bucket", "_count", "_sum", "_total", "_created", "_info", "_gcount", "_gsum")
-KINDS = {  # kinds that only OpenMetrics has
+KINDS = {  # from a kind that only OpenMetrics has, to a kind of the format 0.0.4
     "unknown": "untyped",
     "gaugehistogram": "untyped",
     "info": "gauge",
@@ -134,7 +134,7 @@ def _bare(name: str) -> str:
 
 
 def _family_of(name: str, families: Families) -> str:
-    """Return the name of a sample's family: x for x_bucket."""
+    """Return the name of a sample's family, such as x for x_bucket."""
     if name in families:
         return name
     for suffix in FAMILY_SUFFIXES:

@@ -231,7 +231,7 @@ class Fleet:
         interval_seconds: float,
         keep: Callable[[ReplicaAnswer[pb.Stats]], None],
     ) -> None:
-        """Pass each new figures of one replica to `keep`, or the error if the replica sends none."""
+        """Pass each update of one replica's figures to `keep`, or an error if the replica sends none."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
         patience = interval_seconds + self.seconds
         while True:
@@ -266,5 +266,5 @@ def _parsed(answer: ReplicaAnswer[str]) -> ReplicaAnswer[exposition.Families]:
     try:
         return ReplicaAnswer(answer.replica, exposition.read(answer.value))
     except exposition.InvalidExposition as error:
-        why = ServerFault(f"its metrics cannot be read: {error}")
+        why = ServerFault(f"the replica's metrics cannot be read: {error}")
         return ReplicaAnswer(answer.replica, error=why)

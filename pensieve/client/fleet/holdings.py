@@ -60,7 +60,7 @@ class KnownBy(StrEnum):
     """How the owner of a conversation is known."""
 
     HISTORY = "the history's table of owners"
-    RUNNING = "a turn of it runs there"
+    RUNNING = "a turn of the conversation runs there"
     ONLY = "no other replica knows it"
     LATEST = "its latest turn was there"
 

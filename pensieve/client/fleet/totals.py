@@ -7,8 +7,8 @@
     counts of a history   are counted once, because all replicas of a history report the same number
     other figures         appear only per replica: quantiles without buckets, differing objectives, uptimes
 
-Figures that this version does not know are added. The exceptions are names that end like NOT_ADDITIVE, such
-as `_p99` or `_share`.
+Figures that this version does not know are added, unless their names end with an entry of NOT_ADDITIVE, such
+as `_p99` or `_share`. Those are left out.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
     for name in sorted({name for each in found for name in each.more}):
         having = [each for each in found if name in each.more]
         values = [each.more[name] for each in having]
-        if name.startswith("tenant_tokens."):  # even if the tenant's name ends like NOT_ADDITIVE
+        if name.startswith("tenant_tokens."):  # even if the tenant's name ends with `_share`
             whole[name] = sum(values)
         elif name in WORST:
             whole[name] = max(values)
@@ -187,7 +187,7 @@ def _more(found: Sequence[pb.Stats]) -> dict[str, float]:
 
 
 def _share_attained(found: Sequence[pb.Stats], kind: str) -> float | None:
-    """Return the mean share, weighted by sample counts. None if the daemons have different objectives."""
+    """Return the share of samples within the objective. None if the daemons have different objectives."""
     name, count = f"{kind}_attained", f"{kind}_count"
     having = [each for each in found if name in each.more]
     if len({each.more[f"{kind}_objective_seconds"] for each in having}) != 1:

@@ -12,11 +12,11 @@ second client with the same history each get a fork that shares the common part.
 client gives to a conversation, to keep equal histories apart.
 
 If a request asks for several choices, only the first choice may append. If the store knows no digest, each
-choice gets its own conversation. The other choices begin when the first choice has computed the prompt.
+choice gets its own conversation, and the other choices wait until the first choice has computed the prompt.
 
 **Races.** If the conversation changes between the lookup and the start of the turn, the store refuses the
-turn. The binder then looks again, at most ATTEMPTS_MAX times. The last attempts fork. A fork is reserved
-until its first turn begins.
+turn. The binder then looks again, at most ATTEMPTS_MAX times. The last attempts fork. Until the first turn of
+a fork begins, other requests may not append to the fork.
 
 **Retries** find their turn by its request_id. Over HTTP, the request_id comes from the Idempotency-Key. A
 retry with other content is refused. A retry that arrives before the first request has begun its turn waits
@@ -189,7 +189,10 @@ class Binder:
             self._reserved[name] -= 1
 
     async def _prompt_computed(self, live: LiveTurn, has_left: asyncio.Event) -> None:
-        """Wait until the first choice has computed the prompt. TurnInterrupted if the client leaves."""
+        """Wait until the first choice has computed the prompt.
+
+        Raises TurnInterrupted if the client leaves.
+        """
         computed = asyncio.ensure_future(self._daemon.conversations.prompt_computed(live))
         gone = asyncio.ensure_future(has_left.wait())
         try:
@@ -322,7 +325,7 @@ class Binder:
         return live
 
     def _pop_unused(self, tenant: str, conversation_id: str) -> int | None:
-        """Stop watching a conversation; return its revision, None if it was not watched."""
+        """Stop watching a conversation. Return its revision, or None if it was not watched."""
         revision = self._unused.pop((tenant, conversation_id), None)
         if revision is not None and not self._unused:
             self._daemon.events.ended.unsubscribe(self._turn_ended)

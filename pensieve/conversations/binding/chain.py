@@ -100,7 +100,7 @@ def digests(
 def after(digest: bytes, message: Message, calls: Mapping[str, int] | None = None) -> bytes:
     """Extend a digest by a message.
 
-    `calls` maps the ids of tool calls that the message may answer to their positions.
+    `calls`: the tool calls that the message may answer, as positions by id.
     """
     return _digest(digest, _written(*_canonical(message, calls or {})))
 

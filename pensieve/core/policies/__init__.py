@@ -1,1 +1,1 @@
-"""Retention policies, which value cached chunks, and the queues that order chunks by value."""
+"""Retention policies, which compute the value of cached chunks, and queues that order chunks by value."""

@@ -36,8 +36,13 @@ class RetentionPolicy(Protocol):
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """Return the class of a chunk, in 0..num_classes - 1.
 
-        A class is a rounded value. Round down: if the policy's formula, without classes, gives the chunk
-        some value, then `value` of its class must not be higher, at any idle time.
+        A class is a rounded value. Round down: at no idle time may `value` of the class be higher than the
+        value that the policy's formula gives this chunk.
+
+        In a branch, a later chunk must not have a lower class than an earlier one, because the queue looks
+        only at the first chunk that qualifies. The class of an idle branch's chunk must not fall, unless the
+        branch loses a holder, because an entry must be a lower bound. It may fall while a turn runs in a
+        conversation that holds the branch: the turn pins the branch, and its end offers the branch again.
         """
 
     def value(self, class_index: int, idle_seconds: float) -> float:
@@ -56,7 +61,7 @@ class RetentionPolicy(Protocol):
         """
 
     def factor_of(self, conversation_id: str) -> float:
-        """Return the factor (at most 1) of the weight of a conversation whose turn has just ended."""
+        """Return the factor (at most 1) for the weight of a conversation whose turn has just ended."""
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         """Learn that the conversation `target_id` begins with the history of another."""

@@ -23,8 +23,8 @@ such a branch again when it is idle.
 
 So a decision costs O(`num_classes` + log branches), amortized over the changes of branches, and never walks
 over the whole cache. All decisions of one plan have the same `now`. The branch found remains the least
-valuable one as long as no branch is queued or pinned and its next chunk has the same class. The value found
-may be off by one class (for the policy `value`, a factor of 1.1).
+valuable one as long as no branch is queued or pinned and the next chunk of the branch found has the same
+class. The value found may be off by one class (for the policy `value`, a factor of 1.1).
 """
 
 from __future__ import annotations
@@ -216,7 +216,9 @@ class RetentionQueue:
             entry = branch.entries[self.role]
             assert entry is not None, f"{self.role.name}: {branch} is not offered"
             since, class_index = entry.since, entry.class_index
-            assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
+            assert since <= branch.idle_since, (
+                f"{self.role.name}: the entry of {branch} has a later idle time than the branch"
+            )
             assert entry.start == branch.start, (
                 f"{self.role.name}: {branch} begins at another chunk than its entry"
             )

@@ -19,8 +19,8 @@ it, so the model follows a changing workload. A gap moves through each interval 
 gap is bounded. There are never more than 2 · `GAPS_MAX` gaps. A conversation whose KV was dropped long before
 its return counts as much as any other.
 
-From the model follows how much it is worth to keep KV for another second, if its conversation has been away
-for t. The formula assumes that the KV is dropped at the best time u:
+The model also gives the worth of keeping KV for another second when its conversation has been away for t. The
+formula assumes that the KV is dropped at the best time u:
 
     worth(t) = max over u > t of   P(returns before u | away at t) / E[seconds until the return, or until u]
 
@@ -42,9 +42,10 @@ GAPS_MAX = 200_000
 RATE_MAX = 0.95
 RATIO_STEPS_MAX = 2.0  # limit of |log(ratio)|
 FADE_EVERY_SECONDS = 60.0
-FADE = 0.95  # half in 14 minutes
-# Half of all conversations return, and the times are log-normal. The numbers are rounded from 15 minutes of a
-# public chat service's traffic. At the start, the only trait with a weight is the client's announced absence.
+FADE = 0.95  # the weight of an observation halves in 14 minutes
+# The prior: half of all conversations return, and the times are log-normal. The numbers are rounded from 15
+# minutes of a public chat service's traffic. At the start, the only trait with a weight is the client's
+# announced absence.
 PRIOR_GAPS, PRIOR_SHARE, PRIOR_MEDIAN_SECONDS, PRIOR_SPREAD = 100.0, 0.5, 120.0, 0.9
 PRIOR_WEIGHTS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 PRIOR_CERTAINTY = 15.0
@@ -80,7 +81,7 @@ class _Gap:
         self, serial: int, num_turns: int, traits: tuple[float, ...], length: int, since: float
     ) -> None:
         self.serial = serial  # of the conversation
-        self.num_hits = 0  # its latest returns that lru would have served from the cache
+        self.num_hits = 0  # latest successive returns that lru would have served from the cache
         self.num_turns = num_turns
         self.length = length
         self.traits = traits
@@ -137,7 +138,7 @@ class ReturnModel:
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         """Give a fork the source's serial number, turn count and traits.
 
-        Forget an earlier conversation with its id.
+        Forget an earlier conversation with the fork's id.
         """
         if (earlier := self._gaps.pop(target_id, None)) is not None:
             earlier.over = True

@@ -23,8 +23,8 @@ tells which order was better recently:
 
 A random factor is at most 1, so it lowers the value of a conversation. If it raised values, old conversations
 with large factors would stay in the cache when the learned values are followed again. The factors apply to
-turns that end while Order.RANDOM is followed. So they only begin to act after the order has changed, and idle
-conversations are not queued again.
+turns that end while Order.RANDOM is followed. So they act gradually after a change to Order.RANDOM, and idle
+conversations need not be queued again.
 
 A shadow cache treats a conversation as one unit, evicts its leading tokens first, and ignores that chunks may
 be shared. All shadow caches have the same inaccuracy, so they can be compared. A turn costs O(buckets),

@@ -150,6 +150,6 @@ def copy_pages(
         row * source_arena.element_size(),
         len(source_arena),
         len(target_arena),
-        1,  # thread: more would take cores from the computing thread
+        1,  # one thread: more threads would take cores from the computation
     )
     return succeeded(status)

@@ -112,7 +112,7 @@ def blocks_at_once(
 ) -> BlocksAtOnce:
     """Return how many blocks of multi_token_attention, and of Hopper's own kernel, the device runs at once.
 
-    Hopper's kernel does not support fp8 KV: its products read keys and values directly from shared memory.
+    Hopper's kernel does not support fp8 KV: its products read shared memory directly, without a conversion.
     """
     found = _blocks_at_once(device, head_size, bool(choices.current.hopper))
     return found._replace(wide=None) if stored == FP8.element else found

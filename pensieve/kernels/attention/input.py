@@ -62,8 +62,8 @@ class PageIndex(NamedTuple):
 class AttentionInput(NamedTuple):
     """All data that one layer's attention reads.
 
-    A slice's context is its start + its length.  All of it is already in the pages, including the slice's
-    own tokens.
+    The context of a slice has start + length tokens.  All of it is already in the pages, including the
+    slice's own tokens.
     """
 
     query: torch.Tensor  # (tokens, heads, head_size)

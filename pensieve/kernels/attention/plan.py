@@ -11,8 +11,8 @@ twice as much in a wide tile as in a narrow tile.  The kernel of narrow tiles al
 their number of rows.  So a batch that only decodes stays one launch on Hopper, and its plan has the form that
 graphs need.
 
-Cutting a context.  The device runs B blocks at once.  With parts no longer than `limit` there are n blocks,
-which take ⌈n / B⌉ waves, so the time is at most
+Cutting a context.  The device runs B blocks at once.  With parts of at most `limit` pages there are n blocks,
+which read `total` pages in ⌈n / B⌉ waves, so the time is at most
 
     min(⌈n / B⌉ · limit, total / B + limit)        (longest first; any block may be the last to end)
 
@@ -30,8 +30,8 @@ The plan with packs is used if it takes less time than the plan without packs, b
 otherwise idle GPU, reading pages twice may cost less than the merge.
 
 Items are sorted longest first: blocks start in this order, and short items fill the gaps at the end.
-Hopper's blocks are persistent, and take items forwards and backwards in turn
-(csrc/cuda/multi_token_attention_hopper.cu).
+Hopper's blocks are persistent: the block with the longest item of one wave gets the shortest item of the next
+wave (csrc/cuda/multi_token_attention_hopper.cu).
 
 The functions are pure: lengths and starts in, lists out.
 """
@@ -142,7 +142,7 @@ class Plan(NamedTuple):
     wide_items: list[Item]  # longest first: for the kernel of wide tiles, if there is one
     merges: list[Merge]
     num_part_rows: int
-    pack_rows: tuple[int, ...] = ()  # rows of all packs: token · group + member
+    pack_rows: tuple[int, ...] = ()  # rows of all packs: token · group + number of the query head
 
 
 class DevicePlan(NamedTuple):

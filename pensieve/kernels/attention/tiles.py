@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
     def page_cost(self, num_rows: int) -> int:
         """Return the relative cost of reading a page for a tile of `num_rows` rows.
 
-        It applies if one launch computes narrow and wide tiles.
+        This cost applies if one launch computes narrow and wide tiles.
         """
         return 1 if num_rows <= self.narrow_max else 2
 

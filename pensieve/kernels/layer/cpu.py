@@ -582,8 +582,8 @@ class CpuLayerChain:
 def measured_parts() -> Iterator[dict[str, float]]:
     """Measure the time of each part of the compiled layers inside the block.
 
-    At the end the dictionary has the seconds of all calls, by part.  Only the computing thread is measured,
-    not the threads that help it.
+    At the end the dictionary has the seconds of all calls, by part.  Only the thread that calls the layers is
+    measured, not the threads that help it.
     """
     sums = (ctypes.c_int64 * len(PARTS))()
     found: dict[str, float] = {}

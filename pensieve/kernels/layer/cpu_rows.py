@@ -15,7 +15,7 @@ from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
 
-EXPERT_ROWS_MAX = 512  # computed at once; enough rows per expert to justify reading its weights
+EXPERT_ROWS_MAX = 512  # rows computed together: enough per expert to justify reading its weights
 
 
 class PagesStruct(ctypes.Structure):
@@ -114,7 +114,7 @@ class CpuPagedRows:
 
 
 class Widths(NamedTuple):
-    """How many values a row has at each stage of a layer."""
+    """How many values a row has at each step of a layer."""
 
     hidden: int
     heads_in: int  # queries, keys and values

@@ -1,10 +1,10 @@
 """Run the dense parts of a decoder layer on a GPU, mostly in torch operations.
 
 `protocol` is the interface.  `transformers` makes about twenty launches per layer; this module makes about
-ten.  Products with one input become one product.  A gate and its product are one launch.  A sum and its norm
-are also one launch, if the rows' type holds the norm's weights exactly (csrc/cuda/fused_rows.cu).  Queries
-and keys are rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).  The model's
-own modules are not used, so an iteration can be captured as a CUDA graph.
+ten.  Products with the same input become one product.  A gate and its product are one launch.  A sum and its
+norm are also one launch, if the rows' type holds the norm's weights exactly (csrc/cuda/fused_rows.cu).
+Queries and keys are rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).  The
+model's own modules are not used, so an iteration can be captured as a CUDA graph.
 
 Weights keep their type: `int8` is not supported.
 """

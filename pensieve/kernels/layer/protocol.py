@@ -183,7 +183,7 @@ class LayerChain(Protocol):
     def forward(
         self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor
     ) -> torch.Tensor:
-        """Return the last layer's `forward`; all pages must be ready."""
+        """Return the result of the last layer's `forward`. All pages must be ready before the call."""
 
 
 class LayerKernels(Protocol):

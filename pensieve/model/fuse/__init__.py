@@ -52,10 +52,10 @@ __all__ = ["Fused", "fuse", "in_torch"]
 
 
 class Fused(NamedTuple):
-    num_layers: int  # replaced as a whole
-    num_products: int  # packed one by one
+    num_layers: int  # layers that were replaced as a whole
+    num_products: int  # products that were packed one by one
     form: str  # a text that says how the layers run
-    has_experts: bool = False  # in the replaced layers
+    has_experts: bool = False  # a replaced layer has experts
 
 
 def fuse(
@@ -69,7 +69,7 @@ def fuse(
 
     `positions` ascend, one for each token of the prompt.  They should reach the end of the context, because
     some layers scale their queries only at far positions.  Such a layer must not be replaced.  `int8` rounds
-    the weights of replaced layers.
+    the weights inside the layers.
     """
     module = flat.module
     first = next(module.parameters())
@@ -109,7 +109,7 @@ def fuse(
 
 
 def in_torch(reason: str) -> str:
-    """Return the form of a model without any replaced layer."""
+    """Return the text `Fused.form` for a model without any replaced layer."""
     return f"layers in torch: {reason}"
 
 

@@ -117,10 +117,10 @@ def fused_layer(
     given, rotation = record.given, record.arguments.get("position_embeddings")
     in_tuple = isinstance(record.answer, tuple)
     if in_tuple and len(record.answer) != 1:
-        raise NoMatch("its answer is more than a residual")
+        raise NoMatch("it returns more than a residual")
     answer = record.answer[0] if in_tuple else record.answer
     if given is None or not isinstance(answer, torch.Tensor):
-        raise NoMatch("it does not take one residual and answer one")
+        raise NoMatch("it does not take one residual and return one")
     if rotation is not None and not is_rotation(rotation, given):
         raise NoMatch("its rotary embedding is not a pair of cosines and sines for each row")
     layer_index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
@@ -178,7 +178,10 @@ def _right_factors(
     record: LayerRecord,
     mlp: MlpWeights | ExpertWeights,
 ) -> list[float]:
-    """Return the factors that reproduce the recorded output; raise NoMatch if there are none."""
+    """Return the factors with which the fused layer reproduces the recorded output.
+
+    A factor multiplies the terms that the layer adds to the residual.  Raises NoMatch if no factor is right.
+    """
     given, rotation = record.given, record.arguments.get("position_embeddings")
     assert given is not None
     answer = record.answer[0] if isinstance(record.answer, tuple) else record.answer
@@ -191,7 +194,7 @@ def _right_factors(
         if _agree(got[0] if isinstance(got, tuple) else got, answer, given, undecided):
             found.append(factor)
     if not found:
-        raise NoMatch("the kernels compute another answer from its weights")
+        raise NoMatch("the kernels' output differs from the layer's output")
     return found
 
 

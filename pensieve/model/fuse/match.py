@@ -185,9 +185,9 @@ def _match_after_attention(
 ) -> None:
     """Match a product → [norms] → products of one input → activation → a product → [norm].
 
-    Or, after the norms: a router → activation → experts → [norm].
+    In a layer with experts, a router → activation → experts → [norm] come after the norms.
     """
-    loose: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product
+    loose: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product or router
     for call in calls:
         if is_product(call, kernels):
             if not parts.attention_out:
@@ -391,7 +391,7 @@ def factor_between(before: torch.Tensor, after: torch.Tensor) -> float | None:
     wide, right = before.double(), after.double()
     factor = float((wide * right).sum() / (wide * wide).sum())
     worst = float((wide * factor - right).abs().max() / right.abs().max())
-    if not worst <= torch.finfo(after.dtype).eps:  # also where it is NaN
+    if not worst <= torch.finfo(after.dtype).eps:  # also true if `worst` is NaN
         return None
     return 1.0 if torch.equal(before, after) else factor
 

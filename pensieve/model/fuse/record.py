@@ -1,4 +1,4 @@
-"""Record one forward's calls, by layer: of attention, and of modules that hold weights or have no submodules.
+"""Record one forward's calls by layer: calls of attention, and of modules with weights or without submodules.
 
 The record holds the original tensors, so `is` tells whether one call received another call's result.
 These tensors stay alive as long as the record does.

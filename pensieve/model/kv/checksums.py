@@ -8,8 +8,8 @@ contents are then recomputed, as if the page had been dropped.
 A page that a group of streamed turns stores to (core/iteration.py) changes with each token.  It gets its sum
 when it is full, that is, when all of its slots were stored. Until then, the page counts as intact.
 
-Checksums cost the computing thread one millisecond for each 1 to 2 MiB of pages, both after a swap-out and
-before a swap-in.
+Checksums cost the thread that runs the engine one millisecond for each 1 to 2 MiB of pages, both after a
+swap-out and before a swap-in.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ outstanding.
 A copy is *finished* when all of its layers have arrived.  `poll` and `wait_any` report each finished copy
 once.  Until a copy is reported, the core reuses neither of its pages.  Copies may finish in any order.
 
-The computing thread calls `submit`, `wait_layer`, `launch_rest` and `arriving`.  Another thread may call
-`poll` and `wait_any`, one call at a time.  An error in a copy ends the worker, and every present and later
-waiting call raises DeviceError.
+The thread that launches forwards calls `submit`, `wait_layer`, `launch_rest` and `arriving`.  Another thread
+may call `poll` and `wait_any`, one call at a time.  An error in a copy ends the worker, and every
+present and later waiting call raises DeviceError.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class CpuCopier(Copier):
             self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        if not self._swap_ins:  # no race: only `submit` adds, on this same thread
+        if not self._swap_ins:  # no race: only `submit` adds swap-ins, in this same thread
             return
         with self._changed:
             self._changed.wait_for(

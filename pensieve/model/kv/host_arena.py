@@ -100,7 +100,7 @@ def _unregister(address: int) -> None:
 
 
 def numa_node(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Return the NUMA node that the GPU is connected to, or None if there is only one node."""
+    """Return the NUMA node that the GPU is connected to, or None if there is one node or it is unknown."""
     if device.type != "cuda":
         return None
     found: Any = torch.cuda.get_device_properties(device)  # its type stubs lack these attributes

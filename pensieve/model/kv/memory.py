@@ -77,7 +77,11 @@ class PageMoves(NamedTuple):
         return cls(*table.T.contiguous())
 
     def in_pieces(self, chunk_tokens: int, tiles: int, tile_bytes: int) -> Pieces:
-        """Return a layer's moves as runs of whole pages, and the beginnings of the tiles of partial pages."""
+        """Return a layer's moves as pieces, in bytes.
+
+        Consecutive whole pages are joined into one piece.  Of a partial page, each tile (the keys or values
+        of one head) is a piece that has only the tile's first slots.
+        """
         page_bytes = tiles * tile_bytes
         rows: list[tuple[int, int, int]] = []
         for source, target, count in sorted(
@@ -141,7 +145,9 @@ class KVMemory:
         self.format = shape.kv_format
         device = torch.device(device)
         self._copies_batches = copies_batches(device, self.page_bytes // shape.num_layers)
-        assert device.type == "cpu" or not self.in_place, "a GPU's kernels read only its own memory"
+        assert device.type == "cpu" or not self.in_place, (
+            "on a GPU, attention reads only device memory"
+        )
         self.device_arena = self._allocate("device", device_pages + 1, device)
         self.staging_arena = self._allocate("staging", staging_pages, device, STAGING_ARENAS)
         self._kv_scales: torch.Tensor | None = None  # float32 (layers, 2, kv_heads)

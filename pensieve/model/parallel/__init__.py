@@ -1,1 +1,1 @@
-"""Run one model on several devices: a process per rank, each with a part of each layer, or some layers."""
+"""Run one model on several devices. Each rank is a process, and has a part of each layer, or some layers."""

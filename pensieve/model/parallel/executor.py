@@ -111,7 +111,7 @@ class ParallelExecutor:
 
     @contextmanager
     def _links(self) -> Iterator[None]:
-        """Turn a broken link between ranks into DeviceError.  On a device it may break after the launch."""
+        """Raise DeviceError for a broken link between ranks.  On a GPU, it may break after the launch."""
         try:
             yield
         except DeviceError:

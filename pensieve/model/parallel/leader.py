@@ -7,11 +7,11 @@ numbers.
     rank 0                                      rank n
     settings                         ──>
                                      <──        started
-      ─── all enter the process group, by keys that rank 0 has (rank_store.py) ───
+      ─── all enter the process group, through rank 0's key-value store (rank_store.py) ───
     reads its part of the weights               reads its part
                                      <──        loaded
     all_loaded                       ──>
-      ──── all probe: the same forwards, collectives in them ─────
+      ──── all probe: the same forwards, with collectives ─────
                                      <──        probed, and the shape of its part
   (on a GPU: measure                 ──>        the largest batch, together
                                      <──        measured)
@@ -56,7 +56,8 @@ from pensieve.model.parallel.ranks import Rank
 from pensieve.model.shape import ModelShape
 
 STOP_SECONDS = 5.0
-STAGES_DIFFER = ("num_layers", "vocab_size")  # only the last stage has logits
+# These figures may differ between stages; only the last stage has logits.
+STAGES_DIFFER = ("num_layers", "vocab_size")
 # When a rank ends, a collective fails first.  The rank's pipe closes within this time after that.
 EXPLANATION_SECONDS = 2.0
 
@@ -203,7 +204,7 @@ class Leader(Rank):
         """Return the shape of the whole model; raise UnsupportedModel unless every rank's part fits.
 
         `shape` and `first_layer` describe rank 0's own part.  The ranks use the same page numbers, so a page
-        of a layer must have the same bytes on each rank.
+        of a layer must have the same size on each rank.
         """
         of_ranks = [parts_of(shape) | sizes_of(shape) | {"first_layer": first_layer}]
         for index, values in enumerate(self._receive("probed"), 1):
@@ -288,7 +289,7 @@ class Leader(Rank):
         return _Worker(index, RankPipe(ours), process)
 
     def _listen(self, worker: _Worker) -> None:
-        """Receive in a worker's thread: queue replies, and count finished copies."""
+        """Run the thread that receives from a worker: queue replies, and count finished copies."""
         while (frame := worker.pipe.receive()) is not None:
             assert isinstance(frame, ControlMessage)
             if frame.name == "finished":

@@ -4,8 +4,8 @@ The socket is one of a pair, or a connection to another machine (handshake.py). 
 its identity may send neither iterations nor long frames.
 
 A control message (settings, progress, failures) has only a head, [name, values].  An iteration has a head
-with its numbers, and a body with its page tables and the pages and slots of its groups.  Between stages, the
-body also has the token ids.
+with its numbers, and a body with its page tables and the pages and slots of its groups.  For stages, the body
+also has the token ids.
 
 Ranks that share each layer get no token ids in these messages.  Some ids are not known when an iteration is
 launched, so all ids are sent with the batch itself, from device to device (`ranks.ParallelModel`).

@@ -3,7 +3,7 @@
 Every rank is a process.  Stages divide the layers (stages.py), and the *shards* of a stage divide each of its
 layers, by the plan that `transformers` has for the model.  A shard has some of the heads, and the KV of those
 heads in its own two tiers.  All shards of a stage call the same layers in the same order.  `transformers`
-adds or gathers their parts with torch.distributed (NCCL between GPUs, gloo between processes on a CPU).
+adds or gathers their results with torch.distributed (NCCL between GPUs, gloo between processes on a CPU).
 
     rank            0, 1, …, T-1        T, …, 2T-1          …
     stage           the last one        the first one       …
@@ -86,7 +86,7 @@ class Rank(ABC):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if address:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        self._keys_of_group = self.store()  # a reference: torch keeps only the C++ half alive
+        self._keys_of_group = self.store()  # torch itself keeps only the C++ part alive
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=self._keys_of_group,
@@ -170,7 +170,7 @@ def interface_of(address: str) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode()[:15])
-                with contextlib.suppress(OSError):  # it has no address
+                with contextlib.suppress(OSError):  # this interface has no address
                     if fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24] == wanted:
                         return name
         if wanted[0] == 127:

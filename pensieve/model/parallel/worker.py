@@ -1,15 +1,15 @@
 """Run a rank other than 0, which executes the iterations that rank 0 sends.
 
     reader thread     frames from rank 0   → the iterations that are not executed yet
-    main thread       one iteration after another: copies, then the forward over its part of the pages
+    main thread       one iteration after another: copies, then the forward over this rank's pages
     reporter thread   copies that have finished here → rank 0
 
 With `--check-kv` a worker checks its own part of the host pages.  If a page has changed, the worker fails and
 all ranks restart, because rank 0 checks only its own part and would not recompute the page.
 
 A worker decides nothing and samples nothing.  Its part of the logits reaches rank 0 through the collectives.
-As a stage it sends its activations to the next stage (stages.py).  When the pipe ends, rank 0 is gone and the
-results are useless, so the process exits at once, even inside a collective.
+As a stage it sends its activations to the next stage (stages.py).  When the pipe is closed, rank 0 is gone
+and the results are useless, so the process exits at once, even inside a collective.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _within_sigmas(values: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def select(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return those rows, which must ascend; return `values` itself if all rows are selected."""
+    """Return the given rows, which must ascend.  Return `values` itself if all rows are given."""
     if len(rows) == len(values):
         return values
     return values.index_select(0, indices(rows, values.device))
@@ -167,7 +167,7 @@ def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
     else:
         total = upto[:, -1:]  # exact for whole rows; unused if every row has a top_k
 
-    # Each cut keeps a prefix; `kept` is the shortest prefix, as far as the head shows it.
+    # Each cut keeps a prefix.  `kept` is the shortest of them, as far as the first `width` tokens show it.
     top_k_mass = torch.where(top_k < vocab_size, upto.gather(1, top_k.clamp(max=width) - 1), total)
     top_p_mass = (top_p * top_k_mass).ceil().to(torch.int64).clamp(min=1)  # relative error: 2^-53
     weight_min = (min_p * 2.0 ** _weight_bits(vocab_size)).ceil().to(torch.int64).clamp(min=1)

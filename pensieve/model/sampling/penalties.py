@@ -64,7 +64,7 @@ class Penalties:
 
     num_followed: int  # tokens of the log that `seen` and `counts` include
     seen: Tensor  # (vocab,) bool: the context contains this id; empty if no option needs it
-    counts: Tensor  # (vocab,) int32: how often this reply used it; empty if no option needs it
+    counts: Tensor  # (vocab,) int32: how often this reply used this id; empty if no option needs it
     bias: tuple[Tensor, Tensor] | None  # ids, and the numbers to add to their logits
     ending_ids: Tensor  # ids that may not come before min_tokens
 

@@ -1,11 +1,11 @@
-"""Sample a token for each row of logits by every field of `Sampling`, as if the row were alone.
+"""Sample a token for each row of logits by all fields of the row's `Sampling`, as if the row were alone.
 
 **Steps for a row**, in this order:
 
 1. A row with NaN or infinite raw logits yields None: only that turn fails.
 2. The repetition penalty applies to the ids of the whole context: a positive logit is divided by the
    penalty, a negative logit is multiplied by it.  Presence and frequency penalties apply to the ids of this
-   reply.  Then logit_bias is added.  Overflow is clamped to float32.
+   reply.  Then logit_bias is added.  The results are clamped to the range of float32.
 3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are masked.  With
    `ignore_eos` an end-of-turn id is an ordinary token.  A mask that would leave no token is not applied.
 4. If the turn has a constraint, tokens that its mask forbids are left out (masks.py).  If the mask allows
@@ -164,16 +164,18 @@ class Sampler:
     def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
         """Draw for some rows; adjust `values` (rows, vocab) in place, but mask a copy."""
         self._adjust(values, rows, newest_ids)
-        held = [n for n, row in enumerate(rows) if row.mask is not None]
-        if held:
-            values = masked(values, held, [mask for row in rows if (mask := row.mask) is not None])
-        hot = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
-        if len(hot) == len(rows):
+        masked_rows = [n for n, row in enumerate(rows) if row.mask is not None]
+        if masked_rows:
+            values = masked(
+                values, masked_rows, [mask for row in rows if (mask := row.mask) is not None]
+            )
+        drawn_rows = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
+        if len(drawn_rows) == len(rows):
             return draw(values, rows)
         token_ids = values.argmax(-1)
-        if hot:
-            drawn = draw(select(values, hot), [rows[n] for n in hot])
-            token_ids.index_copy_(0, indices(hot, values.device), drawn)
+        if drawn_rows:
+            drawn = draw(select(values, drawn_rows), [rows[n] for n in drawn_rows])
+            token_ids.index_copy_(0, indices(drawn_rows, values.device), drawn)
         return token_ids
 
     def _adjust(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> None:
@@ -227,7 +229,7 @@ def _likeliest_of_each(logits: Tensor) -> Tensor:
     """Return the largest logit's id in each row, the lowest id in a tie, -1 for a row that is not finite."""
     if logits.device.type == "cpu" and logits.stride(1) == 1 and dense.available(torch.float32):
         return dense.argmax(logits)
-    lowest, highest = logits.aminmax(dim=-1)  # both are NaN if one logit is
+    lowest, highest = logits.aminmax(dim=-1)  # both are NaN if any logit is NaN
     return torch.where(lowest.isfinite() & highest.isfinite(), logits.argmax(-1), -1)
 
 

@@ -77,8 +77,8 @@ class PostgresBackend:
     def share(self) -> None:
         """Do nothing: other daemons may already open the history."""
 
-    def beside(self) -> PostgresWriter:
-        return self.writer.beside()
+    def lease_connection(self) -> PostgresWriter:
+        return self.writer.lease_connection()
 
     def release(self, *, clean: bool) -> None:
         """Do nothing: closing the connections has released the locks."""
@@ -164,7 +164,7 @@ class PostgresErasure(ErasureSteps):
 
 
 class PostgresMarks:
-    """Stores the marks in the table `owner`, where every host can read them.
+    """Stores the mark of damage in the table `owner`, where every host can read it.
 
     No check is due after an unclean stop, because the server recovers by itself.
     """

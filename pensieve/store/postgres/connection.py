@@ -24,9 +24,9 @@ for each other.
 transaction costs one round trip for each query and one for the commit.
 
 **Durability.** `synchronous_commit` is on (or stronger), and a server with fsync off is refused. If a standby
-must confirm commits, a lost connection or an operator can interrupt the wait for it. Then the commit becomes
-visible before the standby has it. So each reopened connection first writes a row of its slot, and waits until
-the standby has that row. Then the standby also has everything that was committed before.
+must confirm commits, a lost connection or an operator can interrupt the wait for the standby. Then a commit
+becomes visible before the standby has it. So each reopened connection first writes a row of its slot, and
+waits until the standby has that row. Then the standby also has everything that was committed before.
 
 **Errors.** After an error, the transaction is rolled back. After a lost connection, the outcome of a COMMIT
 is unknown, and the COMMIT may still be running on the server. Nothing is retried. The next use opens a new
@@ -79,7 +79,7 @@ SLOTS_MAX = 10_000
 LOCK_PAUSE_SECONDS = 0.02
 START_SECONDS = 30.0  # a starting daemon waits this long for a server that cannot be reached
 START_PAUSE_SECONDS = 0.5
-OUTDATED = "has to be changed for this version, which needs it alone, but is "
+OUTDATED = "needs a schema migration, which requires exclusive access, but is "
 FREE_SLOT = (
     f"SELECT slot FROM generate_series(0, {SLOTS_MAX}) AS slot"
     f" WHERE pg_try_advisory_lock({SLOTS_KEY}, slot) LIMIT 1"
@@ -271,7 +271,7 @@ class PostgresLanes:
         for writer in self.writers:
             writer.close()
 
-    def beside(self) -> PostgresWriter:
+    def lease_connection(self) -> PostgresWriter:
         """Return another writing connection, for another thread. A server crash may undo its commits."""
         busy, statement = self._seconds
         return PostgresWriter(
@@ -430,7 +430,8 @@ class PostgresWriter:
                     self._wire, self.limit, self._reserve, self._note_wiped, self._slot or 0
                 )
         except self.address.driver.Error as error:
-            raise self._explained(error) from error  # a local variable would make a reference cycle
+            # not stored in a variable, which would make a reference cycle with the traceback
+            raise self._explained(error) from error
         finally:
             if self._wire is not None and not end_transaction(self._wire):
                 self.close()
@@ -441,7 +442,7 @@ class PostgresWriter:
         try:
             backend = conn.execute(OWN_BACKEND).fetchone()
             assert backend is not None
-            # before this process could mistake the session for hanging
+            # Add the session first. Otherwise this process could mistake it for a hanging session of others.
             self._claim.backends.add(backend)
             self._check(conn)
             self._take_slot(conn)
@@ -539,7 +540,7 @@ class PostgresWriter:
         migrate(conn, self.address.shown)
         if has_it_alone:
             conn.execute("SELECT pg_advisory_unlock(%s)", [LOCK_KEY])
-        # READ COMMITTED never fails with a conflict. Other connections may change the same rows now.
+        # READ COMMITTED never fails with a conflict, although others may change the same rows now.
         conn.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
         conn.execute(KNOWN_TO_STANDBY, [self._slot])
         found = conn.execute("SELECT token, name FROM owner").fetchone()

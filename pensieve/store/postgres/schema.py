@@ -1,8 +1,8 @@
 """The PostgreSQL schema: the tables of migrations.py with their columns, in a schema named `pensieve`.
 
 Version numbers match those of the SQLite schema: from version 7 on, the same version has the same tables and
-columns. A step runs in one transaction, which also records that the step ran. A database of a newer Pensieve
-is refused. A schema `pensieve` of another program is refused, too. Before an upgrade, the operator makes a
+columns. All missing steps run in one transaction, which also records them. A database of a newer Pensieve is
+refused. A schema `pensieve` of another program is refused, too. Before an upgrade, the operator makes a
 copy with `pg_dump` (docs/postgresql.md).
 
 Differences from SQLite:

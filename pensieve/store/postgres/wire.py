@@ -7,7 +7,7 @@ them.)
 
     order      Statements run in the order of the calls.
     errors     After a failed statement, the server skips all statements up to the next `sync`. The next call
-               that waits raises the error; this is that `sync` at the latest.
+               that waits for the server raises the error. At the latest, this is that `sync`.
     sync       Waits for everything that was sent. Outside of a transaction, `sync` also commits the
                statements.
 
@@ -16,8 +16,8 @@ time and are not prepared. For one thread at a time. How values are encoded:
 
     to the server     All ints are sent as bigint, so that a statement is prepared only once. Bytes are sent
                       unchanged, everything else as text.
-    from the server   The binary format. A sum of bigints is a `numeric` and becomes int. Other types stay
-                      bytes.
+    from the server   The binary format, decoded by RECEIVED. A sum of bigints is a `numeric` and becomes an
+                      int. Types that are not in RECEIVED stay bytes.
     texts             PostgreSQL rejects NUL. So NUL and ESCAPE are each stored as two characters, the first
                       of which is ESCAPE. Every text survives, and equal texts stay equal.
 """

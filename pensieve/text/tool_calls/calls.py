@@ -1,4 +1,4 @@
-"""Collect the calls of one reply. The scanners of all styles report to this class:
+"""Collect the calls of one reply. The scanners of all styles report to `ParsedCalls`:
 
     check(name)      raise NoCall unless the name may be called
     begin(name)      report CallBegan
@@ -57,7 +57,7 @@ class ParsedCalls:
         self._names: list[str] = []
         self._arguments: list[list[str]] = []
         self._whole: list[int] = []
-        self.reports: list[CallBegan | CallArguments] = []  # not taken yet
+        self.reports: list[CallBegan | CallArguments] = []  # not yet taken by the finder
         self.is_open = False  # whether a call has begun and not ended
         self.num_reported = 0
 

@@ -60,7 +60,7 @@ class CallFinder:
                 position += 1
         return self._take()
 
-    def interrupt(self) -> list[Found]:
+    def end_text(self) -> list[Found]:
         """End the text, because the reply ends or another part of it (thinking) begins."""
         if self._scan is not None:
             self._stop()

@@ -19,7 +19,9 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 def call_object(calls: ParsedCalls, *, needs_arguments: bool = False) -> Scan[str]:
-    """Read the object after its opening brace. If the closing brace is missing, return what follows instead.
+    """Read the object after its opening brace. Return "".
+
+    If the closing brace is missing, return the character that follows in its place.
 
     `needs_arguments`: an object with only a name is not a call.
     """

@@ -1,7 +1,7 @@
 """Read JSON character by character, strictly.
 
-Also reject JSON that a later request could not contain: half of a surrogate pair, a number outside the range
-of a double, and nesting deeper than `message.DEPTH_MAX`.
+The scanners also reject JSON that a later request could not contain: half of a surrogate pair, a number
+outside the range of a double, and nesting deeper than `message.DEPTH_MAX`.
 """
 
 from __future__ import annotations

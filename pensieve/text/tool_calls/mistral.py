@@ -3,7 +3,8 @@
     [TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": …}]
     [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]get_time[ARGS]{}
 
-`[CALL_ID]` and an id may precede `[ARGS]`. The marks are usually control tokens, which have no text.
+`[CALL_ID]` and an id may precede `[ARGS]`. The marks are usually special tokens, which have no text. The
+scanner then sees a call such as `get_weather{"city": "Paris"}`, or the list alone.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ def test_what_clients_have_not_read_is_limited(tmp_path: Path) -> None:
         assert door.ask("GET", "/version", headers=headers).status == 200
         answer = door.ask("GET", "/v1/models", headers=headers)
         assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
-        assert "bytes to read first" in answer.error["message"]
+        assert "unread bytes; read them first" in answer.error["message"]
 
         async def unread() -> int:
             return door.rig.daemon.allowance("red").num_unread_bytes

@@ -184,7 +184,7 @@ def test_a_text_that_cannot_be_read_costs_its_replica_alone(
     monkeypatch.setattr(world.rigs["b"].server.admin, "_metrics", broken)
     found = with_fleet(world.alive, Fleet.metrics)
     assert [answer.value is not None for answer in found] == [True, False, True]
-    assert "its metrics cannot be read: line " in found[1].reason
+    assert "the replica's metrics cannot be read: line " in found[1].reason
     text = exposition.merged((answer.replica, answer.value) for answer in found)
     assert 'pensieve_replica_up{replica="b"} 0' in text
     assert 'pensieve_engine_up{replica="c"' in text

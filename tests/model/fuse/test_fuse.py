@@ -119,7 +119,7 @@ IN_TORCH = {
     "its sizes do not fit the form": config(
         "OPTConfig", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=False
     ),
-    "the kernels compute another answer from its weights": config("CohereConfig"),
+    "the kernels' output differs from the layer's output": config("CohereConfig"),
 }
 
 
