@@ -60,7 +60,12 @@ class IsolationTimes(NamedTuple):
 
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="scripts/measure isolation", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="without and with it (default: 3)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="rounds, each with a half without and a half with a noisy tenant (default: 3)",
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="per half round (default: 15)")
     arguments = parser.parse_args(given)
     alone, beside, noise = compared(arguments.rounds, arguments.seconds)
