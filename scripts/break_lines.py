@@ -393,8 +393,8 @@ class Copy:
     def _ran(self, command: list[str], report: Path, limit_seconds: float) -> tuple[str, bool]:
         """Run a command; return its output, and whether it ended in time.
 
-        The command is killed together with its child processes, EXIT_SECONDS after its report appears at the
-        latest.
+        Kills the command and its child processes after `limit_seconds`, or EXIT_SECONDS after the report
+        appears, whichever is earlier.
         """
         written = self.root / "output"
         with written.open("w") as output:

@@ -3,9 +3,9 @@
 // Panels have the same layout as for other instruction sets. Everything except products and attention uses AVX-512 with
 // BF16, which each processor with AMX has.
 //
-// With few rows, memory bandwidth limits a product. With many rows, the bandwidth of the second-level cache limits it: a
-// panel and the rows are read from that cache once for each 32 rows (4 KiB for 64 clock cycles of arithmetic). Rows that
-// do not fit into that cache are multiplied in blocks.
+// With few rows, memory bandwidth limits a product. With many rows, the bandwidth of the second-level cache limits it:
+// for each 32 rows, the panel and these rows are read once from that cache. One step (tile_sums.h) reads 4 KiB and
+// computes for 64 clock cycles. Rows that do not fit into that cache are multiplied in blocks.
 //
 // Attention, blocks and products of bytes were developed without an AMX processor (tests/kernels/tiles). So AMX is used
 // only if its products and its attention agree with the AVX-512 kernels (amx_works).
@@ -85,10 +85,11 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
                   from == first ? ahead : nullptr, sums);
 }
 
-// A block is multiplied stretch by stretch: one stretch of inputs by all panels, then the next stretch. A second-level
-// cache of 2 MiB, even if two threads share it, holds a stretch of the rows (256 KiB), of a panel and the next panel
-// (32 KiB each), and the sums (256 KiB). So rows are read from memory once per 8 panels, and weights once per 256 rows.
-// Storing and loading the sums of a stretch costs 0.5 KiB per step, which reads 4 KiB.
+// A block has up to 256 rows (kBlockRows) and 8 panels (kBlockPanels). It is multiplied stretch by stretch: one stretch
+// of inputs by all panels, then the next stretch. A second-level cache of 2 MiB, even if two threads share it, holds a
+// stretch of the rows (256 KiB), of a panel and the next panel (32 KiB each), and the sums (256 KiB). So rows are read
+// from memory once per 8 panels, and weights once per 256 rows. A step reads 4 KiB of inputs and weights. Storing and
+// loading the sums of a stretch adds 0.5 KiB per step.
 template <typename Element, typename Input>
 void multiply_block(const Product& product, int32_t panel, int32_t end_panel, int32_t first,
                     int32_t end, const char* ahead) {
@@ -180,7 +181,8 @@ bool products_agree() {
 }
 
 // Whether attention with and without tiles is equal up to the rounding of weights, for each number of tiles. The test
-// has six scattered pages: a block of one, a block of four, and a partly written page. Unwritten slots hold NaN.
+// has six scattered pages. Attention processes the first page alone, then four pages together, then the last page,
+// which is partly written. Unwritten slots hold NaN.
 bool attention_agrees() {
   constexpr int kPages = 6, kMost = 64, kHead = 96, kWritten = 5 * kSlots + 7, kTile = kSlots * kHead;
   static uint16_t arena[kPages][2][kTile], query[kMost * kHead];

@@ -35,8 +35,10 @@ constexpr bool kPairs = !BFLOAT16_DOT && std::is_same_v<Input, uint16_t>;
 template <typename Input>
 constexpr bool kWidened = kPairs<Input> || is_half<Input>;
 
-// A step's weights for a vector of outputs, in the panel's type. For rows of bfloat16 that are passed as floats, a
-// specialisation holds the first and the second weight of each pair as floats instead.
+// The weights of one step for a vector of outputs. A step multiplies the next four bytes of a row: one float, two
+// bfloat16 or four uint8. The weights stay as they are in the panel, but weights of Half become floats. If rows of
+// bfloat16 are passed as floats, the specialisation below unpacks each pair of weights to two vectors of floats, and a
+// step multiplies two floats of a row.
 template <typename Input>
 struct Weights {
   Words words;

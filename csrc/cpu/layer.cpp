@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kRowsOfDecodes = 64;    // up to this number of rows, reading weights is the limit, so blocks do not help
 constexpr int kRowBytes = 512 << 10;  // up to this size, all rows together stay in the cache from panel to panel
-constexpr int kPiecesOfThread = 4;    // minimum blocks per thread, so that the last block is short
+constexpr int kPiecesOfThread = 4;    // minimum blocks per thread: blocks are small, so the wait for the last is short
 
 struct Worker {
   const Dense& dense;
@@ -121,7 +121,7 @@ struct Layer {
   AttentionKind kind;
   const Linear* then;  // the product that is computed after this layer; null: not known
   const Experts* experts;  // replace mlp_in and mlp_out; null: no experts
-  int32_t parallel;  // the MLP runs in parallel with the attention: mlp_before is a norm of the layer's own residual
+  int32_t parallel;  // 1: the MLP reads the layer's input (through mlp_before), not the sum after the attention
 };
 
 // Scratch memory for all rows of a call.

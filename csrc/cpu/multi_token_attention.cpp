@@ -205,8 +205,11 @@ bool within(const Call& call, int64_t num_pages) {
   return true;
 }
 
-// Returns how many of a slice group's pages a pack processes: whole parts, and the first pages of the next part. These
-// first pages end where an instruction set that processes blocks of pages (amx_attend.h) begins a new block.
+// Returns how many of a slice group's pages a pack processes: whole parts, and the first pages of the next part.
+//
+// AMX processes the first page of a part alone, and then blocks of kBlockPages pages (amx_attend.h). So a pack takes
+// one page plus a multiple of kBlockPages of the next part: the slice's own item then continues at the beginning of a
+// block. If this is only one page, the pack takes nothing of the next part.
 int pages_of_pack(int num_pages) {
   const int whole = num_pages / kPagesMax * kPagesMax, rest = num_pages - whole;
   return whole + (rest <= kBlockPages ? 0 : 1 + (rest - 1) / kBlockPages * kBlockPages);

@@ -1,5 +1,5 @@
-// The kernels for ARM with BF16 and I8MM (Neoverse V1 and N2, Apple M2 and later): two products of bfloat16,
-// or four of bytes, in one instruction for each of four floats. Compiled with +bf16+i8mm.
+// The kernels for ARM with BF16 and I8MM (Neoverse V1 and N2, Apple M2 and later). One instruction adds two products of
+// bfloat16, or four products of bytes, to each of the four elements of a vector. Compiled with +bf16+i8mm.
 #define LANES 4
 #define BFLOAT16_DOT 1
 #include <cmath>

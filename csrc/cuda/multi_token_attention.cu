@@ -442,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     multi_token_attention(const Element* query,      // (tokens, heads, head_size), rows query_stride apart
                           const Stored* key_pages,   // (pages, kv_heads, 32, head_size), page_stride apart
                           const Stored* value_pages,
-                          const float* kv_scales,    // (2, kv_heads); read only where Stored is bytes
+                          const float* kv_scales,    // (2, kv_heads); used only if Stored is a byte type
                           const int* page_table,     // (turns, pages_max)
                           const int* slice_offsets,  // (slices + 1)
                           const int* slice_turns,    // (slices)

@@ -32,7 +32,8 @@ struct Rows {
   const WorkItem& item;
   int head;
 
-  // Returns how many positions the row sees.  A pack's rows see all positions of the item, because they come later.
+  // Returns how many positions the row sees.  The rows of a pack come after all positions of the item, so they see all
+  // of them.
   __device__ __forceinline__ int limit(int row) const {
     if (row >= item.num_rows) return item.key_end;
     const int position = arguments.slice_starts[item.slice] + (item.row_begin + row) / arguments.group;

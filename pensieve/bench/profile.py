@@ -3,8 +3,8 @@
 The executor is built as in `pensieve serve`, with tiers of the same size, and runs synthetic
 iterations (profile_points.py, profile_driver.py). The results are
 
-    the cost of iterations    fitted to the designed iterations (sim/fit_points.py); its error is measured on
-                              random iterations that were held out of the fit
+    the cost of iterations    fitted (sim/fit_points.py) to iterations of chosen shapes (profile_points.py);
+                              its error is measured on random iterations that were held out of the fit
     the cost of chunks        time to recompute one chunk after contexts of 2^n tokens (core/cost.py)
     the link                  pages per second between the tiers, in each direction and in both together
 
@@ -44,7 +44,8 @@ from pensieve.sim.fit_points import chunk_profile, errors_of, fit_points
 
 SECONDS, QUICK_SECONDS = 150.0, 20.0  # time for the iterations
 TURNS_MAX = 64  # turns that generate in one iteration
-# The iteration whose time is multiplied for the objectives (Sarathi-Serve).
+# Sarathi-Serve's objectives for the time between tokens are STRICT and RELAXED times the time of an iteration
+# with BASE_TURNS decoding turns, whose contexts have BASE_CONTEXT tokens.
 BASE_TURNS, BASE_CONTEXT = 32, 4096
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
@@ -266,7 +267,8 @@ def _print(
 
 def plot(profile: Profile, path: Path, facts: Sequence[str]) -> None:
     """Draw the errors on held-out iterations, and the cost of recomputing chunks."""
-    sheet = Sheet("What iterations cost on this machine", [*facts, "lower quartiles"], 4.0)
+    quartiles = "each time is the lower quartile of its repetitions"
+    sheet = Sheet("What iterations cost on this machine", [*facts, quartiles], 4.0)
     unseen = [each for each in profile.points if each.point.held_out]
     panel = sheet.panel(
         "held-out iterations",

@@ -71,7 +71,9 @@ class ChatSampling:
     def _check(self, name: str) -> None:
         if name not in SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, 1)
-            meant = f"Did you mean {near[0]}?" if near else f"It knows {', '.join(SETTINGS)}"
+            meant = (
+                f"Did you mean {near[0]}?" if near else f"The settings are {', '.join(SETTINGS)}"
+            )
             raise InvalidArgument("/set", f"unknown setting {name!r}. {meant}")
 
     @property

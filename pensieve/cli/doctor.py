@@ -157,7 +157,8 @@ def _gpu_kernels() -> str:
             and nvrtc.compiler_version().split(".")[0] != str(torch.version.cuda).split(".")[0]
         )
         if wrong_cuda:
-            return f"{found}; missing: CuPy is for another CUDA than torch ({torch.version.cuda})"
+            wanted = f"a CuPy for torch's CUDA {torch.version.cuda}"
+            return f"{found}; missing: {wanted} (the installed CuPy is for another version)"
         return f"{found}, kept in {nvrtc.cache_folder()}"
     except DeviceError as error:
         text = " ".join(str(error).split())

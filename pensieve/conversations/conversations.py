@@ -77,7 +77,9 @@ from pensieve.store import records
 from pensieve.store.declared_prefixes import stored_id
 
 log = logging.getLogger("pensieve")
-LOOKUPS_MAX = 16  # of refused requests at once, for each tenant
+# If admission refuses a request, the store is asked whether the request is a retry. This is the maximum
+# number of such lookups at once, for each tenant.
+LOOKUPS_MAX = 16
 DRAFTS_MAX = 3  # of a request whose turn is `running` in the store but not live
 
 
@@ -138,7 +140,8 @@ class Conversations:
             )
             if not isinstance(found, OutdatedTokens):
                 return found
-            await self.tokenizing.renew(found)  # its declared prefix
+            # The stored tokens of the new conversation's declared prefix are outdated.
+            await self.tokenizing.renew(found)
 
     async def fork(
         self,

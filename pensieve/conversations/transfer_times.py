@@ -5,7 +5,8 @@ The last part of the KV is fetched first, because it costs most to recompute. A 
     seconds to compute the part, given the tokens before it  >  bytes of the part / speed of the link
 
 A transfer is worth beginning if its parts together save more time than the latency of the link. The seconds
-to compute are the engine's prediction, times the pace of recent prompts (admission.py).
+to compute are the engine's prediction, times the ratio of measured to predicted time of recent prompts (the
+pace, see admission.py).
 
 The speed of a link is a moving average over the transfers from its address; the latest transfer counts a
 quarter. If there was no transfer in the last KNOWN_SECONDS, the link counts as unknown, and LATENCY_SECONDS

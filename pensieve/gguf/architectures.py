@@ -3,7 +3,7 @@
 llama.cpp's converter does not change a model's weights, with two exceptions:
 
 * For `llama`, it reorders the rows of the query and key projections. llama.cpp applies the rotary embedding
-  to adjacent elements, transformers to elements i and i + half. `weights` restores the order.
+  to adjacent elements, transformers to elements i and i + half. weights.py restores the order.
 * It replaces the four parameters of Llama 3's rotary scaling by one factor per frequency (`rope_freqs`).
   Three of these parameters are the same in every Llama 3, and the fourth is the largest factor. If the four
   parameters do not give the factors in the file, the file is refused.

@@ -125,7 +125,8 @@ class JobLists:
     async def all(self, tenant: str | None, given: Given) -> list[JobView]:
         """Return the jobs of a tenant, or of all tenants. Jobs of daemons that do not answer are left out.
 
-        `number` is the creation time in microseconds, so that jobs of different daemons can be compared.
+        The field `number` of each returned job is its creation time in microseconds, so that jobs of
+        different daemons can be put in order.
         """
         query = ALL_TENANTS if tenant is None else ""
         asked = [self._of(address, query, given) for address in await self._homes.others()]

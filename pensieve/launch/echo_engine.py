@@ -42,7 +42,7 @@ WORDS_PER_REPLY = 24  # on average, unless max_tokens ends the reply earlier
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    """Return the digest of a sequence: a first part with the digest `state`, and then `tokens`."""
+    """Return the digest of a sequence that ends with `tokens`. `state` is the digest of the tokens before."""
     return zlib.crc32(tokens.tobytes(), state)
 
 

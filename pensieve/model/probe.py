@@ -235,7 +235,10 @@ class _ObservingPass:
 
 
 def _declared(module: Any) -> str:
-    """Return what the model itself declares about layers that KV pages cannot hold, or an empty string."""
+    """Return what the model declares about layers that do not fit KV pages, or an empty string.
+
+    Such layers keep a recurrent state beside KV, or their queries see only chosen keys.
+    """
     config = module.config.get_text_config()
     if getattr(module, "_is_stateful", False):
         return "it keeps a recurrent state beside KV (state-space layers or linear attention): "
@@ -477,8 +480,8 @@ def _check_far_positions(flat: FlatModel, prompt: list[int], context_max: int) -
         flat.counts_from_cache = True
         if (layer := differing()) is not None:
             raise UnsupportedModel(
-                f"at position {first}, layer {layer} gives another result in a batch than after a cache "
-                "of that length"
+                f"at position {first}, the attention of layer {layer} gets other inputs in Pensieve's "
+                f"batched forward than in the model's own forward after a cache of {first} tokens"
             )
 
 
@@ -542,7 +545,7 @@ def _paged(
 
 
 def _pieces(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
-    """Return iterations of (prompt, start, stop): odd cuts, then single tokens."""
+    """Return iterations of (prompt, start, stop): uneven pieces, then single tokens."""
     first, second = lengths
     cuts = [0, min(5, first), min(13, first), max(first - 2, 0), max(first - 1, 0), first]
     other = [0, min(7, second), min(8, second), max(second - 1, 0), second, second]

@@ -1,11 +1,13 @@
 """Fit the costs of computing, as points (core/cost.py), to the measured iterations of a profile.
 
 The unknowns are the seconds at each point, and the seconds of attention per key and per pair. The time of an
-iteration is linear in them: the seconds of a count between two points are interpolated. The fit minimises the
-squares of relative errors with nonnegative unknowns; outliers count less (Huber).
+iteration is linear in them: for a number of tokens or decodes between two points, the seconds are
+interpolated. The fit minimises the squares of relative errors with nonnegative unknowns; outliers count less
+(Huber).
 
-The points are at powers of two. The dense points begin at two tokens. A slice of one token is a decode, whose
-dense cost need not be separated from its other costs.
+There are points for the dense part, by number of tokens, and points for decodes, by number of decodes. Both
+are at powers of two. The dense points begin at two tokens. A slice of one token is a decode, whose dense cost
+need not be separated from its other costs.
 """
 
 from __future__ import annotations
@@ -24,8 +26,11 @@ ROUNDS = 6
 OUTSIDE = 0.05  # relative error above which an observation counts less
 
 
-def fit_points(rows: Sequence[Observation], about: CostModel) -> CostModel:
-    """Return `about` with the costs of computing that fit these rows. Raises ValueError for too few rows."""
+def fit_points(rows: Sequence[Observation], model: CostModel) -> CostModel:
+    """Return a copy of `model` whose costs of computing fit these rows.
+
+    Raises ValueError for too few rows.
+    """
     tokens = _counts(max(row.tokens for row in rows), 2)
     decodes = [0, *_counts(max(row.decodes for row in rows), 1)]
     if len(tokens) < 2 or len(decodes) < 2:
@@ -57,7 +62,7 @@ def fit_points(rows: Sequence[Observation], about: CostModel) -> CostModel:
     some, some_seconds = dense[max(len(dense) - 3, 0)]  # a quarter of the most
     slope = (most_seconds - some_seconds) / (most - some)
     return replace(
-        about,
+        model,
         dense_seconds_per_token=slope if slope > 0 else most_seconds / most,
         dense_seconds_min=dense[0][1],
         attention_seconds_per_key=found[-2],
@@ -114,13 +119,15 @@ def errors_of(cost: CostModel, held_out: Sequence[tuple[str, Observation]]) -> t
 def chunk_profile(
     measured: Mapping[int, float], cost: CostModel, chunk_tokens: int
 ) -> CostProfile | None:
-    """Return the cost of recomputing a chunk, from chunks that ran alone after several contexts.
+    """Return the cost of recomputing a chunk.
 
-    The time of the attention is the measured time minus a base. The base is the time after the shortest
-    context, without the attention that `cost` predicts there. Attention never takes less time after a longer
-    context, so neighbours that were measured in the wrong order both get their mean. The dense part is taken
-    from `cost`, for a full batch, because gaps are recomputed in full batches. Return None if there are too
-    few measurements.
+    `measured` has the seconds of a chunk that ran alone, by the length of the context before it. The time of
+    the attention is the measured time minus a base. The base is the time after the shortest context, without
+    the attention that `cost` predicts there. Attention never takes less time after a longer context. So if a
+    longer context was measured as faster than the next shorter one, both get the mean of the two times. The
+    dense part is taken from `cost`, for a full batch, because gaps are recomputed in full batches.
+
+    Return None if there are too few measurements.
     """
     if len(measured) < 2:
         return None

@@ -286,10 +286,10 @@ class WriteFigures:
 
 
 class ServerSession:
-    """A connection to a database server, which several connections may write to concurrently.
+    """A connection to a database server. Several connections may write at the same time.
 
-    It reserves row numbers. It has its own row for the byte counter of each tenant, so connections do not
-    conflict.
+    So that connections do not conflict, each one reserves row numbers, and has its own row for each tenant's
+    byte counter.
     """
 
     def take_number(self, table: str) -> int:

@@ -6,8 +6,9 @@ conversation, or earlier.
     revision         the conversation's revision after the response's turn; a client continues from there.
                      It is set in the commit that adds the turn to the history, and NULL before.
     is_ours          the conversation was created only to hold responses; no client asked for it
-    last_revision    the highest revision of this response and of the deleted responses of the conversation.
-                     For a turn that is not in the history, the revision before the turn counts.
+    last_revision    the highest revision that the turns of responses are known to have reached: the maximum
+                     of this response's `revision` and of those of the conversation's deleted responses. For
+                     a response whose turn is not in the history, the revision before the turn counts.
 
 If `is_ours` is set and the last response of the conversation is deleted, the conversation must be deleted,
 too. The conversation is kept if it was continued in another way: a turn is running, or its revision is
@@ -117,7 +118,8 @@ class ResponseStore:
 def put_response(conn: Connection, number: int, response: StoredResponse) -> None:
     """Insert or replace a response of the conversation with this row number.
 
-    If the turn of the stored response is in the history, a late update from the running turn is ignored.
+    If the turn is already in the history, a response without a revision is ignored. It was written while the
+    turn was running, and arrives late.
     """
     tenant = response.tenant
     last_revision = response.revision or response.began_at_revision

@@ -6,10 +6,10 @@
                  UTF-8)
 
 A reply stops at an end-of-turn token (unless the client ignores these tokens), at a stop token, at a stop
-string, or when it only repeats itself. Stop strings and repetition count from `min_tokens` on. An end-of-turn
-token or stop token is in the log, but not in the text. If a stop string ends the reply, the log ends with the
-token that completed the string, and the text ends before the string. The scheduler decides when a reply has
-its maximum length, and marks its last token (`is_last`).
+string, or when it only repeats itself. Stop strings and repetition have no effect until the reply has
+`min_tokens` tokens. An end-of-turn token or stop token is in the log, but not in the text. If a stop string
+ends the reply, the log ends with the token that completed the string, and the text ends before the string.
+The scheduler decides when a reply has its maximum length, and marks its last token (`is_last`).
 
 Withheld text is released at the end of the reply: incomplete UTF-8 as U+FFFD, the start of a stop string
 unchanged.

@@ -5,17 +5,22 @@
                  compute-sanitizer                                 continue; wrong narrow kernel: stop
     2      3     attention, decode, prefill, hidden, exactness on  whether figures mean anything
                  small shapes
-    3      6     device, kernels, decode, prefill, swap            merge in the kernel, ping-pong
-    4      6     iterations at 1 to 128 rows, with and without     sampler, arguments kept per layer,
-                 graphs; sampler; hidden (history in a tier)       graphs of pieces, earlier swap-ins
-    5      9     attention against torch; exactness under          the path for at most 32 rows
-                 pressure
+    3      6     device, kernels, decode, prefill, swap            whether to improve decode's merge inside
+                                                                   the kernel, or how warpgroups alternate
+                                                                   in prefill (ping-pong)
+    4      6     iterations at 1 to 128 rows, with and without     what to improve next: the sampler, the
+                 graphs; sampler; hidden                           launches of layers, or the swap-ins
+    5      9     attention against torch; exactness under          whether to tune attention for at most 32
+                 pressure                                          rows
     6      9     load: conversations at 8, 16, 32 a second         throughput at equal latency
+
+Section `hidden` measures whether the swap-in of a history is hidden behind the computation. Section
+`exactness` checks replies under memory pressure.
 
 Each section runs in its own process with a time limit, so a section that hangs or breaks the device affects
 only itself. Wrong results are not timed. One folder holds everything: `figures.jsonl` with the figures so
-far, `log.txt` with the output, and `decisions.txt`. A stage is skipped if less than half of its minutes are
-left of `--minutes`. `--prepare` compiles everything the run needs, without a GPU, so that a
+far, `log.txt` with the output, and `decisions.txt`. A stage is skipped if the time left of `--minutes` is
+less than half of the stage's minutes. `--prepare` compiles everything the run needs, without a GPU, so that a
 machine with a GPU compiles nothing.
 """
 
@@ -127,7 +132,8 @@ class Run:
                 self._choices.append(means.choices)
                 again = [step for step in stage.steps if step.section == "kernels"]
                 means = self._decide(stage.number, again)
-            if means.stop or means.choices:  # choices: still wrong after it was switched off
+            # Choices here: a kernel is still wrong although it was already switched off.
+            if means.stop or means.choices:
                 return
         if not examined:
             self.failed.append("all")

@@ -49,7 +49,7 @@ STAGES = (
     Stage(
         2,
         3,
-        "Do whole paths work?",
+        "Do the kernels work together, from attention to whole replies?",
         (
             Step("attention", 60, small=True, choices=GUARDED),
             Step("decode", 45, small=True, choices=GUARDED),
@@ -107,7 +107,8 @@ KERNELS = {
     "wide": "Hopper's kernel is wrong: it is switched off (hopper=0), and the run continues",
     "write": "the kernel that writes keys and values is wrong: stop and fix it",
     "copy": "the kernel that copies pages is wrong: stop and fix it",
-    "draw": "the search that draws tokens is wrong: it is switched off (radix=0), and the run continues",
+    "draw": "the kernel that draws tokens (a radix search) is wrong: it is switched off (radix=0), and the "
+    "run continues",
     "fused": "the kernels between a layer's products are wrong: stop and fix them",
     "fp8": "the kernels for KV in fp8 are wrong: do not use --kv-dtype fp8 before a fix; the run continues",
 }
@@ -190,7 +191,7 @@ def decisions(number: int, found: Sequence[Figures], wanted: Sequence[str]) -> l
                 sentences.append("the kernels were not all checked: stop here")
         case 2:
             sentences.append(
-                "whole paths agree: figures are meaningful"
+                "attention, decode, prefill and replies are right: the following figures are meaningful"
                 if whole
                 else "figures are meaningless until everything was examined and is right"
             )
@@ -248,8 +249,8 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
     for each in section_figures(found, "decode", "fp8_speed"):
         if each["fp8_speed"] < 1.5:
             sentences.append(
-                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 x that its bytes allow: check "
-                f"whether unpacking is the limit ({each['line']})"
+                f"with KV in fp8, decode is {each['fp8_speed']:.2f} x as fast, but half the bytes would "
+                f"allow 2 x: check whether unpacking is the limit ({each['line']})"
             )
     return sentences
 
@@ -266,12 +267,13 @@ def _of_iterations(found: Sequence[Figures]) -> list[str]:
             continue
         if each["host_seconds"] > each["seconds"] - each["host_seconds"]:
             sentences.append(
-                f"{each['kind']} at {each['rows']} rows: the host takes most of an iteration: reduce "
-                "launches between the pieces"
+                f"{each['kind']} at {each['rows']} rows: launching takes the host most of an iteration: "
+                "reduce the launches between the captured pieces (piecewise_graphs.py)"
             )
     for each in section_figures(found, "hidden", "ratio"):
         if each["ratio"] > 1.05:
             sentences.append(
-                f"a history from the host costs {each['ratio']:.2f} x: find out what waits for the copy"
+                f"a turn whose KV is copied from the host tier takes {each['ratio']:.2f} x as long as a turn "
+                "with its KV on the device: find out what waits for the copy"
             )
     return sentences

@@ -2,7 +2,7 @@
 
 planning    time of a scheduling decision
 service     tokens that the service delivers, and its CPU time per turn, without a model
-isolation   effect of a noisy tenant on another tenant (noisy_tenant)
+isolation   effect of a noisy tenant on another tenant (noisy_tenant.py)
 swap        time to the first token of a turn whose history is not on the device
 shared_pages  time of attention over pages that several slices share
 loops       number of replies that loop in 200 conversations, by sampling values and API
@@ -12,7 +12,7 @@ files_entered  files of pensieve/ with functions that run during a plain turn
 
 Simulations of a machine from machine_options:
 
-machines    number of machines for a load, and their host memory (replica: one of them)
-servers     single requests, compared with the schedules of vLLM, Orca and FastServe (schedules)
+machines    number of machines for a load, and their host memory (replica.py simulates one machine)
+servers     single requests, compared with the schedules of vLLM, Orca and FastServe (schedules.py)
 batch_simulation    a batch that shares prefixes
 """

@@ -64,7 +64,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "--rounds",
         type=int,
         default=3,
-        help="number of rounds; each has a half without and a half with noise (default: 3)",
+        help="rounds, each with a half without and a half with a noisy tenant (default: 3)",
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="per half round (default: 15)")
     arguments = parser.parse_args(given)

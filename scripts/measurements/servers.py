@@ -1,9 +1,9 @@
 """Simulate one load through the daemon's own engine, and through the schedules of other servers.
 
 The load is single requests that arrive at random (the first rounds of conversations), as in the evaluation of
-FluidInfer. The figures are also the same. The normalized latency is the mean over requests of the time from
-arrival to end, divided by the tokens of the reply. The latency bound is the longest time between two tokens
-of one reply. All requests are served to their end and counted.
+the paper FluidInfer (docs/performance.md). The same quantities are measured. The normalized latency is the
+mean over requests of the time from arrival to end, divided by the tokens of the reply. The latency bound is
+the longest time between two tokens of one reply. All requests are served to their end and counted.
 
     resident    the daemon's own scheduler, with all running turns on the device
     streamed    the same, but turns that do not fit on the device are streamed (core/streaming.py)
@@ -227,10 +227,10 @@ def tables(rows: dict[tuple[str, float], list[Figures]], limit: float) -> Iterat
     for index, title in enumerate(
         ("normalized latency, ms/token", "latency bound, ms", "tokens/s")
     ):
-        yield f"{title:<30}" + "".join(f"{system:>24}" for system in systems)
+        yield f"{title:<40}" + "".join(f"{system:>24}" for system in systems)
         for rate in rates:
             cells = (spread([each[index] for each in rows[system, rate]]) for system in systems)
-            yield f"{rate:>30g}" + "".join(f"{cell:>24}" for cell in cells)
+            yield f"{rate:>40g}" + "".join(f"{cell:>24}" for cell in cells)
     carried = (
         spread(
             [
@@ -240,7 +240,7 @@ def tables(rows: dict[tuple[str, float], list[Figures]], limit: float) -> Iterat
         )
         for system in systems
     )
-    yield f"carried within {limit:.3g} ms/token".ljust(30) + "".join(
+    yield f"highest requests/s within {limit:.3g} ms/token".ljust(40) + "".join(
         f"{cell:>24}" for cell in carried
     )
 

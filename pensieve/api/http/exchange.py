@@ -24,7 +24,9 @@ from pensieve.errors import InvalidArgument
 from pensieve.guard.guard import GuardedCall
 
 BODY_BYTES_MAX = 8 << 20
-SHORT_BODY_BYTES = 64 << 10  # bodies up to this size do not count towards RECEIVING_MAX
+# Bodies up to this size do not count towards the limit of bodies received at once (RECEIVING_MAX in
+# guard/request_bodies.py).
+SHORT_BODY_BYTES = 64 << 10
 KEEP_ALIVE_SECONDS = 15.0
 QUERY_FIELDS_MAX = 64
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -56,7 +58,8 @@ class Exchange:
         self._body = bytearray()  # the received part of the body
         self._has_body = False  # the whole body was received
         self.received: bytes | None = None  # the whole body, if the request may be forwarded
-        self.was_read_elsewhere = False  # the handler has read pieces of the body
+        # The handler has read chunks of the body. They are not kept, so the request cannot be forwarded.
+        self.was_read_in_chunks = False
         self.retry_key = ""  # identifies the request if two daemons may execute it
         self.call: GuardedCall | None = None  # None once an error is being sent
         self._receive, self._send = receive, send
@@ -108,7 +111,7 @@ class Exchange:
         """Return the next piece of a body, whose length is not limited. None after the last piece."""
         if self._has_body:
             return None
-        self.was_read_elsewhere = True
+        self.was_read_in_chunks = True
         return await self._next_chunk()
 
     async def _next_chunk(self) -> bytes:

@@ -175,7 +175,7 @@ class Endpoint:
         self, exchange: Exchange, by: Caller, owner: OwnedElsewhere
     ) -> Mapping[str, Any] | None:
         """Let the owner answer. If this daemon has become the owner, answer here."""
-        if self._forward is None or exchange.begun or exchange.was_read_elsewhere:
+        if self._forward is None or exchange.begun or exchange.was_read_in_chunks:
             raise owner
         await self._front.body(exchange)  # read the body, if the handler has not
         kept = {name: value for name, value in exchange.out.items() if _is_kept_header(name)}

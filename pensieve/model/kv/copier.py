@@ -189,7 +189,7 @@ class CpuCopier(Copier):
             self._advance(job)
 
     def _next_job(self) -> _Job | None:
-        """Return the job whose next layer to move now; None when closing."""
+        """Return the job whose next layer is to be moved now; None when closing."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or bool(self._swap_ins) or bool(self._swap_outs)
@@ -318,8 +318,9 @@ class CudaCopier(Copier):
       has seen the event after its last layer.
     * A job keeps its tensors of page numbers, which may be on the device, until its copies are reported.
 
-    One lock guards all state that threads share.  The worker holds it while launching a unit, so `submit`
-    either sees the unit or prevents it.
+    One lock guards all state that threads share.  The worker holds it while it launches a unit.  If `submit`
+    comes later, it sees the unit (`_unit`), and its swap-ins wait for the unit.  If `submit` comes earlier,
+    the worker sees the swap-ins and launches no unit.
     """
 
     def __init__(self, memory: KVMemory, streams: Streams | None = None) -> None:

@@ -30,8 +30,9 @@ Why no page is read or written wrongly:
 * A slot of an arena that was neither loaded nor written may hold anything.  No slice attends to such a slot.
   The core guarantees that the loaded slots and the group's own writes cover the contexts of all slices of the
   group.  Slots after a slice's position affect no result.
-* Store n copies leading slots, including loaded slots.  It overwrites them with their own values: a page that
-  a group stores is in no other group, so nothing else writes it in this iteration.
+* Store n copies the first slots of each stored page, including slots that were only loaded.  On the host,
+  loaded slots are overwritten with the same values: a page that a group stores is in no other group, so
+  nothing else writes it in this iteration.
 * A group loads what earlier iterations have left on the host in that layer.  Stores of earlier passes come
   before the load, because all copies are ordered.  A swap-out into such a page was reported before the group
   was planned.

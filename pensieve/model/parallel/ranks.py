@@ -86,7 +86,8 @@ class Rank(ABC):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if address:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-        self._keys_of_group = self.store()  # torch itself keeps only the C++ part alive
+        # torch keeps only the C++ part of the store. Without this reference, the Python part would be freed.
+        self._keys_of_group = self.store()
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=self._keys_of_group,

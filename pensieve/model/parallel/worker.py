@@ -112,7 +112,8 @@ class WorkerRank(Rank):
         super().__init__(index, num_ranks, num_stages)
         self._pipe = pipe
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self._values: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # answers to key requests
+        # Rank 0's answers to the requests of RankStore (see `_ask`).
+        self._values: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._asking = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
