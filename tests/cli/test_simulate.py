@@ -93,7 +93,7 @@ def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -
         ("--devices 0", "1 or more"),
         ("--prompt-seconds -1", "at least 0"),
         ("--tbt -1", "at least 0"),
-        ("--hardware instant --phases separate", "takes none"),
+        ("--hardware instant --phases separate", "all times are 0"),
         ("--count-from 700", "nothing is counted"),
         ("--until 3 --count-from 5", "nothing is counted"),
     ],

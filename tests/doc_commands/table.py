@@ -29,7 +29,7 @@ ROWS = (
     Row("pensieve admin explain trip-42", (r"device",), ("shared",)),
     Row("pensieve chat --prefix rules", needs=("shared",), stdin=TALK),
     Row("pensieve admin prefixes", (r"rules",), ("shared",)),
-    Row("pensieve admin prefixes --delete rules", (r"is deleted",), ("shared",)),
+    Row("pensieve admin prefixes --delete rules", (r"deleted prefix",), ("shared",)),
     Row(DAEMONS["guarded"], starts="guarded"),
     Row(
         "pensieve admin explain trip-42 --tenant acme", (r"device",), ("guarded",), beside="guarded"
