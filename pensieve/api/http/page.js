@@ -382,6 +382,7 @@ async function say(request) {
     running = null;
     if (current === id) await finish(id, boxes);
     else await refresh(id);
+    if (isFresh && current === id) scrollToRow();
   } catch (error) {
     const title = titleOf(id);
     if (isFresh && error instanceof Failed) await removeEmpty(id).catch(() => {});
@@ -685,7 +686,7 @@ async function describe() {
   ({ server } = await call("GetServerInfo", {}));
   const context = number(server.context_max_tokens), size = context ? ` · context of ${counted(context)}` : "";
   $("server").replaceChildren(server.model, make("span", "more", `${size}${server.device ? ` · ${server.device}` : ""}`));
-  $("text").placeholder = `Message ${server.model}`;
+  $("text").placeholder = server.model === BUILTIN ? "Message the built-in model" : `Message ${server.model}`;
   if (!current && !running) drawLog();
 }
 

@@ -72,6 +72,36 @@ function blocksOf(text) {
   return blocks;
 }
 
+// Comments, strings, numbers and common keywords of code get a colour, if the language is known.
+const REMARKS = {
+  "#[^\\n]*": "bash docker dockerfile ini make makefile perl py python python3 r rb ruby sh shell toml yaml yml zsh",
+  "//[^\\n]*|/\\*[^]*?(?:\\*/|$)": "c c# c++ cpp cs css dart go golang h java javascript js json jsonc jsx kotlin kt php rs rust "
+    + "scala swift ts tsx typescript",
+  "--[^\\n]*": "haskell hs lua sql",
+};
+const WORDS = "and|as|async|await|bool|boolean|break|case|catch|char|class|const|continue|def|default|del|do|done|double|elif|else|"
+  + "end|enum|except|export|extends|fi|finally|float|fn|for|foreach|from|func|function|global|if|impl|import|in|int|interface|is|"
+  + "lambda|let|local|long|match|mod|mut|new|not|null|None|of|or|package|pass|private|protected|pub|public|raise|return|self|"
+  + "static|string|struct|super|switch|then|this|throw|trait|True|False|true|false|try|type|undefined|unless|use|using|var|void|"
+  + "when|where|while|with|yield|SELECT|FROM|WHERE|JOIN|LEFT|RIGHT|INNER|ON|GROUP|ORDER|BY|INSERT|INTO|VALUES|UPDATE|SET|DELETE|"
+  + "CREATE|TABLE|INDEX|AND|OR|NOT|NULL|AS|LIMIT|HAVING|DISTINCT";
+const COLOURS = new Map(Object.entries(REMARKS).flatMap(([remark, languages]) => {
+  const pattern = `(${remark})|("(?:\\\\.|[^"\\\\\\n])*"?|(?<![\\w&<])'(?:\\\\.|[^'\\\\\\n])*'|\`(?:\\\\.|[^\`\\\\])*\`?)|\\b(0x[\\da-f]+|\\d[\\d_]*(?:\\.\\d+)?(?:e[+-]?\\d+)?)\\b|\\b(${WORDS})\\b`;
+  return languages.split(" ").map(language => [language, new RegExp(pattern, "g")]);
+}));
+
+function coloured(text, language) {
+  const node = make("code"), colours = COLOURS.get(language);
+  let at = 0;
+  for (const found of colours ? text.matchAll(colours) : []) {
+    const [all, remark, quoted, value] = found;
+    node.append(text.slice(at, found.index), make("span", remark ? "remark" : quoted ? "quoted" : value ? "value" : "word", all));
+    at = found.index + all.length;
+  }
+  node.append(text.slice(at));
+  return node;
+}
+
 const NODES = {
   code(lines) {
     const [, fence, language] = FENCE.exec(lines[0]), isClosed = lines.length > 1 && closes(lines.at(-1), fence);
@@ -80,7 +110,7 @@ const NODES = {
     const copy = iconButton("copy", "Copy code", () => copied(copy, text));
     caption.append(make("span", "", language || "text"), copy);
     pre.tabIndex = 0;
-    pre.append(make("code", "", text));
+    pre.append(coloured(text, language.toLowerCase()));
     figure.append(caption, pre);
     return figure;
   },
@@ -118,7 +148,12 @@ const NODES = {
       if (item && item[1].length <= first[1].length + 1) items.push({ width: line.length - item[3].length, lines: [item[3]] });
       else items.at(-1).lines.push(line.replace(new RegExp(`^\\s{0,${items.at(-1).width}}`), ""));
     }
-    for (const item of items) { const li = make("li"); nested(li, item.lines, depth); node.append(li); }
+    for (const item of items) {
+      const li = make("li");
+      item.lines[0] = item.lines[0].replace(/^\[([ xX])\] /, (all, mark) => (mark === " " ? "☐ " : "☑ "));
+      nested(li, item.lines, depth);
+      node.append(li);
+    }
     return node;
   },
   paragraph(lines) {
@@ -139,25 +174,29 @@ function nested(into, lines, depth) {
 const INLINE = new RegExp([
   /\\([\\`*_{}[\]()#+\-.!|~>])/,
   /(`{1,3})([^`]{1,2000}|[^`].{0,2000}?[^`])\2(?!`)/,
+  /\*\*\*([^\s*](?:[^*]{0,2000}?[^\s*])?)\*\*\*/,
   /\*\*([^\s*](?:.{0,2000}?[^\s*])?)\*\*/,
   /(?<![\w*])\*([^\s*](?:[^*]{0,2000}?[^\s*])?)\*(?![\w*])/,
   /(?<!\w)_([^\s_](?:[^_]{0,2000}?[^\s_])?)_(?!\w)/,
   /~~([^~]{1,2000})~~/,
   /!?\[([^\][]{1,500})\]\((https?:\/\/[^\s()]{1,2000})\)/,
   /(https?:\/\/[^\s<>"')\]]{1,2000}[^\s<>"')\].,;:!?])/,
+  /(<br ?\/?>)/,
 ].map(each => each.source).join("|"), "g");
 
 function inline(into, text) {
   let at = 0;
   for (const found of text.matchAll(INLINE)) {
-    const [all, escaped, , code, strong, em, em2, gone, label, address, bare] = found;
+    const [all, escaped, , code, both, strong, em, em2, gone, label, address, bare, newLine] = found;
     into.append(text.slice(at, found.index));
     at = found.index + all.length;
     if (escaped) into.append(escaped);
     else if (code) into.append(make("code", "", code.length > 2 ? code.replace(/^ (.*) $/, "$1") : code));
+    else if (both) into.append(within("strong", `*${both}*`));
     else if (strong) into.append(within("strong", strong));
     else if (em || em2) into.append(within("em", em || em2));
     else if (gone) into.append(within("s", gone));
+    else if (newLine) into.append(make("br"));
     else into.append(link(label || bare, address || bare));
   }
   into.append(text.slice(at));

@@ -146,6 +146,7 @@ function drawEngine(figures) {
   figuresBefore = figures;
   if (pulses.length > PULSES) pulses.shift();
   drawPulses();
+  $("pulse").toggleAttribute("hidden", !pulses.some(([out, back]) => out + back));
   const [out, back] = pulses.reduce((sum, each) => [sum[0] + each[0], sum[1] + each[1]], [0, 0]);
   $("flow").textContent = `${counted(out)} to the host, ${back.toLocaleString("en")} back to the device. `
     + `${counted(figures.turns_running, "turn")} running, ${figures.turns_queued} queued.`;

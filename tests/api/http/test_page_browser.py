@@ -461,7 +461,15 @@ Second line with https://example.org/a_b_c. And \\*stars\\*.
 > quoted
 > > deeper
 
+- [x] done
+- [ ] open<br>with ***both***
+
 ***
+```python
+def f(x):  # a "remark"
+    return "# text" * 2.5
+```
+
 ~~~
 <p>*not em*</p>
 """
@@ -485,8 +493,15 @@ def test_markdown_becomes_nodes(browser: Any, slow: HttpRig) -> None:
         expect(text.locator("> ol > li").first).to_contain_text("more of it")
         expect(text.locator("ol ul li")).to_have_text("inner")
         expect(text.locator("blockquote blockquote")).to_have_text("deeper")
+        expect(text.locator("> ul > li")).to_have_text(["☑ done", "☐ openwith both"])
+        expect(text.locator("> ul strong > em")).to_have_text("both")
         expect(text.locator("hr")).to_have_count(1)
-        expect(text.locator("pre")).to_have_text("<p>*not em*</p>")  # an open fence
+        code = text.locator("pre").first
+        expect(code.locator(".word")).to_have_text(["def", "return"])
+        expect(code.locator(".remark")).to_have_text('# a "remark"')
+        expect(code.locator(".quoted")).to_have_text('"# text"')
+        expect(code.locator(".value")).to_have_text("2.5")
+        expect(text.locator("pre").last).to_have_text("<p>*not em*</p>")  # an open fence
 
 
 def test_markdown_of_any_text_takes_little_time(browser: Any, slow: HttpRig) -> None:
@@ -508,6 +523,8 @@ def test_markdown_of_any_text_takes_little_time(browser: Any, slow: HttpRig) -> 
         ):
             script = "text => markdown(document.createElement('div'), text)"
             page.evaluate(script, part * (30_000 // len(part)))
+        for part in ("'", '"\\', "/*", "/* ", "0x", "1_", "`\n", "return"):
+            page.evaluate(script, "```js\n" + part * (30_000 // len(part)))
 
 
 def test_a_running_reply_ends_with_a_caret(browser: Any, slow: HttpRig) -> None:
