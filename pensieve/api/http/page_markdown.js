@@ -86,7 +86,7 @@ const WORDS = "and|as|async|await|bool|boolean|break|case|catch|char|class|const
   + "when|where|while|with|yield|SELECT|FROM|WHERE|JOIN|LEFT|RIGHT|INNER|ON|GROUP|ORDER|BY|INSERT|INTO|VALUES|UPDATE|SET|DELETE|"
   + "CREATE|TABLE|INDEX|AND|OR|NOT|NULL|AS|LIMIT|HAVING|DISTINCT";
 const COLOURS = new Map(Object.entries(REMARKS).flatMap(([remark, languages]) => {
-  const pattern = `(${remark})|("(?:\\\\.|[^"\\\\\\n])*"?|(?<![\\w&<])'(?:\\\\.|[^'\\\\\\n])*'|\`(?:\\\\.|[^\`\\\\])*\`?)|\\b(0x[\\da-f]+|\\d[\\d_]*(?:\\.\\d+)?(?:e[+-]?\\d+)?)\\b|\\b(${WORDS})\\b`;
+  const pattern = `(${remark})|("(?:\\\\.|[^"\\\\\\n])*"?|(?<![\\w&<])'(?:\\\\.|[^'\\\\\\n]){0,500}'|\`(?:\\\\.|[^\`\\\\])*\`?)|\\b(0x[\\da-f]+|\\d[\\d_]*(?:\\.\\d+)?(?:e[+-]?\\d+)?)\\b|\\b(${WORDS})\\b`;
   return languages.split(" ").map(language => [language, new RegExp(pattern, "g")]);
 }));
 
