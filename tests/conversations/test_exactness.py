@@ -291,10 +291,30 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
     """The batch runs beside chats, in tiny caches."""
     folder = write_model(tmp_path / "model", family, kind)
     requests = drawn(chunk_tokens + depth)
-    choose = random.Random(depth)
     sizes = {"chunk_tokens": str(chunk_tokens), "device_cache": f"{tokens}t"}
     sizes["host_cache"] = f"{tokens // 2}t"
-    story = Story(folder, tmp_path / "data", sizes, depth)
+    for attempt in range(5):  # again if a busy machine left too few turns of the batch side by side
+        story = Story(folder, tmp_path / f"data{attempt}", sizes, depth)
+        finished = batch_beside_chats(story, requests, chunk_tokens, tokens, depth)
+        if story.total["chunks_dropped"]:
+            break
+    story.assert_fired("chunks_dropped")
+    reference = Reference(folder)
+    with torch.inference_mode():
+        for request, found in finished.items():
+            assert found.failure is None
+            prompt, reply = list(requests[request].tokens), found.token_ids
+            assert len(reply) == 10
+            rows = reference.logits(prompt + reply)[len(prompt) - 1 : -1].double()
+            sampled = rows.gather(1, torch.tensor(reply)[:, None])[:, 0]
+            assert float((rows.amax(1) - sampled).max()) <= TIE, request
+
+
+def batch_beside_chats(
+    story: Story, requests: list[BatchRequest], chunk_tokens: int, tokens: int, depth: int
+) -> dict[int, Finished]:
+    """Run a batch beside chats; return the result of each request."""
+    choose = random.Random(depth)
     with story.life() as runtime:
         runtime.conversations.create("last")
         engine = runtime.engine
@@ -339,16 +359,7 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
         ask(runtime, "last", "Good bye.")
     assert sorted(finished) == list(range(len(requests)))
     assert batch.saved_tokens > 0
-    story.assert_fired("chunks_dropped")
-    reference = Reference(folder)
-    with torch.inference_mode():
-        for request, found in finished.items():
-            assert found.failure is None
-            prompt, reply = list(requests[request].tokens), found.token_ids
-            assert len(reply) == 10
-            rows = reference.logits(prompt + reply)[len(prompt) - 1 : -1].double()
-            sampled = rows.gather(1, torch.tensor(reply)[:, None])[:, 0]
-            assert float((rows.amax(1) - sampled).max()) <= TIE, request
+    return finished
 
 
 # -- over the wire: clients of every API at once, and a fault in the middle --
