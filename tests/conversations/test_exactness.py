@@ -293,21 +293,27 @@ def test_answers_of_a_batch_are_those_of_plain_transformers(
     requests = drawn(chunk_tokens + depth)
     sizes = {"chunk_tokens": str(chunk_tokens), "device_cache": f"{tokens}t"}
     sizes["host_cache"] = f"{tokens // 2}t"
-    for attempt in range(5):  # again if a busy machine left too few turns of the batch side by side
+    reference = Reference(folder)
+    for attempt in range(5):  # again if no chunk was dropped, which was seen once on a busy machine
         story = Story(folder, tmp_path / f"data{attempt}", sizes, depth)
         finished = batch_beside_chats(story, requests, chunk_tokens, tokens, depth)
+        check_answers(reference, requests, finished)
         if story.total["chunks_dropped"]:
             break
     story.assert_fired("chunks_dropped")
-    reference = Reference(folder)
-    with torch.inference_mode():
-        for request, found in finished.items():
-            assert found.failure is None
-            prompt, reply = list(requests[request].tokens), found.token_ids
-            assert len(reply) == 10
-            rows = reference.logits(prompt + reply)[len(prompt) - 1 : -1].double()
-            sampled = rows.gather(1, torch.tensor(reply)[:, None])[:, 0]
-            assert float((rows.amax(1) - sampled).max()) <= TIE, request
+
+
+@torch.inference_mode()
+def check_answers(
+    reference: Reference, requests: list[BatchRequest], finished: dict[int, Finished]
+) -> None:
+    for request, found in finished.items():
+        assert found.failure is None
+        prompt, reply = list(requests[request].tokens), found.token_ids
+        assert len(reply) == 10
+        rows = reference.logits(prompt + reply)[len(prompt) - 1 : -1].double()
+        sampled = rows.gather(1, torch.tensor(reply)[:, None])[:, 0]
+        assert float((rows.amax(1) - sampled).max()) <= TIE, request
 
 
 def batch_beside_chats(
