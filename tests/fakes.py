@@ -125,7 +125,10 @@ class LedgerExecutor:
         assert not any(out.device_page in written for out in iteration.swap_outs), (
             "a swap-out sees the writes of earlier iterations only"
         )
-        for copy in iteration.copies:
+        for copy in (
+            iteration.copies
+        ):  # a device makes them in any order, so none may read another's target
+            assert copy.source_page not in written, "a page copy reads what another copy writes"
             self._check_idle_page(copy.target_page, "device")
             self._land_into(copy.source_page)
             source = self.device[copy.source_page][: copy.num_slots]

@@ -1,49 +1,15 @@
-"""The reply of a turn for rendering: its tokens in columns, streamed or whole."""
+"""The reply of a turn for rendering, streamed or whole."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from pensieve.conversations.followers import TurnFollowers
-from pensieve.conversations.live_turn import LiveTurn
-from pensieve.core.iteration import Logprob
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.core.turn import HAS_REPLY, FinishReason
-from pensieve.text import Part
-from pensieve.text.reply_pieces import Piece, ReplyPieces
 
-
-class ReplyTokens(NamedTuple):
-    """Some or all tokens of a reply.
-
-    The text of `ReplyStream.tail` belongs to no token, so it has entries in `texts` and `parts` only.
-    """
-
-    token_ids: Sequence[int]
-    texts: Sequence[str]  # of each token: the text that became complete with it
-    finish: FinishReason = FinishReason.STOP  # one of HAS_REPLY; only used for a whole reply
-    parts: Sequence[Part] = ()  # of each token; empty: all text
-    logprobs: Sequence[tuple[float, Sequence[Logprob]]] = ()  # of each token, if requested
-
-    def is_of(self, *parts: Part) -> list[bool]:
-        """For each token, return whether it belongs to one of these parts."""
-        if not self.parts:
-            return [Part.TEXT in parts] * len(self.texts)
-        return [each in parts for each in self.parts]
-
-    @property
-    def num_thinking(self) -> int:
-        return sum(self.is_of(Part.THINKING))
-
-    def pieces(self, cutter: ReplyPieces) -> list[Piece]:
-        """Return the pieces of these tokens. `cutter` must have seen all earlier tokens of the reply."""
-        found: list[Piece] = []
-        for text, part in zip(self.texts, self.parts, strict=True):
-            found += cutter.push(text, part)
-        return found
-
-
-NO_TOKENS = ReplyTokens((), ())
+NO_TOKENS = ReplyTokens()
 
 
 class PromptTokens(NamedTuple):
@@ -72,10 +38,7 @@ class ReplyStream:
         await followers.follow(self.live, write_tokens)
 
     def tokens(self, start: int, stop: int) -> ReplyTokens:
-        live = self.live
-        token_ids, texts = live.token_ids[start:stop], live.texts[start:stop]
-        logprobs = [live.logprobs[each] for each in range(start, stop)] if live.logprobs else ()
-        return ReplyTokens(token_ids, texts, FinishReason.STOP, live.parts[start:stop], logprobs)
+        return self.live.reply.span(start, stop)
 
     @property
     def tail(self) -> ReplyTokens:
@@ -83,20 +46,19 @@ class ReplyStream:
         live = self.live
         if not live.tail:
             return NO_TOKENS
-        return ReplyTokens((), (live.tail,), parts=(live.parts[live.num_tokens - 1],))
+        return ReplyTokens(texts=[live.tail], parts=[live.reply.parts[live.num_tokens - 1]])
 
     def whole(self, finish: FinishReason | None = None, tail: str | None = None) -> ReplyTokens:
         """Return the whole reply. If the turn is about to end, pass its `finish` and `tail`."""
         live = self.live
         tail = live.tail if tail is None else tail
         found = self.tokens(0, live.num_tokens)
-        texts = list(found.texts)
-        if tail and texts:
-            texts[-1] += tail
+        if tail and found.texts:
+            found.texts[-1] += tail
         finish = finish or live.finish
-        if finish not in HAS_REPLY:  # the turn was cancelled
-            finish = FinishReason.STOP
-        return ReplyTokens(found.token_ids, texts, finish, found.parts, found.logprobs)
+        if finish in HAS_REPLY:  # else the turn was cancelled
+            found.finish = finish
+        return found
 
     @property
     def prompt(self) -> PromptTokens:

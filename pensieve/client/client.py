@@ -228,6 +228,7 @@ class Conversation:
             metadata: any JSON object of at most 16 KiB. `messages` returns it with this turn's messages.
             constraint: the form of the reply: {"json_schema": schema}, {"json_object": True}, {"regex":
                 "…"}, {"choice": ["yes", "no"]} or {"grammar": "…"}.
+            cache_salt: only your turns with the same cache_salt reuse each other's KV for equal first tokens.
             timeout: seconds for the whole turn, retries included.
             keep_partial: what the history keeps if the turn is stopped early (see `Turn`). True: the
                 message and the delivered text. False: nothing, as if the message had never been sent. The
@@ -326,9 +327,14 @@ class Conversation:
         answer = self.client.call(lambda at: at.stub.RewindConversation, request, timeout)
         return state_of(answer.conversation)
 
-    def warm(self, timeout: float | None = None) -> None:
-        """Ask the server to bring the conversation's KV to the device, in advance of the next message."""
-        request = pb.WarmConversationRequest(conversation_id=self.conversation_id)
+    def warm(self, timeout: float | None = None, cache_salt: str = "") -> None:
+        """Ask the server to bring the conversation's KV to the device, in advance of the next message.
+
+        Give the `cache_salt` of the conversation's messages. KV that is computed without it is shared.
+        """
+        request = pb.WarmConversationRequest(
+            conversation_id=self.conversation_id, cache_salt=check_text("cache_salt", cache_salt)
+        )
         self.client.call(lambda at: at.stub.WarmConversation, request, timeout, repeat=True)
 
     def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:

@@ -69,6 +69,7 @@ class SendOptions(SamplingOptions, total=False):
     priority: int
     metadata: Mapping[str, Any] | None
     constraint: ConstraintInput | None
+    cache_salt: str
     timeout: float | None
     keep_partial: bool
 
@@ -103,6 +104,7 @@ def send_request(
         ),
         priority=priority,
         metadata=struct("metadata", options.get("metadata") or {}),
+        cache_salt=check_text("cache_salt", options.get("cache_salt", "")),
     )
     if (constraint := options.get("constraint")) is not None:
         request.constraint.CopyFrom(constraint_of(constraint))

@@ -143,8 +143,8 @@ class Usage:
         suspensions: how often the turn was suspended because other turns needed its memory.
         shared_tokens: the part of the device and host tokens that was computed for another conversation
             with the same beginning. Later turns of this conversation count these tokens as its own.
-        shared_from: the source of the shared tokens: "prefix:" and the id of a declared prefix, or the id
-            of a conversation with the same prefix_id.
+        shared_from: a source of the shared tokens: "prefix:" and the id of a declared prefix, or the id of a
+            conversation with the same beginning; empty if the source is a turn that was not stored.
     """
 
     prompt_tokens: int = 0

@@ -22,10 +22,10 @@ acts on the result before it waits for anything else. So the event loop acts in 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pensieve.conversations.admission import Admission
@@ -35,7 +35,7 @@ from pensieve.conversations.declared_prefixes import DeclaredPrefixes, Warmer
 from pensieve.conversations.draft import Draft, OutdatedTokens, TurnRequest
 from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.followers import FollowerLimits, TurnFollowers
-from pensieve.conversations.heads import ConversationSettings
+from pensieve.conversations.heads import ConversationSettings, check_salt
 from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
@@ -54,6 +54,7 @@ from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import Turns
 from pensieve.conversations.unstored import UnstoredTurns
+from pensieve.core.identities import salted
 from pensieve.core.iteration import SampledToken
 from pensieve.engine.messages import (
     CancelTurn,
@@ -77,6 +78,7 @@ from pensieve.store import records
 from pensieve.store.declared_prefixes import stored_id
 
 log = logging.getLogger("pensieve")
+ROOT_SECONDS = 2.0  # to read a tenant's salt
 # If admission refuses a request, the store is asked whether the request is a retry. This is the maximum
 # number of such lookups at once, for each tenant.
 LOOKUPS_MAX = 16
@@ -112,9 +114,7 @@ class Conversations:
         self.ends = TurnEnds(
             self.turns, self.followers, history, threads, engine, admission, events
         )
-        self.unstored = UnstoredTurns(
-            self.turns, self.followers, threads.loop, engine, admission, events
-        )
+        self.unstored = UnstoredTurns(self.turns, self.followers, threads.loop, engine, admission)
         self.tokenizing = TextPoolTokenizer(history, threads, admission)
         self.warming = Warmer(history, self.turns, threads, engine, admission, self.tokenizing)
         self.prefixes = DeclaredPrefixes(
@@ -348,8 +348,6 @@ class Conversations:
             if live.phase is TurnPhase.RUNNING:
                 self._admission.prompts.submitted(live)
                 self.turns.check_suspect(live)
-                if submit.prefix_of and not begun.may_share():
-                    submit = replace(submit, prefix_of="", prefix_tokens=0)
                 self._engine.put(submit)
         except PensieveError as error:
             self.ends.give_up(live, error)
@@ -358,6 +356,19 @@ class Conversations:
         self.ends.submitted(live)
         self.followers.start_grace(live)  # until its first reader comes
         return live
+
+    async def root_of(self, tenant: str, cache_salt: str = "") -> str:
+        """Return the root of the identities of a tenant's chunks, even if the store does not answer."""
+        check_salt(cache_salt)
+        if (root := self._history.roots.get(tenant)) is None:
+            try:
+                async with asyncio.timeout(ROOT_SECONDS):
+                    root = await self._threads.in_store(
+                        tenant, self._history.root_of, tenant, lane="salts"
+                    )
+            except (PensieveError, TimeoutError):
+                root = self._history.interim_root(tenant)
+        return salted(root, cache_salt)
 
     async def prompt_computed(self, live: LiveTurn) -> None:
         """Wait until a turn has its first token or has ended. Raises the error of a failed turn.

@@ -30,6 +30,7 @@ from pensieve.conversations.daemon_config import DaemonConfig, Sources
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.engine_client import GONE, EngineClient, EngineProgram, Patience
 from pensieve.conversations.followers import ids_of
+from pensieve.conversations.heads import check_salt
 from pensieve.conversations.history import History, Texts
 from pensieve.conversations.housekeeping import (
     Damage,
@@ -267,15 +268,22 @@ class Daemon:
         prompt: Sequence[int],
         options: TurnOptions,
         tenant: str = "",
+        cache_salt: str = "",
     ) -> LiveTurn:
         """Begin a turn that leaves nothing on disk, if admission allows it (unstored.py)."""
+
+        def check_admission() -> None:
+            load, now = self._load(tenant, priority=options.priority), self._loop.time()
+            if (refusal := self.admission.refusal(tenant, load, None, now)) is not None:
+                raise refusal
+
+        check_admission()
+        root = await self.conversations.root_of(tenant, cache_salt)
         unstored, ready = self.conversations.unstored, self.engine.ready
-        load, now = self._load(tenant, priority=options.priority), self._loop.time()
-        if (refusal := self.admission.refusal(tenant, load, None, now)) is not None:
-            raise refusal
+        check_admission()
         assert ready is not None  # `self.conversations` has checked that
         tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
-        return unstored.begin(tokens, options, tenant, self._sources.random_bits(63) + 1)
+        return unstored.begin(tokens, options, tenant, root, self._sources.random_bits(63) + 1)
 
     def refusal(
         self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
@@ -284,8 +292,9 @@ class Daemon:
         load, now = self._load(tenant, conversation_id, priority), self._loop.time()
         return self.store_refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
-    async def warm(self, conversation_id: str, tenant: str = "") -> None:
+    async def warm(self, conversation_id: str, tenant: str = "", cache_salt: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
+        check_salt(cache_salt)
         # If the tokenizer has changed, a warm tokenizes the history again and stores the new tokens.
         if (damage := self.damage.refusal) is not None:
             raise damage
@@ -294,7 +303,7 @@ class Daemon:
             self.events.refused(exceeded)
             raise exceeded
         self.admission.charge(tenant, CALL_TOKENS, now)
-        await self.conversations.warming.warm(conversation_id, tenant)
+        await self.conversations.warming.warm(conversation_id, tenant, cache_salt)
 
     @property
     def wait_seconds(self) -> float:
@@ -365,7 +374,6 @@ class Daemon:
         ready = self.engine.ready
         assert ready is not None
         self.admission.engine_started(ready.cost)
-        self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()
         self._tell_serving()

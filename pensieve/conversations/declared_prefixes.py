@@ -54,7 +54,9 @@ class Warmer:
         self._history, self.turns, self._threads = history, turns, threads
         self._engine, self._admission, self._tokenizing = engine, admission, tokenizing
 
-    async def warm(self, conversation_id: str, tenant: str = "", *, counts: bool = True) -> None:
+    async def warm(
+        self, conversation_id: str, tenant: str = "", cache_salt: str = "", *, counts: bool = True
+    ) -> None:
         """Have the engine bring the conversation's KV to the device."""
 
         async def sequence() -> None:
@@ -62,7 +64,7 @@ class Warmer:
             try:
                 while True:
                     found = await self._threads.in_store(
-                        *(tenant, self._history.warm, conversation_id, number),
+                        *(tenant, self._history.warm, conversation_id, number, cache_salt),
                         tenant=tenant,
                         lane=conversation_id,
                     )

@@ -28,7 +28,6 @@ from pensieve.conversations.heads import (
     setting_of,
     tokens_of,
 )
-from pensieve.conversations.prefixes import SharedPrompt
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.store import records
 from pensieve.store.responses import StoredResponse
@@ -67,8 +66,8 @@ class TurnRequest:
     # The digest of all messages that the client sent; empty unless a request with a request_id brings its
     # full history.
     history_digest: bytes = b""
-    shared_prompt: SharedPrompt | None = None  # shared with the other choices of the request
     reply_begins: str = ""  # the start of the reply, given by the client (prefill)
+    cache_salt: str = ""  # only turns with the same salt share KV by content
 
     @property
     def sampling_given(self) -> dict[str, Any]:

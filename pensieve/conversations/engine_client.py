@@ -93,10 +93,6 @@ class Ready:
     kv_refusal: str = ""  # why KV is not transferred
 
     @property
-    def num_pages(self) -> int:
-        return self.device_pages + self.host_pages
-
-    @property
     def cost(self) -> IterationCost | None:
         return IterationCost(**self.iteration_cost) if self.iteration_cost else None
 
@@ -219,10 +215,8 @@ class EngineClient:
         if not self._writer.is_closing():  # if it is closing, `_listen` soon notices the end
             self._writer.write(packed)
 
-    def tell(self, message: EngineMessage | None) -> bool:
-        """Send a message (None: nothing) without raising; return whether it was sent."""
-        if message is None:
-            return False
+    def tell(self, message: EngineMessage) -> bool:
+        """Send a message without raising; return whether it was sent."""
         try:
             self.put(message)
         except (Unavailable, QueueFull):

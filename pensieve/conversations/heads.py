@@ -36,6 +36,7 @@ BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
 STAND_IN = records.NewMessage("system", "")
 HEADS_MAX = 64  # remembered
 CHARACTERS_MAX = 8 << 20  # of all remembered heads together
+CACHE_SALT_BYTES_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,11 @@ def _call_as_stored(call: ToolCall) -> ToolCall:
 def _key(messages: Sequence[Message], setting: TemplateSetting) -> bytes:
     given = [list(setting.tools), dict(setting.options), setting.now.timestamp()]
     return hashlib.blake2b(canonical_json([[asdict(each) for each in messages], given])).digest()
+
+
+def check_salt(cache_salt: str) -> None:
+    if len(cache_salt.encode()) > CACHE_SALT_BYTES_MAX:
+        raise InvalidArgument("cache_salt", f"must have at most {CACHE_SALT_BYTES_MAX} bytes")
 
 
 def check_length(field_name: str, size: int, context_max: int) -> None:

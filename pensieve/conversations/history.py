@@ -24,6 +24,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 from pensieve.conversations.constraints import ConstraintChecker
@@ -43,6 +44,7 @@ from pensieve.conversations.heads import (
     PromptHeads,
     all_messages,
     check_length,
+    check_salt,
 )
 from pensieve.conversations.live_turn import (
     CommittedReply,
@@ -52,9 +54,8 @@ from pensieve.conversations.live_turn import (
     cache_key,
     names_of,
 )
-from pensieve.conversations.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
-from pensieve.conversations.prefixes import LogBeginning, LogCuts, SharedPrefixes
-from pensieve.engine.messages import ForkConversation, LogNeeded, ProvideLog, SubmitTurn
+from pensieve.core.identities import salted
+from pensieve.engine.messages import LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     AlreadyExists,
     ContextFull,
@@ -68,16 +69,19 @@ from pensieve.errors import (
     StorageFull,
     TurnInterrupted,
     TurnRunning,
+    one_line,
 )
 from pensieve.sampling import Sampling
 from pensieve.store import records
 from pensieve.store.conversation_changes import LastDeleted
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.store.declared_prefixes import stored_id
 from pensieve.text import ChatTemplate, Tokenizer
 
 UNNUMBERED = 0  # the event loop numbers the turns
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in these last tokens of a prompt
+
+
+ROOT_BYTES = 16
 
 
 class Texts(Protocol):
@@ -123,8 +127,10 @@ class History:
         self._constraints = ConstraintChecker(self._template.tokenizer)
         self._texts = self._template, self.heads, self._constraints
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
-        self._prefixes, self._cuts = SharedPrefixes(), LogCuts()
-        self._beginnings: dict[int, LogBeginning] = {}  # by turn id, while the turn runs
+        self.roots: dict[
+            str, str
+        ] = {}  # by tenant, from the stored salts; read by the event loop too
+        self._interim_roots: dict[str, str] = {}
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
         self._storage: Mapping[str, int] = {}  # maximum bytes of the tenants that have a limit
 
@@ -177,7 +183,6 @@ class History:
 
         Raises StaleRevision if the conversation is not at the expected revision.
         """
-        self._log_is_cut(tenant, conversation_id)
         self._store.rewind_conversation(
             conversation_id, to_revision, expected_revision, tenant=tenant
         )
@@ -188,8 +193,6 @@ class History:
     ) -> LastDeleted:
         """Delete the last message. Raises StaleRevision if the conversation or `pending` have changed."""
         conversation_id, tenant = seen.conversation_id, seen.tenant
-        if not pending:
-            self._log_is_cut(tenant, conversation_id)
         return self._store.changes.delete_last(
             conversation_id, seen.revision, seen.created_at, pending, tenant=tenant
         )
@@ -232,14 +235,13 @@ class History:
     def forget(self, tenant: str, conversation_id: str) -> None:
         """Drop the memory of a conversation that was deleted, or that another daemon has written to."""
         self._tokenized_again.discard((tenant, conversation_id))
-        self._log_is_cut(tenant, conversation_id)
 
     def finish_erasure(self) -> None:
         """Erase deleted text from the files. Raises ErasurePending if that is not possible yet."""
         self._store.erasure.finish()
 
     def warm(
-        self, conversation_id: str, number: int, *, tenant: str = ""
+        self, conversation_id: str, number: int, cache_salt: str = "", *, tenant: str = ""
     ) -> SubmitTurn | OutdatedTokens | None:
         """Make the message that brings the conversation's KV to the device.
 
@@ -254,14 +256,41 @@ class History:
         if not length or conversation.running_turn_id is not None:
             return None
         key = cache_key(tenant, conversation_id)
-        prefix_of, prefix_tokens = self.declared.shared(conversation)
         return SubmitTurn(
             *(number, key, b"", length),
             warm=True,
             first_position=length,
-            prefix_of=prefix_of,
-            prefix_tokens=prefix_tokens,
+            root=self.root_of(tenant, cache_salt),
         )
+
+    def root_of(self, tenant: str, cache_salt: str = "") -> str:
+        """Return the root of the identities of a tenant's chunks (core/identities.py).
+
+        KV depends on the tokenizer and the template only through the tokens, but a fingerprint of both costs
+        nothing. The salt is random, so nobody can guess an identity. If the salt cannot be read, the root is
+        `interim_root`, because a turn that leaves nothing on disk must not need the disk.
+        """
+        if (root := self.roots.get(tenant)) is None:
+            try:
+                salt = self._store.salt_of(tenant)
+            except Exception as error:  # the next call tries again
+                if tenant not in self._interim_roots:
+                    self._report(f"the salt of tenant {tenant!r} cannot be read: {one_line(error)}")
+                root = self.interim_root(tenant)
+            else:
+                root = self.roots[tenant] = self._root(salt)
+        return salted(root, cache_salt)
+
+    def interim_root(self, tenant: str) -> str:
+        """Return a root that stands in until the tenant's salt can be read. Thread-safe."""
+        root = self._interim_roots.get(tenant)
+        if root is None:
+            drawn = self._random_bits(8 * ROOT_BYTES).to_bytes(ROOT_BYTES)
+            root = self._interim_roots.setdefault(tenant, self._root(drawn))
+        return root
+
+    def _root(self, salt: bytes) -> str:
+        return blake2b(salt + self._fingerprint.encode(), digest_size=ROOT_BYTES).hexdigest()
 
     def log_for(self, needed: LogNeeded) -> ProvideLog:
         """Make the message with the tokens that the engine asks for before it runs a turn.
@@ -349,7 +378,6 @@ class History:
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         if self._store.get_conversation(conversation_id, tenant=tenant) != conversation:
             return
-        self._log_is_cut(tenant, conversation_id)
         self._store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
         self._tokenized_again.add((tenant, conversation_id))
         self._report(
@@ -383,24 +411,15 @@ class History:
             expected_revision=conversation.revision,
             expected_created_at=conversation.created_at,
         )
-        was_cut = self._cuts.since()
         # Read before the commit, because an error after the commit would leave a turn that nobody runs.
-        prefix_of, prefix_tokens = self.declared.shared(conversation)
-        is_hint = conversation.prefix_id and not prefix_tokens
-        beginning = self._beginning(conversation, tokens) if is_hint else None
+        root = self.root_of(tenant, request.cache_salt)
+        known, first_position = tokens, history_tokens
+        if draft.head and history_tokens:  # the first turn: the engine does not have the log yet
+            known = self._store.log(conversation_id, history_tokens, tenant=tenant) + tokens
+            first_position = 0
         begun = self._store.begin_turn(conversation_id, new_turn, tenant=tenant)
         if not begun.must_run:
             return self._with_reply(begun.turn)
-        if beginning is not None:
-            self._beginnings[begun.turn.turn_id] = beginning
-            shared = self._prefixes.shared(tenant, conversation.prefix_id, beginning.tokens)
-            if shared is not None and not history_tokens:
-                prefix_of, prefix_tokens = cache_key(tenant, shared[0]), shared[1]
-        elif prefix_tokens and prefix_tokens == history_tokens:
-            self.declared.begun(begun.turn.turn_id, conversation)
-        if request.shared_prompt is not None and not history_tokens:
-            lent = request.shared_prompt.begin(cache_key(tenant, conversation_id), tokens)
-            prefix_of, prefix_tokens = lent or (prefix_of, prefix_tokens)
         key = (tenant, conversation_id)
         is_tokenized_again = key in self._tokenized_again
         self._tokenized_again.discard(key)
@@ -411,25 +430,22 @@ class History:
             SubmitTurn(
                 UNNUMBERED,
                 cache_key(tenant, conversation.conversation_id),
-                tokens.tobytes(),
+                known.tobytes(),
                 history_tokens,
                 replace(request.options, sampling=sampling),
-                first_position=history_tokens,
-                prefix_of=prefix_of,
-                prefix_tokens=prefix_tokens,
+                first_position=first_position,
+                root=root,
             ),
             conversation.revision,
             (draft.log_end + tokens)[-PROMPT_TAIL_TOKENS:],
             conversation.updated_at,
             is_tokenized_again,
-            lambda: not was_cut(prefix_of),
         )
 
     # -- a turn ends --
 
     def finish(self, reply: TurnReply) -> CommittedReply:
         """Append the turn's messages and its reply to the log, on the disk."""
-        beginning = self._beginnings.pop(reply.turn_id, None)
         text = reply.text
         if reply.is_cut:
             tokenizer, token_ids = self._template.tokenizer, list(reply.token_ids)
@@ -443,36 +459,15 @@ class History:
             *(reply.turn_id, message, reply.finish.value, reply.figures, state, reply.response),
             reply.attempt,
         )
-        if beginning is not None:
-            conversation = beginning.conversation
-            self._prefixes.remember(
-                conversation.tenant,
-                conversation.prefix_id,
-                conversation.conversation_id,
-                beginning.tokens,
-            )
-        lent = self.declared.ended(reply.turn_id)
-        return CommittedReply(revision, text[len(reply.text) :], lent)
+        return CommittedReply(revision, text[len(reply.text) :])
 
     def fail(self, turn_id: int, reason: str, attempt: int = 0) -> None:
-        self._forget(turn_id)
         self._store.fail_turn(turn_id, reason, attempt)
 
     def interrupt(self, turn_id: int, attempt: int = 0) -> None:
-        self._forget(turn_id)
         self._store.interrupt_turn(turn_id, attempt)
 
     # -- inside --
-
-    def _log_is_cut(self, tenant: str, conversation_id: str) -> None:
-        """Stop sharing the beginning of a log; called before the log is cut or replaced."""
-        self._prefixes.forget(tenant, conversation_id)
-        self._cuts.count(cache_key(tenant, conversation_id))
-
-    def _forget(self, turn_id: int) -> None:
-        """Forget a turn that ends without a reply: no other turn shares its beginning."""
-        self._beginnings.pop(turn_id, None)
-        self.declared.forget(turn_id)
 
     def _check_storage(self, tenant: str) -> None:
         """Raise StorageFull if the tenant is at its limit. Replies of running turns are stored anyway."""
@@ -489,6 +484,7 @@ class History:
             if message.role == "user" and not message.content:
                 raise InvalidArgument("content", "a message must not be empty")
         check_length("content", request.num_characters, self._context_max)
+        check_salt(request.cache_salt)
 
     def _outdated(self, conversation: records.StoredConversation) -> OutdatedTokens:
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
@@ -524,26 +520,12 @@ class History:
         assert reply is not None
         return RetriedTurn(turn, reply)
 
-    def _beginning(
-        self, conversation: records.StoredConversation, prompt: array[int]
-    ) -> LogBeginning:
-        """Return the log with this prompt appended, up to the length that may be shared."""
-        log = array("I")
-        if conversation.num_tokens:
-            log = self._store.log(
-                conversation.conversation_id, SHARED_TOKENS_MAX, tenant=conversation.tenant
-            )
-        return LogBeginning(conversation, (log + prompt)[:SHARED_TOKENS_MAX])
-
 
 class PrefixHistory:
-    """Store declared prefixes, begin conversations under them, and share their KV.
+    """Store declared prefixes, and begin conversations under them.
 
-    A prefix is stored as a conversation, and the engine knows the prefix by that conversation's `cache_key`.
-    The prefix gets its KV from a warm, or from the first turn of a conversation that begins with the prefix.
-    In the second case, the engine makes the prefix a fork of the conversation (`ended`). A message to the
-    engine names a prefix only if the call that made the message has checked that the conversation begins with
-    the messages of the prefix. So the engine never shares tokens of an earlier prefix with the same name.
+    A prefix is stored as a conversation, and a warm brings its KV to the device under that conversation's
+    `cache_key`. Conversations under the prefix find its KV by its content, like any other KV.
     """
 
     def __init__(
@@ -557,9 +539,6 @@ class PrefixHistory:
         self._check_storage = check_storage
         self._fingerprint = fingerprint
         self._outdated = outdated
-        self._first_turns: dict[
-            int, records.StoredConversation
-        ] = {}  # by turn id, while the turn runs
 
     def declare(
         self,
@@ -647,34 +626,8 @@ class PrefixHistory:
         """Return (tenant, id) of each prefix that is to be kept warm."""
         return self._store.prefixes.to_keep_warm()
 
-    def shared(self, conversation: records.StoredConversation) -> tuple[str, int]:
-        """Return the `cache_key` of a conversation's prefix, and how many tokens they share; 0: none."""
-        if conversation.began_at is None or not conversation.prefix_id:
-            return "", 0
-        num_tokens = self._store.prefixes.num_shared_tokens(conversation)
-        key = cache_key(conversation.tenant, stored_id(conversation.prefix_id))
-        return key if num_tokens else "", num_tokens
-
     def has_turns(self, conversation: records.StoredConversation) -> bool:
         """Whether the conversation has messages after its head."""
         if conversation.began_at is None:  # the head has no tokens
             return conversation.num_tokens > 0
         return self._store.prefixes.has_turns(conversation)
-
-    def begun(self, turn_id: int, conversation: records.StoredConversation) -> None:
-        """Note that a turn is the first of a conversation under a prefix."""
-        self._first_turns[turn_id] = conversation
-
-    def forget(self, turn_id: int) -> None:
-        self._first_turns.pop(turn_id, None)
-
-    def ended(self, turn_id: int) -> ForkConversation | None:
-        """Return the message that gives the prefix the KV of this turn; None if `begun` did not note it."""
-        conversation = self._first_turns.pop(turn_id, None)
-        if conversation is None:
-            return None
-        key, num_tokens = self.shared(conversation)
-        if not num_tokens:
-            return None
-        source = cache_key(conversation.tenant, conversation.conversation_id)
-        return ForkConversation(source, num_tokens, key)

@@ -11,7 +11,7 @@ An unstored turn (unstored.py) begins and ends in the event loop alone. All valu
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.logprobs import PackedLogprobs, Row, pack
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.messages import ForkConversation, SubmitTurn
+from pensieve.engine.messages import SubmitTurn
 from pensieve.errors import PensieveError
 from pensieve.store import records
 from pensieve.store.responses import StoredResponse
 from pensieve.text import Part, PartMarker
+from pensieve.text.reply_pieces import Piece, ReplyPieces
 
 
 class RecomputeReason(StrEnum):
@@ -62,8 +63,6 @@ class StartedTurn:
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
     is_tokenized_again: bool  # the log was tokenized again since the last turn
-    # Whether the log of `submit.prefix_of` is uncut; the event loop asks when it submits the turn.
-    may_share: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +100,61 @@ class TurnReply:
 class CommittedReply(NamedTuple):
     revision: int
     tail: str  # text that a stopped turn had withheld, after the text that its followers have
-    lent: ForkConversation | None = None  # gives the declared prefix the KV of the turn
+
+
+@dataclass(slots=True)
+class ReplyTokens:
+    """Some or all tokens of a reply, in columns.
+
+    A column has plain values, not one object per token. So a thousand turns of a thousand tokens are only a
+    few thousand objects for the garbage collector (`pensieve.gc_pause`). Text that a stopped turn had
+    withheld belongs to no token, so it has entries in `texts` and `parts` only.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of each token: the text that it completed
+    finish: FinishReason = FinishReason.STOP  # one of HAS_REPLY; only used for a whole reply
+    parts: list[Part] = field(default_factory=list)  # of each token; empty: all text
+    # Of each token, if requested: its log probability and the alternatives.
+    logprobs: Sequence[Row] = field(default_factory=list)
+
+    def span(self, start: int, stop: int) -> ReplyTokens:
+        """Return the tokens from `start` to before `stop`."""
+        return ReplyTokens(
+            self.token_ids[start:stop],
+            self.texts[start:stop],
+            self.finish,
+            self.parts[start:stop],
+            self.logprobs[start:stop],
+        )
+
+    def is_of(self, *parts: Part) -> list[bool]:
+        """For each token, return whether it belongs to one of these parts."""
+        if not self.parts:
+            return [Part.TEXT in parts] * len(self.texts)
+        return [each in parts for each in self.parts]
+
+    @property
+    def num_thinking(self) -> int:
+        return sum(self.is_of(Part.THINKING))
+
+    def pieces(self, cutter: ReplyPieces) -> list[Piece]:
+        """Return the pieces of these tokens. `cutter` must have seen all earlier tokens of the reply."""
+        found: list[Piece] = []
+        for text, part in zip(self.texts, self.parts, strict=True):
+            found += cutter.push(text, part)
+        return found
 
 
 @dataclass(slots=True)
 class LiveTurn:
-    """A turn as its readers see it. It is complete when `finish` is set, so `finish` is set last.
-
-    Tokens are stored in columns of plain values, not as one object per token. So a thousand turns of a
-    thousand tokens are only a few thousand objects for the garbage collector (`pensieve.gc_pause`).
-    """
+    """A turn as its readers see it. It is complete when `finish` is set, so `finish` is set last."""
 
     turn_id: int
     conversation_id: str
     history_tokens: int
     prompt_tokens: int  # tokens of the delta
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # text that each token released
-    parts: list[Part] = field(default_factory=list)  # part to which each token belongs
-    logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
+    reply: ReplyTokens = field(default_factory=ReplyTokens)  # grows while the turn runs
     request: TurnRequest | None = None  # None if the reply is replayed, or the turn unstored
     accepted_at: float = 0.0  # when the daemon took the request, by the loop's clock
     begun_at: float = 0.0  # when the store had the turn, by the loop's clock
@@ -146,7 +181,6 @@ class LiveTurn:
     num_timed: int = 0  # tokens that are counted in the latencies
     weight: float = 1.0  # of the tenant
     priority: int = 0
-    shared_from: str = ""  # the conversation whose KV the turn may begin with
     prompt_seconds: float = 0.0  # predicted for the prompt alone
 
     @property
@@ -156,12 +190,12 @@ class LiveTurn:
 
     @property
     def text(self) -> str:
-        return "".join(self.texts[: self.kept])
+        return "".join(self.reply.texts[: self.kept])
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the reply, without those that a stop has cut."""
-        return len(self.token_ids) if self.kept is None else self.kept
+        return len(self.reply.token_ids) if self.kept is None else self.kept
 
     @property
     def num_charged_tokens(self) -> int:
@@ -176,12 +210,13 @@ class LiveTurn:
 
     def take(self, token: SampledToken) -> None:
         """Append a sampled token. `token_ids` is extended last, because readers go by its length."""
+        reply = self.reply
         if token.logprob is not None:
-            assert isinstance(self.logprobs, dict)
-            self.logprobs[len(self.token_ids)] = (token.logprob, token.top_logprobs)
-        self.texts.append(token.text)
-        self.parts.append(self.marker.push(token.token_id) if self.marker else Part.TEXT)
-        self.token_ids.append(token.token_id)
+            assert isinstance(reply.logprobs, list)
+            reply.logprobs.append((token.logprob, token.top_logprobs))
+        reply.texts.append(token.text)
+        reply.parts.append(self.marker.push(token.token_id) if self.marker else Part.TEXT)
+        reply.token_ids.append(token.token_id)
 
 
 def stream_of(live: LiveTurn) -> dict[str, Any]:
@@ -193,7 +228,9 @@ def stream_of(live: LiveTurn) -> dict[str, Any]:
     stream: dict[str, Any] = {}
     begins = live.request.reply_begins if live.request is not None else ""
     runs: list[list[Any]] = [[Part.TEXT.value, 0, len(begins)]] if begins else []
-    for part, text in zip(live.parts[: live.kept], live.texts[: live.kept], strict=True):
+    for part, text in zip(
+        live.reply.parts[: live.kept], live.reply.texts[: live.kept], strict=True
+    ):
         if not runs or not runs[-1][1] or runs[-1][0] != part.value:
             runs.append([part.value, 0, 0])
         runs[-1][1] += 1
@@ -205,7 +242,7 @@ def stream_of(live: LiveTurn) -> dict[str, Any]:
 
 def packed_logprobs(live: LiveTurn) -> bytes:
     """Pack the logprobs of a turn that the engine has ended. May be called in any thread."""
-    return pack(live.logprobs[number] for number in range(live.num_tokens))
+    return pack(live.reply.logprobs[number] for number in range(live.num_tokens))
 
 
 def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
@@ -226,10 +263,12 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
         turn.conversation_id,
         history_tokens=0,
         prompt_tokens=0,
-        token_ids=list(reply.token_ids),
-        texts=texts,
-        parts=parts,
-        logprobs=PackedLogprobs(reply.logprobs) if reply.logprobs else {},
+        reply=ReplyTokens(
+            list(reply.token_ids),
+            texts,
+            parts=parts,
+            logprobs=PackedLogprobs(reply.logprobs) if reply.logprobs else [],
+        ),
         phase=TurnPhase.ENDED,
         finish=FinishReason(turn.finish_reason),
         revision=turn.revision,
@@ -256,6 +295,11 @@ def names_of(key: str) -> tuple[str, str]:
     """Split a `cache_key` into tenant and conversation id."""
     tenant, _, conversation_id = key.rpartition("/")
     return tenant, conversation_id
+
+
+def shared_name(key: str) -> str:
+    """Return the name of the conversation that has shared KV; empty for unstored turns and batch jobs."""
+    return "" if key.startswith(("~unstored/", "~batch/")) else names_of(key)[1]
 
 
 USAGE_COUNTS = (

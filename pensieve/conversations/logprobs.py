@@ -14,6 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import overload
 
 from pensieve.core.iteration import Logprob
 from pensieve.errors import StoreCorrupt
@@ -38,7 +39,7 @@ def pack(rows: Iterable[tuple[float, Sequence[Logprob]]]) -> bytes:
     return pack_tokens(array("I", [len(counts)]) + counts + ids) + doubles.tobytes()
 
 
-class PackedLogprobs:
+class PackedLogprobs(Sequence[Row]):
     """Rows by token number, read from the output of `pack`. The store has checked the bytes."""
 
     def __init__(self, packed: bytes) -> None:
@@ -57,7 +58,14 @@ class PackedLogprobs:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, number: int) -> Row:
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Row]: ...
+    def __getitem__(self, number: int | slice) -> Row | list[Row]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
         start, stop = self._starts[number], self._starts[number + 1]
         values = self._doubles[len(self) + start : len(self) + stop]
         return self._doubles[number], tuple(map(Logprob, self._ids[start:stop], values))

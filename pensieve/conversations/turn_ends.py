@@ -51,6 +51,7 @@ from pensieve.conversations.live_turn import (
     TurnPhase,
     TurnReply,
     packed_logprobs,
+    shared_name,
     stream_of,
     usage_figures,
 )
@@ -211,7 +212,6 @@ class TurnEnds:
             elif reply is not None:
                 committed = await self._store_reply(live, reply)
                 finish, live.revision, live.tail = reply.finish, committed.revision, committed.tail
-                self._engine.tell(committed.lent)
         except NotFound:  # its conversation was deleted in the meantime
             finish, failure = FinishReason.CANCELLED, TurnInterrupted(GIVEN_UP)
         except PensieveError as error:
@@ -244,7 +244,7 @@ class TurnEnds:
         """Append the reply to the log, in one transaction; nothing is stored for an unstored turn."""
         if not live.is_stored:
             return CommittedReply(NO_REVISION, await self._withheld(live, reply))
-        if live.logprobs:  # packing them may take long
+        if live.reply.logprobs:  # packing them may take long
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
         if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
@@ -303,12 +303,12 @@ def _reply(live: LiveTurn, ended: TurnEnded) -> TurnReply:
     if ended.usage.recomputed_tokens:
         live.figures["recompute_reason"] = live.recompute_reason
     if ended.usage.shared_tokens:
-        live.figures["shared_from"] = live.shared_from
+        live.figures["shared_from"] = shared_name(ended.usage.shared_from)
     live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
     has_all = live.num_tokens == ended.usage.output_tokens  # a stop has cut no token
     return TurnReply(
         live.turn_id,
-        tuple(live.token_ids[: live.kept]),
+        tuple(live.reply.token_ids[: live.kept]),
         live.text,
         stream_of(live),
         FinishReason.CANCELLED if live.stopped else ended.finish,

@@ -24,7 +24,6 @@ from pensieve.conversations.live_turn import (
     RecomputeReason,
     StartedTurn,
     TurnPhase,
-    names_of,
     unstored_key,
 )
 from pensieve.core.iteration import SampledToken
@@ -207,7 +206,7 @@ class Turns:
             turn.turn_id,
             turn.conversation_id,
             submit.history_tokens,
-            len(submit.tokens) // TOKEN_BYTES,
+            submit.first_position + len(submit.tokens) // TOKEN_BYTES - submit.history_tokens,
             request=begun.request,
             begun_at=now,
             tenant=turn.tenant,
@@ -219,7 +218,6 @@ class Turns:
             attempt=turn.attempts,
             recompute_reason=self._recompute_reason(begun),
             marker=PartMarker(self.tokenizer, begun.prompt_end),
-            shared_from=names_of(submit.prefix_of)[1],
         )
         self._of_request[live.tenant, live.conversation_id, live.request_id] = live
         self.add(live)
@@ -236,14 +234,13 @@ class Turns:
     ) -> tuple[LiveTurn, SubmitTurn]:
         """Make a turn that belongs to no conversation, and its SubmitTurn. Then call `add` to make it live.
 
-        `turn_id` is negative. `submit` has a conversation_id only if the turn continues the KV of an earlier
-        unstored turn (unstored.py).
+        `turn_id` is negative.
         """
         number = next(self._numbers)
         submit = replace(
             submit,
             turn_id=number,
-            conversation_id=submit.conversation_id or unstored_key(tenant, number),
+            conversation_id=unstored_key(tenant, number),
             share=tenant,
             weight=weight,
         )

@@ -80,7 +80,7 @@ class Adoption:
             page = chunks[index].host_page
             assert page is not None
             adopted.append(Adopted(index, page, num_slots))
-        self._tree.prune(conversation.leaf)  # if no chunk was adopted
+        self._tree.prune(conversation.leaf, now)  # if no chunk was adopted
         return adopted
 
     def _begun(

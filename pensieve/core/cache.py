@@ -55,6 +55,9 @@ from pensieve.core.turn import Turn
 __all__ = ["CacheConfig", "KVCache"]
 
 
+HOLDERS_MAX = 1024  # of a branch; resting conversations beyond it are forgotten
+
+
 class Tail(NamedTuple):
     """A conversation's last, partly used chunk, if its turn must copy the chunk before appending to it."""
 
@@ -79,7 +82,8 @@ class KVCache:
         self.candidates = Candidates(policy, self.tiers)
         self.content = ContentIndex(config.chunk_tokens)
         self.tree = PrefixTree(config.chunk_tokens, len(Role), self.candidates, self.content.forget)
-        self._unsettled: list[CachedConversation] = []  # whose turns have ended; see `settle`
+        # Conversations whose turns have ended, and whether these turns had twins; see `settle`.
+        self._unsettled: list[tuple[CachedConversation, bool]] = []
         self.eviction = Eviction(config, self.tree, self.candidates)
         self.streamed = (
             StreamedPages(config, self.tree, self.eviction, is_intact)
@@ -128,6 +132,21 @@ class KVCache:
 
     # -- a turn takes, extends and returns its pages --
 
+    def find(self, turn: Turn, now: float) -> None:
+        """Let a new turn's conversation begin with the chunks that are known by their content.
+
+        So its waiting time depends only on the tokens that it must compute. Admission looks again.
+        """
+        if turn.identities is None:
+            return
+        conversation = self.conversations.get(turn.conversation_id)
+        if conversation is not None:
+            if conversation.turn_id is not None:  # its last turn has an uncommitted slice
+                turn.own_tokens = turn.history_tokens
+                return
+            turn.own_tokens = min(conversation.num_tokens, turn.history_tokens)
+        self._found(turn, now)
+
     def begin(
         self, turn: Turn, now: float, reserve_pages: int, filled_before: dict[Chunk, int]
     ) -> PageReservation | Shortage | None:
@@ -136,7 +155,8 @@ class KVCache:
         Returns None if the turn has to wait for a streamed turn.
 
         `filled_before`: for each chunk that this iteration writes, how far the chunk was filled before the
-        iteration. Page copies need this, because they run before the slices.
+        iteration. Page copies need this, because they run before the slices. The targets of page copies are
+        added.
         """
         conversation = self._found(turn, now)
         chunks, tail = self._context_of(conversation)
@@ -222,11 +242,14 @@ class KVCache:
             if chunk.filled:
                 num_computed = min(chunk.index * size + chunk.filled, len(turn.tokens))
                 break
+        is_temporary = turn.is_temporary and turn.finish is not None
+        if is_temporary:  # even if it was cancelled, the chunks that it has found are right
+            keep_tokens = max(keep_tokens, min(turn.found_tokens, num_computed))
         conversation.turn_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
         if turn.finish is not None and not turn.is_background:  # not suspended
             ended = EndedTurn(
-                turn.prompt_end - turn.history_tokens,
+                turn.num_new_tokens,
                 turn.num_output_tokens,
                 len(turn.tokens),
                 away_seconds,
@@ -238,7 +261,7 @@ class KVCache:
         conversation.log = turn.tokens[:keep_tokens]
         if turn.identities is not None:
             turn.identities.cut(len(conversation.log))
-            self._unsettled.append(conversation)
+            self._unsettled.append((conversation, turn.has_twins))
         turn.chunks, turn.page_table = [], array("i")
         streamed = conversation.is_streamed
         conversation.is_streamed = turn.streamed = False
@@ -249,29 +272,31 @@ class KVCache:
             self.candidates.unpin(branch, now, streamed)
         self.candidates.scan_again()
         num_kept = min(num_computed, keep_tokens)
-        conversation.is_temporary = turn.is_temporary and turn.finish is not None
-        if conversation.is_temporary:
+        conversation.is_temporary = is_temporary
+        if is_temporary:
             num_kept -= num_kept % size  # it has no later turn that could append
         self.tree.truncate(conversation, num_kept, now)
-        self.tree.prune(conversation.leaf)
+        self.tree.prune(conversation.leaf, now)
         self.tree.forget_if_empty(conversation)
 
     def settle(self, now: float) -> None:
         """Free the duplicate chunks of turns that have ended since the last call.
 
-        Private chunks of these turns are replaced by registered chunks with the same content. An older
-        temporary conversation ends if a newer one has the same chunks.
+        Private chunks of these turns are replaced by registered chunks with the same content. A temporary
+        conversation ends if another conversation holds the same chunks.
         """
         unsettled, self._unsettled = self._unsettled, []
-        for conversation in unsettled:
+        for conversation, has_twins in unsettled:
             if conversation.turn_id is not None or conversation.leaf is None:
                 continue
-            found = self.content.for_ended(conversation)
+            found = self.content.for_ended(conversation, has_twins)
             if found is not None:
                 merged = self.tree.rebase(conversation, self._last_chunk(found), now)
                 self.counters.merged += merged
-            if conversation.is_temporary:
-                self._end_older(conversation, now)
+            for branch in conversation.path():
+                for other in _superfluous(branch, conversation):
+                    self._forget(other, now)
+            self.tree.join(conversation, now)
 
     def register(self, turn: Turn) -> None:
         """Let other turns find the chunks that the turn has completed in collected iterations."""
@@ -304,7 +329,7 @@ class KVCache:
             self.tiers.invalidate(chunk)
             if chunk.idle:
                 self.tiers.free_unfilled_pages(chunk)
-                self.tree.prune(chunk.branch)
+                self.tree.prune(chunk.branch, now)
             elif chunk.host_page is not None and not (chunk.in_flight or chunk.is_streamed):
                 self.tiers.free_host(chunk)
         return suspects
@@ -348,8 +373,20 @@ class KVCache:
             if conversation.identities is not None:
                 conversation.identities.cut(num_tokens)
             self.tree.truncate(conversation, min(num_tokens, conversation.num_tokens), now)
-            self.tree.prune(conversation.leaf)
+            self.tree.prune(conversation.leaf, now)
             self.tree.forget_if_empty(conversation)
+
+    def keep_found(self, turn: Turn, now: float) -> None:
+        """Cut the conversation of a temporary turn that ended while it was suspended, as `end` does.
+
+        The chunks that it has found stay for later turns.
+        """
+        conversation = self.conversations.get(turn.conversation_id)
+        if conversation is None:
+            return
+        kept = min(max(turn.keep_tokens or 0, turn.found_tokens), conversation.num_tokens)
+        self.rewind(turn.conversation_id, kept - kept % self.config.chunk_tokens, now)
+        conversation.is_temporary = True
 
     def evict(self, conversation_id: str, now: float) -> int:
         """Drop every idle page that only this conversation holds. Return how many chunks lost a page."""
@@ -386,16 +423,23 @@ class KVCache:
         conversation = self._present(turn, now)
         if turn.identities is None:
             return conversation
+        turn.own_tokens = min(turn.own_tokens, conversation.num_tokens)
         found = self.content.for_turn(turn, conversation)
-        if found is None:
-            return conversation
-        self.conversations[turn.conversation_id] = conversation
-        conversation.idle_since = now
-        self.tree.rebase(conversation, self._last_chunk(found), now)
-        conversation.num_tokens = found.num_tokens
-        conversation.log = turn.tokens[: found.num_tokens]
+        if found is not None:
+            self.conversations[turn.conversation_id] = conversation
+            conversation.idle_since = now
+            self.tree.rebase(conversation, self._last_chunk(found), now)
+            conversation.num_tokens = found.num_tokens
+            if len(conversation.log) < found.num_tokens:
+                conversation.log = turn.tokens[: found.num_tokens]
+                conversation.identities = turn.identities.beginning(found.num_tokens)
+            if found.holder is conversation:
+                turn.own_tokens = found.num_tokens
+            elif turn.usage.admitted_at is None:
+                turn.usage.shared_from = found.holder.conversation_id
         if turn.usage.admitted_at is None:
-            turn.found_tokens = found.num_tokens
+            most = found.num_tokens if found is not None else turn.found_tokens
+            turn.found_tokens = min(most, conversation.num_tokens)
         return conversation
 
     def _last_chunk(self, found: Found) -> Chunk:
@@ -409,9 +453,13 @@ class KVCache:
             conversation = CachedConversation(turn.conversation_id, now)
         assert conversation.turn_id is None, f"{conversation} already runs {conversation.turn_id}"
         resumes = turn.usage.admitted_at is not None
-        kept_max = len(turn.tokens) if resumes else turn.history_tokens
+        kept_max = len(turn.tokens) if resumes else max(turn.history_tokens, turn.found_tokens)
         if conversation.num_tokens > kept_max:
             self.tree.truncate(conversation, kept_max, now)
+        if len(conversation.log) > kept_max:  # the rest is in no history
+            conversation.log = conversation.log[:kept_max]
+            if conversation.identities is not None:
+                conversation.identities.cut(kept_max)
         return conversation
 
     def _began(self, conversation: CachedConversation, turn: Turn, now: float) -> None:
@@ -422,6 +470,8 @@ class KVCache:
         conversation.identities, conversation.is_temporary = turn.identities, False
         resumes = turn.usage.admitted_at is not None
         if not (resumes or turn.is_background):  # conversations of batch jobs do not return
+            if turn.is_temporary:
+                self._end_continued(conversation, now)
             self.policy.turn_began(turn.conversation_id, now)
 
     def _context_of(self, conversation: CachedConversation) -> tuple[list[Chunk], Tail | None]:
@@ -432,7 +482,11 @@ class KVCache:
         """
         chunks, size = conversation.chunks(), self.config.chunk_tokens
         num_used = conversation.num_tokens - size * (len(chunks) - 1)
-        if not chunks or num_used >= size or self._may_append(chunks[-1], num_used):
+        if not chunks or num_used >= size:
+            return chunks, None
+        if self._may_append(chunks[-1], num_used):
+            if chunks[-1].identity is not None:  # it was full, and has lost KV since
+                self.content.forget(chunks[-1])
             return chunks, None
         return chunks, Tail(chunks.pop(), num_used)
 
@@ -502,6 +556,7 @@ class KVCache:
                 assert chunk.device_page is not None
                 copy = PageCopy(source.device_page, chunk.device_page, chunk.filled)
                 admission.copies.append(copy)
+                filled_before[chunk] = 0  # the copies of an iteration are made in any order
                 self.counters.copied_on_write += 1
         elif source.host_page is not None:
             if (
@@ -522,14 +577,18 @@ class KVCache:
             self._release_source(source, now)
         return chunk
 
-    def _end_older(self, conversation: CachedConversation, now: float) -> None:
-        """End resting temporary conversations whose chunks this conversation holds, too."""
-        for branch in conversation.path():
-            for other in list(islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)):
-                is_older = other.is_temporary and other is not conversation
-                if is_older and other.leaf is branch and other.turn_id is None:
-                    self.tree.truncate(other, 0, now)
-                    self.tree.forget_if_empty(other)
+    def _end_continued(self, conversation: CachedConversation, now: float) -> None:
+        """End the temporary conversation that a temporary turn continues under another id."""
+        for branch in reversed(conversation.path()):
+            for other in _superfluous(branch, conversation):
+                if other.is_temporary:
+                    self.policy.continued(other.conversation_id, conversation.conversation_id)
+                    self._forget(other, now)
+                    return
+
+    def _forget(self, conversation: CachedConversation, now: float) -> None:
+        self.tree.truncate(conversation, 0, now)
+        self.tree.forget_if_empty(conversation)
 
     def _append_chunk(self, conversation: CachedConversation, now: float) -> Chunk:
         chunk = self.tree.append_chunk(conversation)
@@ -541,4 +600,28 @@ class KVCache:
         self.tiers.held_sources.remove(chunk)
         self.candidates.release(chunk, now)
         if not chunk.resident:  # its page was damaged
-            self.tree.prune(chunk.branch)
+            self.tree.prune(chunk.branch, now)
+
+
+def _superfluous(branch: Branch, conversation: CachedConversation) -> list[CachedConversation]:
+    """Return resting holders of a branch of the conversation that hold nothing else and need not be kept.
+
+    These are temporary conversations all of whose tokens `conversation` has, too. If there are very many
+    holders, they are also other conversations with identities, whose next turns can find the chunks again.
+    Only the most recent and the least recent holders are looked at.
+    """
+    holders, most = branch.holders, HOLDERS_SUMMED_MAX
+    oldest = list(islice(holders, most))
+    recent = [] if len(holders) <= most else list(islice(reversed(holders), most))
+    many = len(holders) > HOLDERS_MAX
+    return [
+        each
+        for each in dict.fromkeys((*oldest, *recent))
+        if each.leaf is branch
+        and each.turn_id is None
+        and each is not conversation
+        and (
+            (each.is_temporary and each.num_tokens <= conversation.num_tokens)
+            or (many and each.identities is not None and each not in recent)
+        )
+    ]

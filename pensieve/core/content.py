@@ -1,17 +1,18 @@
 """Find chunks by their content, so that conversations share a prefix that nobody has declared.
 
 Chunks with the same identity have the same KV (identities.py). Only turns with `identities` look for chunks.
-The daemon does not give identities to its turns yet, so they share only the KV of forks and of prefixes.
 
 **When a chunk is found.** A turn registers the chunks that it has completed when its next token was sampled
-from finite logits, because wrong KV (NaN) would reach these logits. A chunk that was invalidated in the
-meantime is not registered (`Chunk.generation`). If a turn fails, all chunks of its context are invalidated
-and forgotten. A chunk stays registered while a conversation holds it, even without pages. A turn that finds a
-chunk without pages computes it again, for all holders. A partly filled chunk has no identity.
+from finite logits, because wrong KV (NaN) would reach these logits. A warm samples nothing, and registers its
+chunks when its iterations were collected. A chunk that was invalidated in the meantime is not registered
+(`Chunk.generation`). If a turn fails, all chunks of its context are invalidated and forgotten. A chunk stays
+registered while a conversation holds it, even without pages. A turn that finds a chunk without pages computes
+it again, for all holders. A partly filled chunk has no identity.
 
 **Equal chunks.** If two turns compute the same chunk at once, the first to complete it is registered. The
 other chunk is private until its turn has ended. Then the conversation continues on the registered chunk
-(`KVCache.settle`). The pages of a running turn never change.
+(`KVCache.settle`). If the registered chunk is dropped before, the private one is registered. The pages of a
+running turn never change.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class ContentIndex:
     def __init__(self, chunk_tokens: int) -> None:
         self._size = chunk_tokens
         self._chunks: dict[bytes, Chunk] = {}
+        # Private chunks with the content of a registered one, with their generations.
+        self._private: dict[bytes, dict[Chunk, int]] = {}
         self.num_lookups = 0
         # Called with the number of each successful lookup and its result; a journal records both.
         self.note_found: Callable[[int, Found], None] = lambda number, found: None
@@ -52,12 +55,26 @@ class ContentIndex:
         identity = identities.known[chunk.index]
         if self._chunks.setdefault(identity, chunk) is chunk:
             chunk.identity = identity
+        else:
+            turn.has_twins = True
+            others = self._private.setdefault(identity, {})
+            for gone in [each for each in others if each.branch is None]:
+                del others[gone]
+            others[chunk] = chunk.generation
 
     def forget(self, chunk: Chunk) -> None:
-        """Remove a registered chunk."""
-        assert chunk.identity is not None
-        del self._chunks[chunk.identity]
+        """Remove a registered chunk. A private chunk with the same content takes its place."""
+        identity = chunk.identity
+        assert identity is not None
+        del self._chunks[identity]
         chunk.identity = None
+        for other, generation in self._private.pop(identity, {}).items():
+            if other.branch is None or other.identity or other.generation != generation:
+                continue
+            if self._chunks.setdefault(identity, other) is other:
+                other.identity = identity
+            else:
+                self._private.setdefault(identity, {})[other] = generation
 
     def for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
         """Return who holds the longest known beginning of the turn's context.
@@ -79,11 +96,16 @@ class ContentIndex:
             return None
         return self._noted(conversation, self._with_tail(turn, last))
 
-    def for_ended(self, conversation: CachedConversation) -> Found | None:
-        """Return who holds registered chunks with the same content as private chunks of this conversation."""
+    def for_ended(self, conversation: CachedConversation, has_twins: bool) -> Found | None:
+        """Return who holds registered chunks with the same content as private chunks of this conversation.
+
+        Without `has_twins`, it has no such chunks.
+        """
         if conversation.identities is None:
             return None
         self.num_lookups += 1
+        if not has_twins:
+            return None
         found = None
         num_whole = conversation.num_tokens // self._size
         for own, identity in zip(
@@ -117,7 +139,10 @@ class ContentIndex:
         start = (last.index + 1) * self._size
         rest = turn.tokens[start : min(start + self._size, len(turn.tokens)) - 1]
         best = Found(next(iter(last.branch.holders)), start)
+        root = turn.identities.root if turn.identities is not None else ""
         for holder in islice(reversed(last.branch.holders), TAILS_MAX):
+            if holder.identities is None or holder.identities.root != root:
+                continue  # the rest of its log may be of another root
             # A resting conversation may use less of its last chunk than its log and the chunk have. The last
             # token of a running conversation may be without KV.
             known = len(holder.log) - 1 if holder.turn_id is not None else holder.num_tokens
@@ -131,7 +156,9 @@ class ContentIndex:
     def _noted(self, conversation: CachedConversation, found: Found) -> Found | None:
         """Return `found`; None if the conversation would lose a registered chunk or KV."""
         pairs = zip(conversation.chunks(), found.holder.chunks(), strict=False)
-        for own, other in islice(pairs, found.num_tokens // self._size):
+        for own, other in islice(
+            pairs, min(found.num_tokens, conversation.num_tokens) // self._size
+        ):
             if own is not other and (own.identity is not None or own.filled > other.filled):
                 return None
         self.note_found(self.num_lookups, found)

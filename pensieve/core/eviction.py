@@ -133,6 +133,15 @@ class Candidates:
             self._recount(lower, now)
             self._recount(upper, now)
 
+    def branches_joined(self, upper: Branch, lower: Branch, first: int, now: float) -> None:
+        upper.num_reclaimable += lower.num_reclaimable
+        for queue in self.queues:
+            queue.withdraw(lower)
+            if upper.cursors[queue.role] >= first:
+                upper.cursors[queue.role] = first + lower.cursors[queue.role]
+            if not upper.num_running:
+                queue.offer(upper, now)
+
     def holders_changed(self, branch: Branch, now: float) -> None:
         """Queue a branch again, because its value may have fallen."""
         if not branch.num_running:
@@ -222,7 +231,7 @@ class Eviction:
                 self._counters.reclaimed += 1
             self._tiers.count_reclaimable(victim, -1)
             self._tiers.free_device(victim)
-            self._tree.prune(victim.branch)
+            self._tree.prune(victim.branch, now)
             page = device.take()
         chunk.device_page = page
         if chunk.host_page is None and chunk.branch is not None:
@@ -361,7 +370,7 @@ class Eviction:
             self.candidates.requalify(chunk, now)
         else:
             self._counters.dropped += 1
-            self._tree.prune(chunk.branch)
+            self._tree.prune(chunk.branch, now)
 
     def _mark_to_drop(self, chunk: Chunk, now: float, value: float) -> None:
         self.log.record(chunk, now, "marked_to_drop", value)
@@ -383,7 +392,7 @@ class Eviction:
                     self.log.record(chunk, now, "evicted")
                     self._tiers.count_reclaimable(chunk, -1)
                     self._tiers.free_pages(chunk)
-        self._tree.prune(conversation.leaf)
+        self._tree.prune(conversation.leaf, now)
         self._counters.dropped += num_dropped
         return num_dropped
 

@@ -47,5 +47,12 @@ class Identities:
         return Identities(self.root, self._size, known)
 
 
+def salted(root: str, cache_salt: str) -> str:
+    """Return the root of chunks that only turns with this `cache_salt` share."""
+    if not cache_salt:
+        return root
+    return blake2b(f"{root} {cache_salt}".encode(), digest_size=IDENTITY_BYTES).hexdigest()
+
+
 def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=IDENTITY_BYTES).digest()

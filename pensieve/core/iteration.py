@@ -157,10 +157,18 @@ class SampledToken:
     repeats: bool = False  # stopped because the reply only repeats itself
 
 
+CONSTRAINT_FAILED = "CONSTRAINT_FAILED"
+
+
 class TurnFailure(NamedTuple):
     turn_id: int
     reason: str  # NAN_LOGITS, CONSTRAINT_FAILED, ...
     message: str
+
+    @property
+    def spoils_kv(self) -> bool:
+        """Whether the KV that the turn has computed or used may be wrong."""
+        return self.reason != CONSTRAINT_FAILED
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,6 +319,12 @@ class BranchListener(Protocol):
     def branch_split(self, upper: Branch, lower: Branch, now: float) -> None:
         """Called when `upper` has taken the first chunks of `lower`."""
 
+    def branches_joined(self, upper: Branch, lower: Branch, first: int, now: float) -> None:
+        """Called when `upper` has taken all chunks of `lower`, which leaves the tree.
+
+        `first`: the index of the first of these chunks in `upper.chunks`.
+        """
+
     def holders_changed(self, branch: Branch, now: float) -> None:
         """Called when a branch has a new holder, or has lost one of several holders."""
 
@@ -455,10 +461,12 @@ class PrefixTree:
         conversation.leaf = leaf
         self.conversations[conversation.conversation_id] = conversation
 
-    def prune(self, branch: Branch | None) -> None:
+    def prune(self, branch: Branch | None, now: float) -> None:
         """Remove `branch` and its ancestors while they have no page and no child.
 
-        Trailing chunks without a page need no bookkeeping, because their tokens are in the log.
+        Trailing chunks without a page need no bookkeeping, because their tokens are in the log. A resting
+        conversation with identities then also gives up chunks that others hold, because its next turn can
+        find them again. Otherwise every conversation that ever began with a common prompt would be kept.
         """
         while (
             branch is not None
@@ -466,14 +474,46 @@ class PrefixTree:
             and not branch.num_running
             and not branch.num_children
         ):
-            tokens = branch.start * self.chunk_tokens
-            for conversation in branch.holders:
-                conversation.leaf = branch.parent
+            tokens, parent = branch.start * self.chunk_tokens, branch.parent
+            holders = list(branch.holders)
+            for conversation in holders:
+                conversation.leaf = parent
                 conversation.num_tokens = min(conversation.num_tokens, tokens)
-                if conversation.turn_id is None:
-                    self.forget_if_empty(conversation)
             self._remove(branch)
-            branch = branch.parent
+            is_held_by_others = parent is not None and len(parent.holders) > len(holders)
+            for conversation in holders:
+                if conversation.turn_id is None:
+                    if is_held_by_others and conversation.identities is not None:
+                        self.truncate(conversation, 0, now)
+                    self.forget_if_empty(conversation)
+            branch = parent
+
+    def join(self, conversation: CachedConversation, now: float) -> None:
+        """Join the last branches of a conversation's path that have the same holders."""
+        leaf = conversation.leaf
+        if leaf is None or leaf.num_children:
+            return
+        lower, upper = list[Branch](), leaf
+        while (
+            (above := upper.parent) is not None
+            and above.num_children == 1
+            and len(above.holders) == len(leaf.holders)
+        ):
+            lower.append(upper)
+            upper = above
+        if not lower:
+            return
+        for branch in reversed(lower):
+            moved, branch.chunks = branch.chunks, []
+            for chunk in moved:
+                chunk.branch = upper
+            first = len(upper.chunks)
+            upper.chunks += moved
+            upper.num_resident += branch.num_resident
+            self._listener.branches_joined(upper, branch, first, now)
+        upper.num_children = 0
+        for holder in leaf.holders:
+            holder.leaf = upper
 
     def forget_if_empty(self, conversation: CachedConversation) -> None:
         """Remove a conversation that has no chunk."""

@@ -145,6 +145,7 @@ class Scheduler:
         )
         assert turn.prompt_end == len(turn.tokens)
         self._num_arrivals += 1
+        self.cache.find(turn, now)
         turn.enqueue(self._num_arrivals)
         turn.usage.submitted_at = now
         self._turns[turn.turn_id] = turn
@@ -525,7 +526,8 @@ class Scheduler:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
-            self._discard(turn, now)  # even if the turn was cancelled in the meantime
+            if failure.spoils_kv:  # even if the turn was cancelled in the meantime
+                self._discard(turn, now)
             if turn.finish is None:
                 turn.keep_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
@@ -639,8 +641,11 @@ class Scheduler:
             # A turn that was never admitted has computed nothing. KV after its history comes from a turn
             # that is in no log. Discard that KV, because this turn's prompt may now be added to the log.
             admitted = turn.usage.admitted_at is not None
-            known = turn.keep_tokens if admitted else turn.history_tokens
-            self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
+            if turn.is_temporary and admitted:
+                self.cache.keep_found(turn, now)
+            else:
+                known = turn.keep_tokens if admitted else turn.history_tokens
+                self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
         self._carry_out_pending(turn.conversation_id, now)
 
     def _carry_out_pending(self, conversation_id: str, now: float) -> None:

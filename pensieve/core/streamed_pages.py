@@ -107,7 +107,7 @@ class StreamedPages:
             for branch in path:
                 self._candidates.unpin(branch, now, streamed=True)
             self._candidates.scan_again()
-            self._tree.prune(conversation.leaf)
+            self._tree.prune(conversation.leaf, now)
             return None
         conversation.is_streamed = True
         for chunk in missing:

@@ -74,6 +74,7 @@ class Usage:
     first_token_at: float | None = None
     finished_at: float | None = None
     shared_tokens: int = 0
+    shared_from: str = ""  # a conversation that had them
 
     @property
     def prompt_tokens(self) -> int:
@@ -112,8 +113,9 @@ class Turn:
     warm: bool = False  # compute missing KV, sample nothing
     share: str = ""  # its owner in fair queueing, usually a tenant; see fair_queue.py
     weight: float = 1.0  # the share's weight
-    shared_tokens: int = 0  # leading tokens that its conversation got when it was forked
     found_tokens: int = 0  # leading tokens that were found by content; see `ContentIndex`
+    has_twins: bool = False  # chunks that it has computed were registered by other turns
+    own_tokens: int = 0  # leading tokens whose chunks its conversation held before
     identities: Identities | None = (
         None  # identities of its chunks; None: it shares no chunks by content
     )
@@ -125,6 +127,7 @@ class Turn:
     moved_back: bool = False  # suspended because its `time_share` was used up
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
     outputs_before: int = 0  # number of output tokens when it was last admitted
+    num_new_tokens: int = 0  # tokens of its prompt that were not found when it was submitted
     level: int = 0  # its priority, plus one for each time that it was preempted by a higher level
     queue_order: tuple[int, int] = (0, 0)  # within a share: by level, then by arrival
     frontier: int = 0
@@ -153,11 +156,6 @@ class Turn:
         return max(self.history_tokens - 1, self.found_tokens, 0)
 
     @property
-    def num_new_tokens(self) -> int:
-        """Tokens of its prompt."""
-        return self.prompt_end - self.history_tokens
-
-    @property
     def num_missing(self) -> int:
         """The maximum number of positions that must be computed before its next token.
 
@@ -182,7 +180,7 @@ class Turn:
         history_kv = self.computed_to = self.history_kv
         self.usage.admitted_at = now
         self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
-        shared_tokens = max(self.shared_tokens, self.found_tokens)
+        shared_tokens = max(self.found_tokens - self.own_tokens, 0)
         self.usage.shared_tokens = min(shared_tokens, device_tokens + host_tokens)
         self.usage.recomputed_tokens = history_kv - device_tokens - host_tokens
         self.usage.new_tokens = self.prompt_end - history_kv
@@ -202,8 +200,9 @@ class Turn:
         return num_tokens >= self.length_max
 
     def enqueue(self, arrival: int) -> None:
-        """Set level and order of a new turn, the `arrival`-th one."""
+        """Set level, order and size of a new turn, the `arrival`-th one."""
         self.arrival = arrival
+        self.num_new_tokens = self.prompt_end - max(self.history_tokens, self.found_tokens)
         self.level = BACKGROUND_LEVEL if self.is_background else self.options.priority
         self.queue_order = (-self.level, arrival)
 

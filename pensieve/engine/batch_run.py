@@ -3,17 +3,11 @@
 Each request is a turn in a conversation that only the engine knows. The conversation is deleted when the
 request has its result. group_feed.py decides which request is submitted next.
 
-**How a prefix is shared.** The first request of a group, its opener, is submitted with its whole prompt. When
-its first token arrives, the prompt has been computed. Then the opener's conversation is forked at the end of
-the prefix, and the other requests begin as forks of that fork:
-
-    ~batch/night/7      [prefix ··········|own tokens]     the opener; deleted when it has ended
-    ~batch/night/p2     [prefix ··········]                a fork of the opener; deleted with the group
-    ~batch/night/8      [prefix ··········|own tokens]     a fork of p2
-
-If a part of p2 was evicted, a fork shares only the part that is left, and the engine computes the rest. If a
-request had to compute a part of its prefix, p2 is replaced by a fork of this request's conversation. So no
-special case is needed after an eviction, a pause or the loss of an engine.
+**How a prefix is shared.** Chunks are found by their content (core/content.py). The first request of a group,
+its opener, is submitted alone. When its first token arrives, the prompt has been computed, and the other
+requests find the prefix. The opener's conversation *keeps* the prefix: it is deleted with the group. If a
+part of the prefix was evicted, a request computes this part again, and its conversation keeps the prefix from
+then on. So no special case is needed after an eviction, a pause or the loss of an engine.
 
     go ──> messages for the engine          call it at the start, and after each `take` or `resume`
     take(event) ──> Finished or None        call it with events of the batch's turns (`owns`)
@@ -26,8 +20,8 @@ After QUEUE_FULL, nothing is submitted until a turn of the batch has an event. I
 submitting continues.
 
 For comparison, there are two other modes of sharing. `off` runs each request by itself, in the order of the
-file. `lru` also runs the requests in the order of the file. Each is a fork of the latest request that begins
-with the same tokens, and conversations stay in the cache until they are evicted.
+file. `lru` also runs the requests in the order of the file. Each request finds what is cached of earlier
+requests, and their conversations stay in the cache until they are evicted.
 """
 
 from __future__ import annotations
@@ -38,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pensieve.core.group_feed import DropPrefix, FeedConfig, GroupFeed, Submit
+from pensieve.core.identities import salted
 from pensieve.core.iteration import SampledToken
 from pensieve.core.prefix_groups import PrefixGroup, prefix_groups
 from pensieve.core.turn import HAS_REPLY, FinishReason, TurnOptions, Usage
@@ -46,7 +41,7 @@ from pensieve.engine.messages import (
     DeleteConversation,
     EngineEvent,
     EngineMessage,
-    ForkConversation,
+    RewindConversation,
     SubmitTurn,
     TurnAdmitted,
     TurnEnded,
@@ -61,6 +56,7 @@ TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that are not the reque
 class BatchRequest:
     tokens: array[int]  # 'I': its whole prompt
     options: TurnOptions = field(default_factory=TurnOptions)
+    cache_salt: str = ""  # only requests with the same salt share a prefix
 
 
 class Finished(NamedTuple):
@@ -85,16 +81,13 @@ class Finished(NamedTuple):
 class _Active:
     request: int
     group: int
-    shared_tokens: int  # tokens of its prompt that it may get from a fork
-    opens: bool
+    shared_tokens: int  # tokens of its prompt in whole chunks of the prefix
     missing_tokens: int | None = None  # at its admission; None: not admitted
     samples: list[SampledToken] = field(default_factory=list)
 
     def computed_part_of_prefix(self, num_tokens: int) -> bool:
         """Whether it has computed a part of its prefix. `num_tokens`: the length of its prompt."""
-        return (
-            self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens + 1
-        )
+        return self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens
 
 
 class BatchRun:
@@ -107,21 +100,25 @@ class BatchRun:
         share: str = "",
         weight: float = 1.0,
         sharing: PrefixSharing = "groups",
+        *,
+        root: str,
     ) -> None:
-        """`numbers` draws ids of turns; `share` and `weight` are as in `SubmitTurn`."""
+        """`numbers` draws ids of turns; `share`, `weight` and `root` are as in `SubmitTurn`."""
         self._name, self._requests, self._numbers = name, requests, numbers
-        self._share, self._weight = share, weight
-        prompts = [each.tokens for each in requests]
-        self._latest = _Latest(prompts, feed.chunk_tokens) if sharing == "lru" else None
+        self._share, self._weight, self._size = share, weight, feed.chunk_tokens
+        self._root = root if sharing != "off" else ""
+        self._keeps_all = sharing == "lru"
         groups = [PrefixGroup(0, (request,)) for request in range(len(requests))]
         if sharing == "groups":
-            groups = prefix_groups(prompts)
-        num_tokens = [len(prompt) for prompt in prompts]
+            groups = _groups(requests)
+        num_tokens = [len(each.tokens) for each in requests]
         max_tokens = [each.options.sampling.max_tokens for each in requests]
         self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
         self._active: dict[int, _Active] = {}  # by turn_id
         self._messages: list[EngineMessage] = []  # follow from events; returned by the next `go`
         self._kept: dict[str, None] = {}  # conversations that outlive their turn
+        # By group: the request whose conversation keeps the prefix.
+        self._keepers: dict[int, int] = {}
         self._is_paused = self._holds_back = False
         self.saved_tokens = 0  # cached tokens of prompts
         self.prompt_tokens = 0  # of requests that have their result
@@ -138,7 +135,9 @@ class BatchRun:
             and (action := self._feed.next()) is not None
         ):
             if isinstance(action, DropPrefix):
-                messages += self._delete(self._prefix_id(action.group))
+                keeper = self._keepers.pop(action.group, None)
+                if keeper is not None:
+                    messages += self._delete(self._conversation_id(keeper))
             else:
                 messages.append(self._submit(action))
         if self._feed.is_done:
@@ -165,12 +164,11 @@ class BatchRun:
         """Take back all running requests, because the engine is gone. The next `go` is for a new engine."""
         self._messages.clear()
         self._kept.clear()
+        self._keepers.clear()
         for active in self._active.values():
             self._feed.returned(active.request)
         self._active.clear()
         self._holds_back = False
-        if self._latest is not None:
-            self._latest.forget()
 
     # -- from the engine --
 
@@ -226,40 +224,29 @@ class BatchRun:
     def _submit(self, action: Submit) -> SubmitTurn:
         request, turn_id = action.request, self._numbers()
         tokens, options = self._requests[request].tokens, self._requests[request].options
-        prefix_of = ""
         shared = min(action.prefix_tokens, len(tokens) - 1)  # at least one token must be computed
-        if shared > 0:
-            prefix_of = self._prefix_id(action.group)
-        if self._latest is not None:
-            source, shared = self._latest.like(request)
-            prefix_of = self._conversation_id(source) if source is not None else ""
-        self._active[turn_id] = _Active(request, action.group, shared, action.opens)
+        shared -= shared % self._size
+        self._active[turn_id] = _Active(request, action.group, shared)
         return SubmitTurn(
             turn_id,
             self._conversation_id(request),
             tokens.tobytes(),
             0,
             options,
-            prefix_of=prefix_of,
-            prefix_tokens=shared if prefix_of else 0,
             share=self._share,
             weight=self._weight,
+            root=self._root and salted(self._root, self._requests[request].cache_salt),
         )
 
     def _prompt_computed(self, active: _Active) -> None:
         """Open a request's group at the request's first token: then the group's prefix is computed."""
-        if self._latest is not None:
-            self._latest.computed(active.request)
-        prefix_tokens = self._feed.prefix_tokens_of(active.group)
-        if not prefix_tokens:
+        if not self._feed.prefix_tokens_of(active.group):
             return
         if active.computed_part_of_prefix(len(self._requests[active.request].tokens)):
-            prefix_id = self._prefix_id(active.group)
-            if prefix_id in self._kept:
-                self._messages += self._delete(prefix_id)
-            source_id = self._conversation_id(active.request)
-            self._messages.append(ForkConversation(source_id, prefix_tokens, prefix_id))
-            self._kept[prefix_id] = None
+            before = self._keepers.get(active.group)
+            self._keepers[active.group] = active.request
+            if before is not None and self._conversation_id(before) in self._kept:
+                self._messages += self._delete(self._conversation_id(before))
         self._feed.prefix_computed(active.group)
 
     def _end(self, active: _Active, event: TurnEnded) -> Finished | None:
@@ -268,18 +255,27 @@ class BatchRun:
         self._holds_back = event.failure == "QUEUE_FULL"
         if event.finish is FinishReason.CANCELLED or event.failure in TRIED_AGAIN:
             self._feed.returned(request)
-            self._messages += self._delete(self._conversation_id(request))
+            self._end_conversation(active, is_kept=False)
             return None
         has_reply = event.finish in HAS_REPLY
         self._feed.ended(request, len(active.samples) if has_reply else None)
-        if self._latest is not None and has_reply:
-            self._kept[self._conversation_id(request)] = None
-        else:
-            self._messages += self._delete(self._conversation_id(request))
+        keeps = self._keeps_all or self._keepers.get(active.group) == request
+        self._end_conversation(active, is_kept=keeps and has_reply)
         self.saved_tokens += event.usage.device_tokens + event.usage.host_tokens
         self.prompt_tokens += len(self._requests[request].tokens)
         self.output_tokens += len(active.samples)
         return Finished(request, tuple(active.samples), event.finish, event.failure, event.usage)
+
+    def _end_conversation(self, active: _Active, is_kept: bool) -> None:
+        conversation_id = self._conversation_id(active.request)
+        if is_kept:
+            self._kept[conversation_id] = None
+            if not self._keeps_all:
+                self._messages.append(RewindConversation(conversation_id, active.shared_tokens))
+            return
+        if self._keepers.get(active.group) == active.request:
+            del self._keepers[active.group]
+        self._messages += self._delete(conversation_id)
 
     def _delete(self, conversation_id: str) -> list[EngineMessage]:
         self._kept.pop(conversation_id, None)
@@ -288,42 +284,16 @@ class BatchRun:
     def _conversation_id(self, request: int) -> str:
         return f"~batch/{self._name}/{request}"
 
-    def _prefix_id(self, group: int) -> str:
-        return f"~batch/{self._name}/p{group}"
 
-
-class _Latest:
-    """Find the latest computed request that begins with the same tokens, in whole chunks."""
-
-    def __init__(self, prompts: Sequence[array[int]], chunk_tokens: int) -> None:
-        self._prompts, self._size = prompts, chunk_tokens
-        # (number of the chunk before, tokens of the chunk) -> number of the chunk
-        self._chunks: dict[tuple[int, bytes], int] = {}
-        self._latest: dict[int, int] = {}  # number of a chunk -> the latest request with this chunk
-
-    def like(self, request: int) -> tuple[int | None, int]:
-        """Return the request with the longest common prefix, and the prefix's length in tokens.
-
-        The last token of a prompt never counts as common.
-        """
-        found, num_shared = None, 0
-        for count, chunk in enumerate(self._chunks_of(request), 1):
-            if chunk not in self._latest:
-                break
-            found, num_shared = self._latest[chunk], count * self._size
-        return found, min(num_shared, len(self._prompts[request]) - 1)
-
-    def computed(self, request: int) -> None:
-        for chunk in self._chunks_of(request):
-            self._latest[chunk] = request
-
-    def forget(self) -> None:
-        self._latest.clear()
-
-    def _chunks_of(self, request: int) -> list[int]:
-        before, found, prompt = 0, [], self._prompts[request]
-        for end in range(self._size, len(prompt) + 1, self._size):
-            key = (before, prompt[end - self._size : end].tobytes())
-            before = self._chunks.setdefault(key, len(self._chunks) + 1)
-            found.append(before)
-        return found
+def _groups(requests: Sequence[BatchRequest]) -> list[PrefixGroup]:
+    """Return the groups of requests that share a prefix. Requests with different salts share none."""
+    by_salt: dict[str, list[int]] = {}
+    for number, request in enumerate(requests):
+        by_salt.setdefault(request.cache_salt, []).append(number)
+    prompts = [each.tokens for each in requests]
+    groups = [
+        PrefixGroup(group.prefix_tokens, tuple(numbers[each] for each in group.members))
+        for numbers in by_salt.values()
+        for group in prefix_groups([prompts[number] for number in numbers])
+    ]
+    return sorted(groups, key=lambda group: (group.num_computed(prompts), group.members))

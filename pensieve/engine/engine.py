@@ -236,7 +236,6 @@ class Engine:
                 return [*ended, *self._ended()]
             case DeleteConversation(conversation_id):
                 ended = self._give_up_waiting(conversation_id, now)
-                self._share_no_more(conversation_id)
                 scheduler.delete(conversation_id, now)
                 return [*ended, *self._ended()]
             case EvictConversation(conversation_id, to_host, query_id):
@@ -312,20 +311,18 @@ class Engine:
     def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
         """Submit a turn whose context is complete: `known`, then the tokens of the message."""
         known.frombytes(message.tokens)
-        shared_tokens = self._share_prefix(message, now)
         length_max = len(known) + message.options.sampling.max_tokens
         turn = Turn(
             turn_id=message.turn_id,
             conversation_id=message.conversation_id,
             tokens=known,
-            history_tokens=max(message.history_tokens, shared_tokens),
+            history_tokens=message.history_tokens,
             prompt_end=len(known),
             length_max=min(length_max, self.config.context_max),
             options=message.options,
             warm=message.warm,
             share=message.share,
             weight=message.weight,
-            shared_tokens=shared_tokens,
             identities=self._identities_of(message) if message.root else None,
             is_temporary=message.is_temporary,
         )
@@ -341,14 +338,8 @@ class Engine:
         return Identities(message.root, cache.config.chunk_tokens)
 
     def _known_log(self, message: SubmitTurn) -> array[int] | None:
-        """Return a copy of the log before the message's first position; None if a part of it is unknown.
-
-        For a new conversation, the log may come from the conversation `prefix_of`.
-        """
-        conversations = self.scheduler.cache.conversations
-        conversation = conversations.get(message.conversation_id)
-        if conversation is None and message.first_position <= message.prefix_tokens:
-            conversation = conversations.get(message.prefix_of)
+        """Return a copy of the log before the message's first position; None if a part of it is unknown."""
+        conversation = self.scheduler.cache.conversations.get(message.conversation_id)
         if conversation is None or len(conversation.log) < message.first_position:
             return None
         return conversation.log[: message.first_position]
@@ -382,24 +373,6 @@ class Engine:
                 reason = FinishReason.WARMED if message.warm else FinishReason.CANCELLED
                 ended.append(_ended_at_once(message, reason, now))
         return ended
-
-    def _share_no_more(self, conversation_id: str) -> None:
-        """Let waiting turns begin without this prefix, because another prefix may take its name."""
-        for turns in (self.held.turns, self._lacking_log):
-            for turn_id, message in turns.items():
-                if message.prefix_of == conversation_id:
-                    turns[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
-
-    def _share_prefix(self, message: SubmitTurn, now: float) -> int:
-        """Let a new conversation share the KV of its prefix; return the number of shared tokens."""
-        cache = self.scheduler.cache
-        if not message.prefix_tokens or message.conversation_id in cache.conversations:
-            return 0
-        num_tokens = message.first_position + len(message.tokens) // TOKEN_BYTES
-        shared = min(message.prefix_tokens, num_tokens - 1)  # at least one token must be computed
-        cache.fork(message.prefix_of, shared, message.conversation_id, now)
-        forked = cache.conversations.get(message.conversation_id)
-        return forked.num_tokens if forked is not None else 0
 
     def _plan(self) -> Iteration | None:
         now = self.clock.now()

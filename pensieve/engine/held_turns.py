@@ -10,7 +10,6 @@ held:
 
     CancelTurn, DeleteConversation      end the turn
     another turn of its conversation    is refused, as if the held turn were running
-    deletion of its prefix              lets the turn begin without the prefix
     turns_queued_max                    counts the turn
     a closed mailbox                    does not end the engine before the turn is taken
     a fork, a rewind, an eviction       ignores the turn

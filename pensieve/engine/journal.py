@@ -53,7 +53,7 @@ from pensieve.errors import ConfigError, one_line
 from pensieve.sampling import Sampling
 
 log = logging.getLogger("pensieve")
-VERSION = 5
+VERSION = 7
 HEADER_BYTES_MAX = 1 << 20
 
 
@@ -155,6 +155,8 @@ class Journal:
 
     def note_found(self, number: int, found: Found) -> None:
         """Record what a lookup has found (`ContentIndex.note_found`)."""
+        if self._lines is None:
+            return
         self._found.append((number, found.holder.conversation_id, found.num_tokens))
 
     @property
@@ -174,10 +176,7 @@ class Journal:
         if iteration is not None and iteration.predicted_seconds:
             entry["predicted"] = float(f"{iteration.predicted_seconds:.6g}")
         damaged, self._damaged = self._damaged, []
-        found, self._found = self._found, []
-        self._write(
-            entry | ({"damaged": damaged} if damaged else {}) | ({"found": found} if found else {})
-        )
+        self._write(entry | ({"damaged": damaged} if damaged else {}))
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         self._write(
@@ -195,6 +194,8 @@ class Journal:
     def _write(self, entry: dict[str, Any]) -> None:
         if self._lines is None:
             return
+        if self._found:  # by this entry, or by the message before it
+            entry["found"], self._found = self._found, []
         try:
             self._lines.write(json.dumps(entry, separators=(",", ":")) + "\n")
         except OSError as error:
@@ -236,7 +237,7 @@ class _RecordedContent(ContentIndex):
     def for_turn(self, turn: Turn, conversation: CachedConversation) -> Found | None:
         return self._next()
 
-    def for_ended(self, conversation: CachedConversation) -> Found | None:
+    def for_ended(self, conversation: CachedConversation, has_twins: bool) -> Found | None:
         return self._next() if conversation.identities is not None else None
 
     def _next(self) -> Found | None:
@@ -365,17 +366,23 @@ class _ReplayedEngine:
         # Iterations that are not committed yet, with the times when they were planned.
         self._planned: deque[tuple[Iteration, float]] = deque()
         self._ended = float("-inf")  # when the previous iteration was committed
+        self._message: tuple[EngineMessage, float] | None = (
+            None  # to be taken before the next entry
+        )
 
     def take(self, entry: dict[str, Any]) -> Replayed | None:
+        for lookup, holder, num_tokens in entry.get("found", ()):
+            self._content.recorded[lookup] = (holder, num_tokens)
+        if self._message is not None:
+            self._engine.take(*self._message)
+            self._message = None
         if "message" in entry:
             message = codec.decode_named(entry["message"], entry["values"])
-            self._engine.take(message, entry["now"])
+            self._message = message, entry["now"]  # what it finds is in the next entry
             return None
         if "plan" in entry:
             now = entry["plan"]
             self._damaged = set(entry.get("damaged", ()))
-            for lookup, holder, num_tokens in entry.get("found", ()):
-                self._content.recorded[lookup] = (holder, num_tokens)
             iteration = self._scheduler.plan(now)
             self._scheduler.drain_ended()
             if (hash_of(iteration) if iteration else None) != entry["iteration"]:

@@ -31,8 +31,6 @@ class SubmitTurn:
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # only bring the conversation's KV to the device
     first_position: int = 0
-    prefix_of: str = ""  # a conversation with the same first prefix_tokens; its KV may be shared
-    prefix_tokens: int = 0
     share: str = ""  # the owner in fair queueing, usually a tenant; see core/fair_queue.py
     weight: float = 1.0  # weight of that share
     # The root of its chunks' identities (core/identities.py); "": its chunks are not found by content.

@@ -64,6 +64,8 @@ class JobRun:
         weight: float,
         put: Callable[[EngineMessage], None],
         sharing: PrefixSharing = "groups",
+        *,
+        root: str,
     ) -> None:
         """Prepare a run, in any thread. With many lines, this may take seconds.
 
@@ -80,10 +82,14 @@ class JobRun:
             for choice in range(len(each.samplings))
         ]
         requests = [
-            BatchRequest(prepared[index].tokens, prepared[index].options(choice))
+            BatchRequest(
+                prepared[index].tokens,
+                prepared[index].options(choice),
+                prepared[index].line.request.turn.cache_salt,
+            )
             for index, choice in self._requests
         ]
-        self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing)
+        self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing, root=root)
         self._ready: list[ReadyLine] = []
         self.is_held = False  # submit nothing more for now; running lines continue
         self._admitted: dict[int, int] = {}  # line, by turn_id

@@ -217,8 +217,9 @@ class Worker:
         share, weight = f"~batch/{key.tenant}", self._daemon.allowance(key.tenant).limits.weight
         name = f"{next(self._names)}"
         numbers, put = self._numbers.__next__, self._daemon.engine.put
+        root = await self._daemon.conversations.root_of(key.tenant)
         return await self._daemon.threads.in_text_pool(
-            key.tenant, lambda: JobRun(name, some, feed, numbers, share, weight, put)
+            key.tenant, lambda: JobRun(name, some, feed, numbers, share, weight, put, root=root)
         )
 
     async def _follow(

@@ -39,7 +39,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 from pensieve.core.constraint import Constraint
-from pensieve.core.iteration import TurnFailure, TurnStart
+from pensieve.core.iteration import CONSTRAINT_FAILED, TurnFailure, TurnStart
 from pensieve.errors import ConfigError
 from pensieve.model.sampling.masks import TokenMask
 from pensieve.model.sampling.penalties import Row
@@ -49,7 +49,7 @@ from pensieve.text.parts import THINKING_MARKS
 THREADS = 4  # for masks
 COMPILERS = 2
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
-FAILED = "CONSTRAINT_FAILED"
+FAILED = CONSTRAINT_FAILED
 
 
 class ConstrainedVocabulary(Vocabulary, Protocol):

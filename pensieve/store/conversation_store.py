@@ -31,6 +31,7 @@ read-only connections and may run in other threads.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -82,6 +83,7 @@ from pensieve.store.records import (
     check_text,
 )
 from pensieve.store.responses import ResponseStore, StoredResponse, put_response
+from pensieve.store.salts import Salts
 from pensieve.store.shared_file import SQLITE_SCHEME, open_shared, path_of
 from pensieve.store.transactions import TAKEN, StoreTransactions, repeated
 
@@ -107,12 +109,14 @@ class ConversationStore:
         replica: str = "",
         lease_seconds: float = LEASE_SECONDS,
         num_lanes: int = LANES,
+        random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         """Open the history in `folder`, or the history at `url`, which several daemons may share.
 
         `url` is the address of a PostgreSQL database or a SQLite file. Without a `url`, the history is in the
         folder, for this process only. `replica` is this daemon's name among the daemons that share the
         history. `num_lanes` is how many threads may use the store concurrently.
+        `random_bits` makes the salts of tenants.
         """
         self.folder = folder
         self.now = now
@@ -129,6 +133,7 @@ class ConversationStore:
         self.forgetting = Forgetting(self._transactions, housekeeper)
         self.owners = Owners(self._transactions, now)
         self.job_owners = JobOwners(self._transactions, self.owners)
+        self._salts = Salts(self._transactions, random_bits)
         self.prefixes = PrefixStore(self._transactions, self.owners, now)
         self.chains = Chains(self._transactions, housekeeper)
         self.responses = ResponseStore(self._transactions, self.erasure)
@@ -576,6 +581,10 @@ class ConversationStore:
     def drain(self) -> None:
         """Accept no more turns: other daemons may take each conversation whose turn has ended."""
         self.owners.drain()
+
+    def salt_of(self, tenant: str) -> bytes:
+        """Return the tenant's random salt, which never changes. Only a new tenant's first call writes."""
+        return self._salts.of(tenant)
 
     # -- reading --
 

@@ -46,6 +46,7 @@ COLUMNS = {  # by table; a table comes after the tables that it refers to
     "prefixes": "tenant conversation keep_warm",
     "chains": "chain key message session at",
     "responses": "response key conversation revision last_revision is_ours body",
+    "salts": "tenant salt",
 }
 HIGHEST_TURN = (  # query for the highest turn number, in SQLite and in PostgreSQL
     "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'turns'",
@@ -98,6 +99,7 @@ def copy_history(source: Backend, target: Backend) -> Copied:
         with reads.snapshot() as old, target.writer.writing() as new:
             if any(_count(new, table) for table in ("bodies", "conversations")):
                 raise StoreError("the target already has a history; a copy needs an empty target")
+            new.execute("DELETE FROM salts")  # requests that store no conversation make salts too
             for table in COLUMNS:
                 _copy_table(old, new, table)
             _go_on_from(new, _highest(old))

@@ -8,8 +8,7 @@ like any conversation. A conversation under a prefix begins as a fork of the pre
 
 * The fork holds the messages of the prefix at revision 0. No rewind removes these messages, and they survive
   the deletion of the prefix.
-* While the fork and the prefix hold the same messages, they share the KV of those messages. After a change of
-  the tokenizer, each is tokenized again separately (`replace_log`), and they no longer share anything.
+* After a change of the tokenizer, the fork and the prefix are tokenized again separately (`replace_log`).
 
 Lists and counts of conversations leave out prefixes. The service limits the number of prefixes per tenant.
 """
@@ -137,28 +136,6 @@ class PrefixStore:
                 except StoreCorrupt as error:  # one damaged prefix must not affect the others
                     log.error("a prefix cannot be kept warm: %s", error)
         return [(each.tenant, each.conversation_id.removeprefix(PREFIX_MARK)) for each in found]
-
-    def num_shared_tokens(self, conversation: StoredConversation) -> int:
-        """Return how many first tokens a conversation shares with its declared prefix."""
-        with self._transactions.reading(is_snapshot=True) as conn:
-            found = conversation_rows.find_conversation(
-                conn, stored_id(conversation.prefix_id), conversation.tenant
-            )
-            if found is None:
-                return 0
-            number, prefix = found
-            self._owners.look_at_prefix(prefix)
-            key = conversation_rows.conversation_key(
-                conversation.conversation_id, conversation.tenant
-            )
-            (num_held,) = conn.execute(
-                "SELECT count(*) FROM history mine JOIN conversations c USING (conversation)"
-                " JOIN history theirs ON theirs.conversation = ?"
-                " AND theirs.position = mine.position AND theirs.message = mine.message"
-                " WHERE c.key = ? AND mine.position < ?",
-                (number, key, prefix.num_messages),
-            ).fetchone()
-        return prefix.num_tokens if num_held == prefix.num_messages else 0
 
     def has_turns(self, conversation: StoredConversation) -> bool:
         """Return whether the conversation has messages beyond those of its prefix."""

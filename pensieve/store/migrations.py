@@ -23,6 +23,7 @@ tables:
     epochs          one row: the last number that a session or an epoch got; both use one sequence
     housekeeping    one row: the session of the housekeeper (housekeeper.py)
     job_owners      which daemon's data folder has a batch job (job_owners.py)
+    salts           a random salt per tenant, so that tenants share no KV (salts.py)
 
 A message exists while a row of `history` refers to it, or while the turn that made it exists (a turn may be
 replayed). Both references are indexed, so a reference count, which could be wrong, is not needed. A fork
@@ -218,6 +219,10 @@ STEPS: Steps = {
         # Any sharing daemon must find the daemon that has a job.
         "CREATE TABLE job_owners (key BLOB PRIMARY KEY, folder TEXT NOT NULL, replica TEXT NOT NULL,"
         " created_at REAL NOT NULL) STRICT, WITHOUT ROWID",
+    ),
+    "m012_salts": (
+        # All daemons need the same salt for a tenant, also after a restart.
+        "CREATE TABLE salts (tenant TEXT PRIMARY KEY, salt BLOB NOT NULL) STRICT, WITHOUT ROWID",
     ),
 }
 

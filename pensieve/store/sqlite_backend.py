@@ -404,6 +404,7 @@ SMALL_TABLES = (
     "epochs",
     "housekeeping",
     "job_owners",
+    "salts",
     "sqlite_sequence",
     "sqlite_schema",
     "_sqlite_migrations",

@@ -11,7 +11,7 @@ For the whole store:
 
 * at most one turn of a conversation is running
 * every message and body is referenced, and no reference points to a missing row
-* the byte counters of tenants are correct
+* the byte counters of tenants are correct, and their salts have the right length
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pensieve.store import conversation_rows
 from pensieve.store.backend import NUMBER_COLUMNS, Reads
 from pensieve.store.bodies import ADDED_UP, TOKEN_BYTES, checked_body, last_within
 from pensieve.store.connection import read_only
+from pensieve.store.salts import SALT_BYTES
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -325,5 +326,9 @@ STORE_QUERIES = (
         FROM known k LEFT JOIN added a USING (tenant) LEFT JOIN tenants t USING (tenant)
         WHERE coalesce(a.num_bytes, 0) <> coalesce(t.stored_bytes, 0)
         """,
+    ),
+    (
+        "tenant {!r}: its salt has {} bytes",
+        f"SELECT tenant, length(salt) FROM salts WHERE length(salt) <> {SALT_BYTES}",
     ),
 )

@@ -564,10 +564,9 @@ class CreateConversationRequest(google.protobuf.message.Message):
     prefix_id: builtins.str
     """Either the id of a declared prefix (CreatePrefix), or a name that you choose for conversations with the same
     system prompt and tools. With a declared prefix, the conversation begins with the messages, tools, options and KV
-    of the prefix. system_prompt, tools and template_options must then be empty (FAILED_PRECONDITION). With a name,
-    once a conversation with this name has finished a turn, new conversations with the name reuse its KV for the first
-    tokens that they have in common. The first conversation with a name fixes the system prompt and tools. A request
-    with others fails with FAILED_PRECONDITION.
+    of the prefix. system_prompt, tools and template_options must then be empty (FAILED_PRECONDITION). The first
+    conversation with a name fixes the system prompt and tools. A request with others fails with FAILED_PRECONDITION.
+    Conversations reuse the KV of equal first tokens with or without a prefix_id.
     """
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
@@ -811,6 +810,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     CONSTRAINT_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """The conversation that the messages go to."""
     request_id: builtins.str
@@ -827,6 +827,8 @@ class SendMessageRequest(google.protobuf.message.Message):
     goes to a turn of the next lower priority, so no turn starves. The caller's token may limit the priority; a higher
     value is then lowered to that limit.
     """
+    cache_salt: builtins.str
+    """Only turns of your tenant with the same cache_salt reuse each other's KV for equal first tokens. At most 256 bytes."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
         """The new messages, usually one user message. At most 128, with at most 3 MiB in all."""
@@ -862,9 +864,10 @@ class SendMessageRequest(google.protobuf.message.Message):
         priority: builtins.int = ...,
         metadata: google.protobuf.struct_pb2.Struct | None = ...,
         constraint: Global___Constraint | None = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "constraint", b"constraint", "expected_revision", b"expected_revision", "hints", b"hints", "metadata", b"metadata", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "constraint", b"constraint", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "metadata", b"metadata", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "cache_salt", b"cache_salt", "constraint", b"constraint", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "metadata", b"metadata", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected_revision", b"_expected_revision"]) -> typing.Literal["expected_revision"] | None: ...
 
 Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest
@@ -1187,8 +1190,8 @@ class Usage(google.protobuf.message.Message):
     Later turns of this conversation do not count these tokens as shared.
     """
     shared_from: builtins.str
-    """Source of shared_tokens: "prefix:" and the id of a declared prefix, or the id of a conversation with the same
-    prefix_id. Empty if nothing is shared.
+    """A source of shared_tokens: "prefix:" and the id of a declared prefix, or the id of a conversation with the same
+    first tokens. Empty if nothing is shared, or if an unstored turn has computed these tokens.
     """
     def __init__(
         self,
@@ -1447,14 +1450,18 @@ class WarmConversationRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CONVERSATION_ID_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Id of the conversation."""
+    cache_salt: builtins.str
+    """As in the SendMessageRequests of the conversation."""
     def __init__(
         self,
         *,
         conversation_id: builtins.str = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_salt", b"cache_salt", "conversation_id", b"conversation_id"]) -> None: ...
 
 Global___WarmConversationRequest: typing_extensions.TypeAlias = WarmConversationRequest
 

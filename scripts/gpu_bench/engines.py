@@ -294,12 +294,15 @@ def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], in
     shape = EngineShape(*pages, budget, turns_max)
     engine = engine_of(model, executor, EngineKind(name), shape, people)
     talks = []
-    for index in range(10):
+    common = array("I", draw.choices(range(3, model.shape.vocab_size), k=3 * PAGE))
+    for index in range(12):
         outputs = [draw.randint(4, 24) for _ in range(4)]
         messages = [
             array("I", draw.choices(range(3, model.shape.vocab_size), k=draw.randint(5, 150)))
             for _ in outputs
         ]
+        if index % 3:  # these share whole pages and a part of one
+            messages[0] = common[: draw.randint(PAGE, 3 * PAGE)] + messages[0]
         talks.append(Talk(f"c{index}", messages, outputs, [0.0] * 4))
         people.add(0.0, talks[-1])
     while True:
@@ -309,6 +312,8 @@ def _played(bench: Bench, model: LoadedModel, name: str) -> tuple[list[Talk], in
     executor.close()
     if people.failures:
         raise PensieveError(f"{people.failures} turns failed")
+    if not people.num_shared:
+        raise PensieveError("no conversation has found the KV of another")
     recomputed = engine.scheduler.counters.recomputed_tokens
     if name == "pressure" and not recomputed:
         raise PensieveError("no memory pressure: no history was recomputed")

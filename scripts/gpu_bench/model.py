@@ -220,6 +220,7 @@ class Conversations:
         self.output_tokens = 0
         self.failures = 0
         self.num_cut = 0  # turns that were cancelled at the end
+        self.num_shared = 0  # tokens whose KV was computed for another conversation
 
     def cut(self) -> None:
         """Cancel all running turns."""
@@ -245,7 +246,10 @@ class Conversations:
                 continue
             self._running[number] = (talk, now, output)
             options = TurnOptions(Sampling(ignore_eos=True, max_tokens=output))
-            message = SubmitTurn(number, talk.name, talk.tokens.tobytes(), history, options)
+            root = "" if self._stateless else "bench"
+            message = SubmitTurn(
+                number, talk.name, talk.tokens.tobytes(), history, options, root=root
+            )
             self.mailbox.put(message)
 
     def publish(self, events: Sequence[EngineEvent]) -> None:
@@ -258,6 +262,7 @@ class Conversations:
                 self.output_tokens += 1
             elif isinstance(event, TurnEnded):
                 talk, since, output = self._running.pop(event.turn_id)
+                self.num_shared += event.usage.shared_tokens
                 if self.num_cut:
                     continue
                 if event.failure is not None:

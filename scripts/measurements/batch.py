@@ -143,7 +143,7 @@ def _one(
     pages = cache.device_pages - cache.reserve_pages
     feed = FeedConfig(pages, cache.chunk_tokens, engine.scheduler.config.turns_max)
     before, name = counters.suspensions, str(next(_NUMBERS))
-    batch = BatchRun(name, requests, feed, _NUMBERS.__next__, "~batch", sharing=sharing)
+    batch = BatchRun(name, requests, feed, _NUMBERS.__next__, "~batch", sharing=sharing, root="r")
     replies: list[tuple[int, ...]] = [()] * len(requests)
     began = clock.now()
     while not batch.is_done:

@@ -203,6 +203,7 @@ class BatchSimulator:
                 setting.scheduler.turns_max,
             ),
             lambda: next(numbers),
+            root="r",
             sharing=sharing,
         )
         self.figures = BatchFigures()

@@ -1,7 +1,7 @@
 """Measure the cost of a scheduling decision: `plan` and `commit` of the real scheduler and cache.
 
 256 turns generate, the host tier is full, and the number of cached conversations grows. The executor returns
-immediately, so only bookkeeping is timed. Garbage collection stays on.
+immediately, so only bookkeeping is timed. The garbage collector has the settings of the engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
 
+from pensieve import gc_pause
 from pensieve.bench.report import percentile, progress
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
@@ -164,6 +165,7 @@ def measure(
     num_chunks = sum(len(conv.chunks()) for conv in cache.conversations.values())
     before = (cache.counters.reclaimed, cache.counters.dropped)
 
+    gc_pause.freeze()
     # 3. timed: every fourth iteration a turn ends and a cached conversation returns
     seconds: list[float] = []
     resting = [name for name in cache.conversations if name.startswith("cached")]

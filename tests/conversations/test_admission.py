@@ -233,7 +233,7 @@ def test_a_tenant_in_debt_may_still_hear_its_turn(one_by_one: DaemonRig) -> None
     on_the_loop(rig, lambda: rig.daemon.conversations.followers.follow(live, _nothing))
     with pytest.raises(QueueFull, match="1 tokens per second"):
         begin(rig, "c", "r2", "slow")
-    assert begin(rig, "c", "r1", "slow").token_ids == live.token_ids
+    assert begin(rig, "c", "r1", "slow").reply.token_ids == live.reply.token_ids
 
 
 async def _nothing(start: int, stop: int) -> None:

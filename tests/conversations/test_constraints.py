@@ -115,7 +115,7 @@ class Asked:
 
 
 def words_of(turns: list[LiveTurn]) -> list[tuple[list[int], str]]:
-    return [(list(turn.token_ids), turn.text) for turn in turns]
+    return [(list(turn.reply.token_ids), turn.text) for turn in turns]
 
 
 ROOMY = {"device_cache": "16000t", "host_cache": "64t", "turns_max": "64"}

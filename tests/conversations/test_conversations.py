@@ -45,7 +45,7 @@ def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> 
     assert live.tail == text[-3:]
     _, reply = runtime.store.messages("stopped", include_token_ids=True)
     assert reply.content == text
-    assert list(reply.token_ids or ()) == live.token_ids
+    assert list(reply.token_ids or ()) == live.reply.token_ids
 
 
 def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime) -> None:

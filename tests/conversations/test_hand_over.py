@@ -2,7 +2,7 @@
 
 Daemon A has run all conversations. B has a copy of A's history, and no KV. Each test uses its own
 conversation. B's reply with KV from A is compared with two others: A's own reply, and B's reply in a fork of
-the conversation, whose KV B recomputes.
+the conversation, whose KV B recomputes, because its turn has another cache_salt.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Two:
         """Compare three replies (see the module). With `recomputed`, check how many tokens B recomputed."""
         text = f"And what did you say of {name}?"
         moved = self.b.ask(name, text, sampling=GREEDY)
-        anew = self.b.ask(f"{name}-anew", text, sampling=GREEDY)
+        anew = self.b.ask(f"{name}-anew", text, sampling=GREEDY, cache_salt="anew")
         stayed = self.a.ask(name, text, sampling=GREEDY)
         assert moved.token_ids == anew.token_ids == stayed.token_ids
         assert len(moved.token_ids) == 8
@@ -86,7 +86,10 @@ class Two:
 def talked(one: DaemonRig) -> None:
     """Run two turns in each conversation, and fork it."""
     for number, name in enumerate(NAMES):
-        one.ask(name, f"Tell me about {name}." + " It is one of many." * 12, sampling=GREEDY)
+        words = (
+            f" {name} is one of {number + 2}." * 12
+        )  # no two begin alike: they would share chunks
+        one.ask(name, f"{name}, {number}: tell me about it." + words, sampling=GREEDY)
         one.ask(name, f"And of {number}?" + " Say more." * (number % 5), sampling=GREEDY)
         fork = pb.ForkConversationRequest(conversation_id=name, new_conversation_id=f"{name}-anew")
         one.stub.ForkConversation(fork)

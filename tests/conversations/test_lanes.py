@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from pensieve.conversations.prefixes import LogCuts
 from pensieve.conversations.threads import Threads
 
 NUM_LANES = 4
@@ -66,13 +65,3 @@ def test_calls_without_a_conversation_share_a_thread() -> None:
         await threads.close()
 
     asyncio.run(main())
-
-
-def test_whether_a_log_was_cut_is_known_since_a_moment() -> None:
-    cuts = LogCuts()
-    cuts.count("tea")
-    was_cut = cuts.since()
-    assert not was_cut("tea")
-    cuts.count("tea")
-    assert was_cut("tea")
-    assert not cuts.since()("tea")

@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.api.grpc.translate import deltas
 from pensieve.api.reply import ReplyStream
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.core.iteration import Logprob
 from pensieve.sampling import LOGPROBS_MAX
 from pensieve.text import Part
@@ -18,13 +18,13 @@ MARGIN = 1000  # for the message around its delta
 def turn(num_tokens: int, text: str = "w", logprobs: int = 0) -> LiveTurn:
     live = LiveTurn(1, "c", 0, 1)
     for number in range(num_tokens):
-        live.texts.append(text)
-        live.parts.append(Part.THINKING if number < num_tokens // 3 else Part.TEXT)
+        live.reply.texts.append(text)
+        live.reply.parts.append(Part.THINKING if number < num_tokens // 3 else Part.TEXT)
         if logprobs:
             top = tuple(Logprob(2**31 + each, -1.5) for each in range(logprobs))
-            assert isinstance(live.logprobs, dict)
-            live.logprobs[number] = (-0.5, top)
-        live.token_ids.append(number)
+            assert isinstance(live.reply.logprobs, list)
+            live.reply.logprobs.append((-0.5, top))
+        live.reply.token_ids.append(number)
     return live
 
 
@@ -46,10 +46,9 @@ def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTu
         token_ids += delta.token_ids
         texts.append(delta.text)
         logprobs += [(each.logprob, len(each.alternatives)) for each in delta.logprobs]
-    assert token_ids == live.token_ids
+    assert token_ids == live.reply.token_ids
     assert "".join(texts) == live.text
-    assert isinstance(live.logprobs, dict)
-    assert logprobs == [(logprob, len(top)) for logprob, top in live.logprobs.values()]
+    assert logprobs == [(logprob, len(top)) for logprob, top in live.reply.logprobs]
 
 
 def test_a_reader_that_keeps_up_gets_one_message_for_each_kind() -> None:
@@ -58,7 +57,10 @@ def test_a_reader_that_keeps_up_gets_one_message_for_each_kind() -> None:
 
 
 def test_a_reply_whose_text_is_known_as_a_whole_is_split_too() -> None:
-    live = LiveTurn(1, "c", 0, 1, list(range(9)), ["long " * 2_000_000], [Part.TEXT] * 9)
+    live = LiveTurn(
+        *(1, "c", 0, 1),
+        ReplyTokens(list(range(9)), ["long " * 2_000_000], parts=[Part.TEXT] * 9),
+    )
     found = list(deltas(ReplyStream(live).tokens(0, 9)))
     assert all(each.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN for each in found)
     assert "".join(each.text for each in found) == live.text

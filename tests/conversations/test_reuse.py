@@ -82,7 +82,7 @@ def test_a_request_that_comes_again_is_answered_from_the_store(tmp_path: Path) -
         computed = runtime.engine.scheduler.counters.tokens
         again = ask(runtime, "c", "Hi.", request_id="r1", sampling=Sampling(max_tokens=5))
         assert again.replayed
-        assert (again.text, again.token_ids) == (first.text, first.token_ids)
+        assert (again.text, again.reply.token_ids) == (first.text, first.reply.token_ids)
         assert again.revision == first.revision
         assert runtime.engine.scheduler.counters.tokens == computed
 
@@ -97,5 +97,5 @@ def test_a_seeded_turn_says_the_same_in_a_crowd_and_alone(tmp_path: Path) -> Non
                 runtime.conversations.create(f"other{i}")
                 runtime.conversations.send(f"other{i}", "rain " * (i + 1), sampling=sampling)
             runtime.conversations.create("c")
-            said.append(ask(runtime, "c", "Hi.", sampling=sampling).token_ids)
+            said.append(ask(runtime, "c", "Hi.", sampling=sampling).reply.token_ids)
     assert said[0] == said[1]

@@ -60,7 +60,7 @@ def step(runtime: Runtime) -> bool:
 
 
 def words(turn: LiveTurn) -> tuple[list[int], str]:
-    return list(turn.token_ids), turn.text
+    return list(turn.reply.token_ids), turn.text
 
 
 def test_others_go_on_and_say_what_they_say_alone(gate: Gate, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_others_go_on_and_say_what_they_say_alone(gate: Gate, tmp_path: Path) ->
         while free.finish is None:
             assert step(runtime)
         assert words(free) == words(alone)
-        assert (held.finish, len(held.token_ids)) == (None, 0)
+        assert (held.finish, len(held.reply.token_ids)) == (None, 0)
         gate.is_open.set()
         finish(runtime, [held])
     assert words(held) == words(quick)
@@ -92,7 +92,7 @@ def test_running_replies_are_masked_while_others_compile(gate: Gate, tmp_path: P
     with started(MODEL_PATH, tmp_path / "data") as runtime:
         held = send(runtime, "held", sampling=HELD, constraint=choice_of(("it is so", "it is not")))
         runtime.engine.held.wait()
-        while not held.token_ids:
+        while not held.reply.token_ids:
             runtime.engine.held.wait()
             step(runtime)
         gate.is_open.clear()
@@ -103,7 +103,7 @@ def test_running_replies_are_masked_while_others_compile(gate: Gate, tmp_path: P
         while held.finish is None:
             assert step(runtime)
         assert held.text in ("it is so", "it is not")
-        assert not any(each.token_ids for each in slow)
+        assert not any(each.reply.token_ids for each in slow)
         gate.is_open.set()
         finish(runtime, slow)
         assert [each.text for each in slow] == [f"yes{n}" for n in range(6)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.client import Client, Retry
-from pensieve.conversations.live_turn import LiveTurn, TurnPhase
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens, TurnPhase
 from pensieve.conversations.turns import RECORDS_MAX, Suspects
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import TurnEnded
@@ -22,7 +22,7 @@ PATIENT = Retry(retries=100, first_seconds=0.05, most_seconds=0.3)
 
 
 def turn(turn_id: int, num_tokens: int = 0) -> LiveTurn:
-    return LiveTurn(turn_id, "c", 0, 1, token_ids=[7] * num_tokens)
+    return LiveTurn(turn_id, "c", 0, 1, ReplyTokens([7] * num_tokens))
 
 
 @pytest.mark.parametrize("seed", [POISON, VENOM])

@@ -242,6 +242,10 @@ def drawn_shape(seed: int) -> Shape:
         time_share=choose((0, 0, 1, 4)),
         restless=choose((False, False, True)),
         foreseen=choose((0.5, 1.0, 3.0)),
+        roots=choose((0, 1, 2)),
+        repeating=choose((0.0, 0.5, 0.8)),
+        adopting=choose((0.0, 0.0, 0.3)),
+        staging_pages=choose((0, 0, 8)),
     )
 
 

@@ -167,21 +167,6 @@ def test_a_fork_and_a_rewind_see_the_conversation_before_the_held_turn() -> None
     assert LogNeeded(2, "c", len(log)) in rig.sink.events  # the log that its message follows
 
 
-def test_a_prefix_that_is_deleted_is_not_another_ones_of_that_name() -> None:
-    rig = HoldingRig()
-    rig.mailbox.put(submit(1, "prefix", [], [1, 2, 3, 4]))
-    rig.run()
-    message = constrained(2, "new", [])
-    rig.mailbox.put(replace(message, prefix_of="prefix", prefix_tokens=2))
-    rig.run()
-    rig.mailbox.put(DeleteConversation("prefix"))
-    rig.mailbox.put(submit(3, "prefix", [], [9, 9, 9, 9]))
-    rig.run()
-    rig.compiling.finish(2)
-    rig.run()
-    assert rig.sink.ends()[2].usage.shared_tokens == 0
-
-
 def test_an_engine_that_is_closed_ends_its_held_turns_first() -> None:
     rig = HoldingRig()
     rig.put(1, "slow")

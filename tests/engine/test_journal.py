@@ -14,6 +14,8 @@ import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.config import resolve
+from pensieve.core.cache import CacheConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.journal import opened, replay
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import TurnAdmitted
@@ -43,6 +45,21 @@ def test_what_was_found_by_content_is_found_again_without_the_content(
     traffic(rig, seed, 90, roots=("a", "b"))
     assert '"found":' in lines.getvalue()
     assert sum(each.usage.shared_tokens for each in rig.sink.ends().values()) > 0
+    lines.seek(0)
+    assert replay(lines) == rig.scheduler.counters.iterations
+
+
+def test_lookups_keep_their_numbers_after_equal_chunks_were_merged() -> None:
+    lines, common = io.StringIO(), list(range(5, 17))
+    cache = CacheConfig(40, 20, 4)
+    rig = Rig(0, lines, cache=cache, scheduler=SchedulerConfig(64, 8), stops=False)
+    rig.mailbox.put(submit(1, "a", [], [*common, 1], 6, root="r"))
+    rig.mailbox.put(submit(2, "b", [], [*common, 2], 6, root="r"))
+    rig.run()
+    for number in (3, 4):
+        rig.mailbox.put(submit(number, f"c{number}", [], [*range(40, 60), number], 6, root="r"))
+        rig.run()
+    assert rig.scheduler.cache.counters.merged > 0
     lines.seek(0)
     assert replay(lines) == rig.scheduler.counters.iterations
 

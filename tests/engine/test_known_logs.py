@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pensieve.core.turn import FinishReason
@@ -245,26 +247,10 @@ def test_a_fork_of_a_conversation_that_still_releases_its_pages_takes_none_of_wh
     assert usage.device_tokens + usage.host_tokens == 0
 
 
-def test_a_shared_beginning_is_not_taken_from_what_was_cut() -> None:
-    rig = running_with_a_slice_ahead()
-    tokens = list(range(500, 512))
-    rig.mailbox.put(DeleteConversation("x"))
-    rig.mailbox.put(
-        SubmitTurn(3, "y", packed(tokens), 0, options_of(6), prefix_of="x", prefix_tokens=8)
-    )
-    rig.run()
-    assert rig.sink.reply_of(3) == reply_to(tokens, len(tokens) + 6, stops=False)
-    assert end_of(rig, 3).usage.device_tokens == 0
-
-
 def under(turn_id: int, name: str, prefix: list[int], prompt: list[int]) -> SubmitTurn:
     """Return the first turn of a conversation under a declared prefix."""
-    length, options = len(prefix), options_of(6)
     return SubmitTurn(
-        *(turn_id, name, packed(prompt), length, options),
-        first_position=length,
-        prefix_of="p",
-        prefix_tokens=length,
+        *(turn_id, name, packed([*prefix, *prompt]), len(prefix), options_of(6)), root="r"
     )
 
 
@@ -272,7 +258,7 @@ PREFIX = list(range(300, 312))
 
 
 def warmed(rig: Rig, prefix: list[int], turn_id: int = 1) -> None:
-    rig.mailbox.put(warm(turn_id, "p", prefix))
+    rig.mailbox.put(replace(warm(turn_id, "p", prefix), root="r"))
     rig.engine.step()
     rig.mailbox.put(ProvideLog(turn_id, packed(prefix)))
     rig.run()
@@ -287,25 +273,12 @@ def test_a_conversation_under_a_warm_prefix_needs_no_log_and_computes_its_own_wo
         rig.run()
         assert rig.sink.reply_of(number) == expected([*PREFIX, number])
         usage = end_of(rig, number).usage
-        assert usage.shared_tokens == usage.device_tokens == len(PREFIX) - 1
-        assert (usage.new_tokens, usage.recomputed_tokens) == (2, 0)
+        assert usage.shared_tokens == usage.device_tokens == len(PREFIX)
+        assert (usage.new_tokens, usage.recomputed_tokens) == (1, 0)
     assert len(needed(rig)) == before
 
 
-def test_a_conversation_under_a_prefix_that_is_not_cached_brings_its_log_and_shares_nothing() -> (
-    None
-):
-    rig = Rig()
-    rig.mailbox.put(under(1, "a", PREFIX, [1]))
-    rig.engine.step()
-    assert needed(rig) == [LogNeeded(1, "a", len(PREFIX))]
-    rig.mailbox.put(ProvideLog(1, packed(PREFIX)))
-    rig.run()
-    assert rig.sink.reply_of(1) == expected([*PREFIX, 1])
-    assert end_of(rig, 1).usage.shared_tokens == 0
-
-
-def test_a_conversation_that_was_dropped_takes_its_prefix_from_the_one_that_is_there() -> None:
+def test_a_conversation_that_was_dropped_finds_its_prefix_again() -> None:
     rig = Rig()
     warmed(rig, PREFIX)
     rig.mailbox.put(under(2, "a", PREFIX, [2]))
@@ -316,8 +289,7 @@ def test_a_conversation_that_was_dropped_takes_its_prefix_from_the_one_that_is_t
         SubmitTurn(
             *(3, "a", packed([9]), len(log), options_of(6)),
             first_position=len(log),
-            prefix_of="p",
-            prefix_tokens=len(PREFIX),
+            root="r",
         )
     )
     rig.engine.step()
@@ -327,40 +299,6 @@ def test_a_conversation_that_was_dropped_takes_its_prefix_from_the_one_that_is_t
     usage = end_of(rig, 3).usage
     assert usage.shared_tokens == len(PREFIX)
     assert usage.recomputed_tokens == len(log) - 1 - len(PREFIX)
-
-
-def test_a_prefix_that_was_declared_anew_while_a_log_was_asked_for_is_not_shared() -> None:
-    """The first turn of a conversation waits for the old prefix. The new prefix has other tokens."""
-    rig = Rig()
-    old, fresh = PREFIX, list(range(400, 412))
-    rig.mailbox.put(under(1, "a", old, [1]))
-    rig.engine.step()
-    rig.mailbox.put(DeleteConversation("p"))
-    warmed(rig, fresh, 2)
-    rig.mailbox.put(ProvideLog(1, packed(old)))
-    rig.run()
-    assert rig.sink.reply_of(1) == expected([*old, 1])
-    assert end_of(rig, 1).usage.shared_tokens == 0
-
-
-def test_the_log_of_a_prefix_that_is_being_deleted_is_not_taken() -> None:
-    rig = running_with_a_slice_ahead()
-    fresh = list(range(500, 508))
-    rig.mailbox.put(DeleteConversation("x"))
-    rig.mailbox.put(
-        SubmitTurn(
-            *(3, "y", packed([7]), len(fresh), options_of(6)),
-            first_position=len(fresh),
-            prefix_of="x",
-            prefix_tokens=len(fresh),
-        )
-    )
-    rig.engine.step()
-    assert needed(rig) == [LogNeeded(3, "y", len(fresh))]
-    rig.mailbox.put(ProvideLog(3, packed(fresh)))
-    rig.run()
-    assert rig.sink.reply_of(3) == reply_to([*fresh, 7], len(fresh) + 7, stops=False)
-    assert end_of(rig, 3).usage.shared_tokens == 0
 
 
 def test_a_provided_log_replaces_whatever_is_cached_under_its_name() -> None:

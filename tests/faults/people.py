@@ -382,7 +382,7 @@ class People:
             if call.stalled is not None:
                 await call.stalled.wait()
             assert start == len(told), "tokens were told twice, or left out"
-            told.extend(live.token_ids[start:stop])
+            told.extend(live.reply.token_ids[start:stop])
             before = request.told[live.attempt]
             common = min(len(before), len(told))
             assert told[:common] == before[:common], f"{request}: it was told otherwise before"
@@ -430,7 +430,7 @@ class People:
 
     def _answered(self, request: Request, live: LiveTurn, told: list[int]) -> None:
         assert live.finish is not None
-        assert told == live.token_ids[: live.num_tokens], "a reader was told less than all"
+        assert told == live.reply.token_ids[: live.num_tokens], "a reader was told less than all"
         sooner = len(told) < len(request.told[live.attempt])
         assert not sooner or request.is_cut, "the end came sooner than before"
         text = live.text + live.tail

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from pensieve.conversations import prefixes
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.engine_client import EngineClient, Heartbeat
 from pensieve.conversations.followers import TurnFollowers
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turns import Turns
+from pensieve.core import identities
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import TurnState
 from pensieve.engine import pipe as channel
@@ -86,8 +86,8 @@ def go_on_after_a_cancel(original: Any, self: Turns, token: Any) -> Any:
     return live
 
 
-def as_far_as_it_goes(original: Any, one: Any, other: Any) -> int:
-    return min(len(one), len(other))
+def without_the_tokens(original: Any, data: bytes) -> Any:
+    return original(data[: identities.IDENTITY_BYTES])
 
 
 def fork_everything(original: Any, conn: Any, number: int, conversation: Any, _: int) -> Any:
@@ -100,7 +100,7 @@ def forget_to_tell_the_engine(original: Any, self: EngineClient, message: Any) -
 
 def attach_without_what_was_said(original: Any, self: TurnFollowers, live: Any, *write: Any) -> Any:
     if live.finish is None and live.num_tokens > 1:
-        del live.token_ids[0], live.texts[0], live.parts[0]
+        del live.reply.token_ids[0], live.reply.texts[0], live.reply.parts[0]
     return original(self, live, *write)
 
 
@@ -142,8 +142,8 @@ FAULTS: dict[str, Plant] = {
     "a cancelled turn goes on": around(Turns, "take", go_on_after_a_cancel),
     "a fork takes what came later": around(message_rows, "require_links", fork_everything),
     "the engine keeps what was deleted": around(EngineClient, "tell", forget_to_tell_the_engine),
-    "a prefix is shared further than the words agree": around(
-        prefixes, "common", as_far_as_it_goes
+    "chunks are found by their place and not by their words": around(
+        identities, "_digest", without_the_tokens
     ),
     "a restart does not interrupt": around(turn_rows, "interrupt_turn", never),
     "an id that came before is not known": around(turn_rows, "find_request", never),

@@ -261,7 +261,11 @@ class World:
     def _open(self) -> None:
         try:
             store = ConversationStore.open(
-                self.disk.folder, "pensieve serve", driver=self.disk, now=self._wall
+                self.disk.folder,
+                "pensieve serve",
+                driver=self.disk,
+                now=self._wall,
+                random_bits=self.random.getrandbits,
             )
         except StoreUnavailable as error:
             self.note("service", f"does not start: {error}")

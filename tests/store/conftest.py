@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from pensieve.store import ConversationStore
+from pensieve.store.connection import preferred_driver
+from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.store import postgres_server
 from tests.store.faulty import world
 from tests.store.postgres_server import PostgresServer
@@ -100,6 +102,35 @@ def open_store(tmp_path: Path, driver: Any, url: str) -> Iterator[Callable[..., 
 @pytest.fixture
 def store(open_store: Callable[..., ConversationStore]) -> ConversationStore:
     return open_store()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def start(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., ConversationStore]]:
+    """Opens the store of a daemon with this name. All daemons share a history."""
+    opened: list[ConversationStore] = []
+    server: PostgresServer | None = None
+    url = f"sqlite://{tmp_path / 'history.db'}"
+    if request.param == "postgres":
+        server = request.getfixturevalue("postgres")
+        url = server.new_database()
+    elif preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN:
+        pytest.skip("needs another SQLite")
+
+    def open_one(name: str, folder: str = "", **options: Any) -> ConversationStore:
+        data = tmp_path / (folder or name)
+        given = {"url": url, "replica": name, "num_lanes": 2, **options}
+        store = ConversationStore.open(data, "a test", **given)
+        store.announce(f"{name}:1", "", "")
+        opened.append(store)
+        return store
+
+    yield open_one
+    for store in opened:
+        store.close()
+    if server is not None:
+        server.drop(url)
 
 
 @pytest.fixture

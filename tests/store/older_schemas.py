@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 UNDO = {  # by step, in SQLite and PostgreSQL
+    12: ("DROP TABLE salts",),
     11: ("DROP TABLE job_owners",),
     10: (
         "DROP TABLE housekeeping",
@@ -44,6 +45,7 @@ _UNDO_TO_3 = (
     "DROP INDEX turns_logprobs",
     "ALTER TABLE turns DROP COLUMN logprobs",
 )
+TO_SCHEMA_11 = (*_undo_to(11), *_record(11))
 TO_SCHEMA_9 = (*_undo_to(9), *_record(9))
 TO_SCHEMA_8 = (*_undo_to(8), *_record(8))
 TO_SCHEMA_3 = (*_UNDO_TO_3, *_record(3))
@@ -52,6 +54,10 @@ TO_SCHEMA_1 = (
     "DROP TABLE tenants",
     *(f"DROP INDEX {table}_body" for table in ("conversations", "turns", "messages")),
     *_record(1),
+)
+POSTGRES_TO_SCHEMA_11 = (
+    *_undo_to(11),
+    "DELETE FROM schema_versions WHERE version > 11",
 )
 POSTGRES_TO_SCHEMA_9 = (
     *_undo_to(9),

@@ -41,6 +41,8 @@ def rich(store: ConversationStore) -> None:
     say(store, "gone", "r1", user("hi", 1), reply("hello", 2))
     begin(store, "tea", "r8", "running", 9)
     store.delete_conversation("gone")
+    for tenant in ("", "acme"):
+        store.salt_of(tenant)
 
 
 def rows(store: ConversationStore) -> dict[str, Any]:
@@ -127,6 +129,20 @@ def test_a_place_that_has_a_history_is_left_as_it_is(tmp_path: Path, url: str) -
         assert [each.conversation_id for each in store.list_conversations().conversations] == [
             "mine"
         ]
+
+
+def test_a_copy_replaces_the_salts_of_a_target_without_conversations(
+    tmp_path: Path, url: str
+) -> None:
+    here, there = (tmp_path / "here", ""), (tmp_path, url)
+    with ConversationStore.open(here[0], "test") as store:
+        world(store)
+        salt = store.salt_of("acme")
+    with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
+        assert store.salt_of("acme") != salt
+    copy(here, there)
+    with ConversationStore.open(tmp_path / "data", "test", url=url) as store:
+        assert store.salt_of("acme") == salt
 
 
 def test_what_is_damaged_is_not_copied_in_part(tmp_path: Path, url: str) -> None:

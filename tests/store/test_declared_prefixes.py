@@ -137,22 +137,6 @@ def test_no_rewind_removes_what_a_conversation_began_with(store: ConversationSto
     assert list(store.log("tea")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_who_holds_the_same_messages_shares_their_tokens(store: ConversationStore) -> None:
-    declare(store)
-    begin(store, "tea")
-    say(store, "tea", "r1", user("hi", 7), reply("hello", 8))
-    store.fork_conversation("tea", 1, "fork")
-    shared = store.prefixes.num_shared_tokens
-    assert shared(store.get_conversation("tea")) == shared(store.get_conversation("fork")) == 6
-    store.replace_log("tea", "g", [[1], [2], [3], [4], [5]])
-    assert shared(store.get_conversation("tea")) == 0  # tea was tokenized again separately
-    assert shared(store.get_conversation("fork")) == 6
-    store.delete_conversation("prefix:rules")
-    assert shared(store.get_conversation("fork")) == 0
-    declare(store)  # the same text, but the store cannot know that its tokens are the same
-    assert shared(store.get_conversation("fork")) == 0
-
-
 def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> None:
     declare(store)
     with pytest.raises(AlreadyExists, match="prefix 'rules' already exists"):
@@ -185,7 +169,6 @@ def test_prefixes_survive_a_restart(open_store: Callable[..., ConversationStore]
         found = store.prefixes.find("rules")
         assert found is not None
         assert (found.keep_warm, found.num_conversations) == (True, 1)
-        assert store.prefixes.num_shared_tokens(store.get_conversation("tea")) == 6
 
 
 @pytest.mark.sqlite  # reads SQLite's files

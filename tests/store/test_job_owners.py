@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from pensieve.errors import AlreadyExists
 from pensieve.store import ConversationStore
-from pensieve.store.connection import preferred_driver
 from pensieve.store.job_owners import JobOwner
-from pensieve.store.shared_file import SHARED_SQLITE_MIN
 from tests.store.faulty import writer_of
-from tests.store.postgres_server import PostgresServer
 
 Open = Callable[..., ConversationStore]
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Open the store of a daemon with this name."""
-    opened: list[ConversationStore] = []
-    server: PostgresServer | None = None
-    url = f"sqlite://{tmp_path / 'history.db'}"
-    if request.param == "postgres":
-        server = request.getfixturevalue("postgres")
-        url = server.new_database()
-    elif preferred_driver.sqlite_version_info < SHARED_SQLITE_MIN:
-        pytest.skip("needs another SQLite")
-
-    def open_one(name: str, folder: str = "") -> ConversationStore:
-        data = tmp_path / (folder or name)
-        store = ConversationStore.open(data, "a test", url=url, replica=name, num_lanes=2)
-        store.announce(f"{name}:1", "", "")
-        opened.append(store)
-        return store
-
-    yield open_one
-    for store in opened:
-        store.close()
-    if server is not None:
-        server.drop(url)
 
 
 def test_a_job_is_the_daemons_that_took_it_and_stays_so_when_that_starts_again(start: Open) -> None:

@@ -42,6 +42,7 @@ FIRST_STEPS = [  # databases have these names
     "m009_idempotency_keys",
     "m010_leases",
     "m011_job_owners",
+    "m012_salts",
 ]
 
 

@@ -62,7 +62,6 @@ def test_the_daily_work_reads_no_whole_table(
     store.prefixes.declare(NewPrefix("rules", "f", [user("head", 1)]))
     assert store.prefixes.num_of("") == 1
     ruled = store.prefixes.begin(NewConversation("ruled", "", prefix_id="rules"))
-    assert store.prefixes.num_shared_tokens(ruled) == 1
     assert not store.prefixes.has_turns(ruled)
     store.rewind_conversation("tea", 0)
     store.list_conversations(2)

@@ -59,6 +59,10 @@ BODY = "(SELECT body FROM messages WHERE message = 3)"  # the body with the text
             "conversation 'tea', message 2: a record fails its checksum",
         ),
         (
+            "INSERT INTO salts (tenant, salt) VALUES ('acme', x'01')",
+            "tenant 'acme': its salt has 1 bytes",
+        ),
+        (
             f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body = {BODY}",
             "conversation 'tea', message 2: a record is missing",
         ),

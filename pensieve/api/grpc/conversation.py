@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 from pensieve.api.grpc import json_values, translate
 from pensieve.api.grpc.server_info import server_info
-from pensieve.api.reply import ReplyStream, ReplyTokens
+from pensieve.api.reply import ReplyStream
 from pensieve.conversations.binding.chain import pieces_of
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.heads import ConversationSettings, GivenHistory, PrefixSettings
+from pensieve.conversations.live_turn import ReplyTokens
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.guard.callers import caller
 from pensieve.store import records
@@ -114,7 +115,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def WarmConversation(
         self, request: pb.WarmConversationRequest, context: Any
     ) -> pb.WarmConversationResponse:
-        await self.daemon.warm(_id(request.conversation_id), caller().tenant)
+        await self.daemon.warm(_id(request.conversation_id), caller().tenant, request.cache_salt)
         return pb.WarmConversationResponse()
 
     async def ListMessages(

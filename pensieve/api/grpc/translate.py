@@ -15,11 +15,10 @@ from google.protobuf import timestamp_pb2
 from pensieve.api.grpc import sizes
 from pensieve.api.grpc.json_values import TooManyValues, one_object, one_struct, structs
 from pensieve.api.json_fields import check_json, read_json
-from pensieve.api.reply import ReplyTokens
 from pensieve.conversations.cancelling import CancelRequest, CancelResult
 from pensieve.conversations.constraints import FIELD
 from pensieve.conversations.draft import TurnRequest
-from pensieve.conversations.live_turn import LiveTurn, RecomputeReason
+from pensieve.conversations.live_turn import LiveTurn, RecomputeReason, ReplyTokens
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
 from pensieve.errors import InvalidArgument, PensieveError, shortened
@@ -117,6 +116,7 @@ def turn_request(
         one_object("metadata", request.metadata) if request.HasField("metadata") else {},
         given,
         traceparent,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -32,8 +32,9 @@ from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.request import ParsedRequest
-from pensieve.api.reply import PromptTokens, ReplyStream, ReplyTokens
+from pensieve.api.reply import PromptTokens, ReplyStream
 from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.live_turn import ReplyTokens
 from pensieve.errors import ContextFull, PensieveError
 from pensieve.guard.callers import Caller
 from pensieve.guard.client_errors import client_text

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.reply import ReplyStream, ReplyTokens
+from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon import Daemon
+from pensieve.conversations.live_turn import ReplyTokens
 
 
 class EventStream(Protocol):

@@ -152,6 +152,7 @@ class ApiRequests:
         request_id, and a text completion has no messages.
         """
         tenant, options = request.turn.tenant, request.turn.options
+        salt = request.turn.cache_salt
 
         def prepare() -> list[int]:
             if options.constraint is not None:
@@ -165,7 +166,7 @@ class ApiRequests:
                 if choice == 1:
                     await self._daemon.conversations.prompt_computed(begun[0])
                 seeded = replace(options, sampling=_seeded(options.sampling, choice))
-                begun.append(await self._daemon.begin_unstored(prompt, seeded, tenant))
+                begun.append(await self._daemon.begin_unstored(prompt, seeded, tenant, salt))
         except BaseException:
             for live in begun:
                 self._daemon.conversations.ends.stop(live)

@@ -347,6 +347,7 @@ def _digest_of(new: NewResponse) -> str:
         repr((settings.system_prompt, turn.messages, settings.tools)),
         repr((dict(settings.template_options), given)),
         repr((request.previous_response_id, request.conversation, request.background)),
+        turn.cache_salt,
         repr(None if constraint is None else constraint.identity),
     )
 

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pensieve.api.openai.request import ParsedRequest, RequestKind
-from pensieve.api.reply import PromptTokens, ReplyTokens
+from pensieve.api.reply import PromptTokens
+from pensieve.conversations.live_turn import ReplyTokens
 from pensieve.core.turn import HAS_REPLY, FinishReason
 from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
@@ -110,7 +111,7 @@ def _text_choice(
     reply: ReplyTokens, request: ParsedRequest, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """Return a choice of a text completion. The whole reply is text."""
-    reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
+    reply = ReplyTokens(reply.token_ids, reply.texts, reply.finish, logprobs=reply.logprobs)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = logprob_columns(

@@ -33,7 +33,7 @@ from pensieve.api.openai.formats import (
 )
 from pensieve.api.openai.messages import take_input, take_messages, take_tools
 from pensieve.conversations.draft import NO_SETTINGS, TurnRequest
-from pensieve.conversations.heads import ConversationSettings, check_length
+from pensieve.conversations.heads import ConversationSettings, check_length, check_salt
 from pensieve.core.constraint import Constraint
 from pensieve.core.turn import TurnOptions
 from pensieve.sampling import (
@@ -252,6 +252,8 @@ def parse(
     params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
     values |= _stream(fields)
     values |= _kept(fields)
+    cache_salt = fields.text("cache_salt") or ""
+    check_salt(cache_salt)
     _pass_over(fields)
     for name, allowed in NEUTRAL.items():
         fields.only(name, *allowed)
@@ -265,6 +267,7 @@ def parse(
         *(messages, read.sampling, read.given, form.constraint, settings, begins),
         continues_text=kind is RequestKind.COMPLETION,
     )
+    turn = replace(turn, cache_salt=cache_salt)
     return ParsedRequest(kind, turn=turn, params=params, ignored=ignored, **values)
 
 

@@ -43,7 +43,6 @@ from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.heads import check_length
 from pensieve.conversations.live_turn import LiveTurn
-from pensieve.conversations.prefixes import SharedPrompt
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import (
     AlreadyExists,
@@ -153,11 +152,10 @@ class Binder:
         bound: list[BoundTurn] = []
         try:
             history = await self._digests(request, chain)
-            shared = SharedPrompt() if num_choices > 1 else None
             for number in range(num_choices):
                 if number == 1 and bound[0].how is BindingKind.NEW:
                     await self._prompt_computed(bound[0].live, has_left)
-                choice = _Choice(request, number, history, shared, self._random_bits)
+                choice = _Choice(request, number, history, self._random_bits)
                 bound.append(await self._bind(choice, refusal, seconds_left))
         except BaseException:
             conversations = self._daemon.conversations
@@ -350,10 +348,9 @@ class _Choice:
         request: TurnRequest,
         number: int,
         history: HistoryDigests,
-        shared: SharedPrompt | None,  # None if there is only one choice
         random_bits: Callable[[int], int],
     ) -> None:
-        self.request, self.number, self.history, self.shared = request, number, history, shared
+        self.request, self.number, self.history = request, number, history
         self.request_id, self.drawn_id = "", f"chat-{random_bits(128):032x}"
         self.conversation_id = self.drawn_id
         if request.request_id:  # a retry must find the same names
@@ -389,9 +386,7 @@ class _Choice:
             prefix_id=prefix_id(system_prompt, settings.tools),
         )
         request = self.turn_request(self.conversation_id, 1 if has_prompt else 0, 0)
-        return replace(
-            request, create_if_missing=True, settings=settings, shared_prompt=self.shared
-        )
+        return replace(request, create_if_missing=True, settings=settings)
 
     def _options(self) -> TurnOptions:
         """Return the options with a seed for this choice. The first choice has the request's seed."""
@@ -405,7 +400,7 @@ class _Choice:
 
 def _digests_of(request: TurnRequest, chain: ChainEnd) -> HistoryDigests:
     settings, messages = request.settings, request.messages
-    found = digests(settings.tools, settings.template_options, messages)
+    found = digests(settings.tools, settings.template_options, messages, request.cache_salt)
     lengths = {
         found[length]: length
         for length in range(len(messages) - 1, 0, -1)

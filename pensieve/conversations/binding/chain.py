@@ -1,6 +1,6 @@
 """Digest a client's history into a chain, with one digest for each prefix of the history.
 
-    digest 0   of the tools and the template's options
+    digest 0   of the tools, the template's options, and the cache_salt if there is one
     digest k   of digest k - 1 and message k in its canonical form
 
 Messages are compared as the client sends them, never by their tokens. The canonical form leaves out details
@@ -86,9 +86,14 @@ def digests(
     tools: Sequence[Mapping[str, Any]],
     template_options: Mapping[str, Any],
     messages: Sequence[Message],
+    cache_salt: str = "",
 ) -> list[bytes]:
-    """Return the digests of all prefixes of a history, from the empty prefix to the whole history."""
-    found = [_digest(b"", _written(_canonical_json([list(tools), dict(template_options)])))]
+    """Return the digests of all prefixes of a history, from the empty prefix to the whole history.
+
+    Requests with different values of `cache_salt` never find each other's conversations.
+    """
+    salt = [cache_salt.encode()] if cache_salt else []
+    found = [_digest(b"", _written(_canonical_json([list(tools), dict(template_options)]), *salt))]
     calls: dict[str, int] = {}  # positions by id, in the latest message with calls
     for message in messages:
         found.append(after(found[-1], message, calls))
@@ -111,7 +116,7 @@ def session_digest(session_key: str) -> bytes:
 
 
 def prefix_id(system_prompt: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Make a prefix_id, so that conversations with the same system prompt and tools share KV.
+    """Make a prefix_id for conversations with this system prompt and these tools.
 
     Return "" if there are neither. White space in the text also counts, because its tokens are shared.
     """

@@ -66,6 +66,9 @@ class RetentionPolicy(Protocol):
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         """Learn that the conversation `target_id` begins with the history of another."""
 
+    def continued(self, conversation_id: str, new_id: str) -> None:
+        """Learn that a conversation has got another id, before its next turn begins."""
+
     def initial_idle_seconds(self, away_seconds: float) -> float:
         """Return the idle time that a conversation has at the end of its turn.
 
@@ -95,6 +98,9 @@ class StaticPolicy:
         return 1.0
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
+        pass
+
+    def continued(self, conversation_id: str, new_id: str) -> None:
         pass
 
     def initial_idle_seconds(self, away_seconds: float) -> float:

@@ -148,6 +148,12 @@ class ReturnModel:
             gap.over = True  # the time until the fork's first turn is not learned
             self._keep(target_id, gap)
 
+    def continued(self, conversation_id: str, new_id: str) -> None:
+        if (gap := self._gaps.pop(conversation_id, None)) is not None:
+            if (earlier := self._gaps.pop(new_id, None)) is not None:
+                earlier.over = True
+            self._gaps[new_id] = gap
+
     def draw_of(self, conversation_id: str) -> tuple[int, int] | None:
         """Return a conversation's serial number and `num_hits`; None if it is not known."""
         gap = self._gaps.get(conversation_id)

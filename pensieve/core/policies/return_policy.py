@@ -73,6 +73,10 @@ class ReturnPolicy:
     def forked(self, source_id: str, target_id: str, now: float) -> None:
         self.model.forked(source_id, target_id, now)
 
+    def continued(self, conversation_id: str, new_id: str) -> None:
+        self.model.continued(conversation_id, new_id)
+        self.trial.continued(conversation_id, new_id)
+
     def initial_idle_seconds(self, away_seconds: float) -> float:
         # The learned values have the announced absence as a trait.
         return away_seconds if self.trial.followed is Order.LRU else 0.0

@@ -116,6 +116,14 @@ class ShadowCache:
         self.num_tokens -= cached.length - cached.num_missing
         return cached.num_missing
 
+    def continued(self, conversation_id: str, new_id: str) -> None:
+        """Give a conversation another id, just before it is removed."""
+        self.remove(new_id)
+        bucket = self._bucket_of.pop(conversation_id, None)
+        if bucket is not None:
+            self._bucket_of[new_id] = bucket
+            self._buckets[bucket][new_id] = self._buckets[bucket].pop(conversation_id)
+
     def _evict(self, now: float) -> None:
         """Evict tokens of the least valuable conversation: the excess, or all that it has."""
         least, victim_id, victim = math.inf, "", None
@@ -160,6 +168,10 @@ class Trial:
         lru.put(conversation_id, away_bucket, ended.length, now - away_seconds)
         learned.put(conversation_id, bucket_of(ratio), ended.length, now)
         factored.put(conversation_id, bucket_of(ratio * factor), ended.length, now)
+
+    def continued(self, conversation_id: str, new_id: str) -> None:
+        for shadow_cache in self._shadow_caches.values():
+            shadow_cache.continued(conversation_id, new_id)
 
     def turn_began(self, conversation_id: str, length: int, now: float) -> bool:
         """Charge all caches. Return whether lru would have kept the whole conversation."""

@@ -36,7 +36,15 @@ T = TypeVar("T")
 log = logging.getLogger("pensieve")
 CHECK_SECONDS = 3600.0  # time limit for one statement of a check
 ERASED_AT_ONCE = 256
-SMALL_TABLES = ("space", "tenant_bytes", "prefixes", "owner", "job_owners", "schema_versions")
+SMALL_TABLES = (
+    "space",
+    "tenant_bytes",
+    "prefixes",
+    "owner",
+    "job_owners",
+    "salts",
+    "schema_versions",
+)
 NO_INDICES = "the indices of the history are not checked: the database %s amcheck's bt_index_check"
 
 

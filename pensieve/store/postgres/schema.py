@@ -171,6 +171,7 @@ STEPS: dict[int, tuple[str, ...]] = {  # by version
         "CREATE TABLE job_owners (key BYTEA PRIMARY KEY, folder TEXT NOT NULL, replica TEXT NOT NULL,"
         " created_at DOUBLE PRECISION NOT NULL)",
     ),
+    12: ("CREATE TABLE salts (tenant TEXT PRIMARY KEY, salt BYTEA NOT NULL)",),
 }
 NEWEST = max(STEPS)
 RECORD = (

@@ -16,7 +16,7 @@ from pensieve.api.grpc import json_values, sizes, translate
 from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.heads import ConversationSettings
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.core.iteration import Logprob
 from pensieve.errors import InvalidArgument
 from pensieve.store.records import PAGE_BYTES_MAX, NewConversation
@@ -403,13 +403,15 @@ def test_a_reply_that_is_read_late_comes_in_messages_that_clients_receive() -> N
         "c",
         0,
         1,
-        token_ids=list(range(count)),
-        texts=[f"{number} " for number in range(count)],
-        parts=[Part.TEXT] * count,
-        logprobs=dict.fromkeys(range(count), (-0.5, top)),
+        ReplyTokens(
+            list(range(count)),
+            [f"{number} " for number in range(count)],
+            parts=[Part.TEXT] * count,
+            logprobs=[(-0.5, top)] * count,
+        ),
     )
     deltas = list(translate.deltas(ReplyStream(live).tokens(0, count)))
     assert max(each.ByteSize() for each in deltas) < MIB
-    assert [token for each in deltas for token in each.token_ids] == live.token_ids
-    assert "".join(each.text for each in deltas) == "".join(live.texts)
+    assert [token for each in deltas for token in each.token_ids] == live.reply.token_ids
+    assert "".join(each.text for each in deltas) == "".join(live.reply.texts)
     assert sum(len(each.logprobs) for each in deltas) == count

@@ -217,7 +217,7 @@ def test_choices_are_counted() -> None:
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"length_penalty": 0.8}, "length_penalty"),
-        ({"cache_salt": "s"}, "cache_salt"),
+        ({"cache_salt": 1}, "cache_salt"),
         ({"functions": []}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"web_search_options": {}}, "web_search_options"),

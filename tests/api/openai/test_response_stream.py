@@ -21,7 +21,8 @@ from pensieve.api.openai.response_stream import (
     pieces_of,
     unfinished,
 )
-from pensieve.api.reply import PromptTokens, ReplyTokens
+from pensieve.api.reply import PromptTokens
+from pensieve.conversations.live_turn import ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
 from tests.api.openai.bodies import response
@@ -44,7 +45,7 @@ def streamed(
     for each in pushes:
         items.push(each)
     items.end(is_whole=finish is FinishReason.STOP)
-    body = finished(request, HEADING, ReplyTokens((1, 2), ("", ""), finish), PROMPT, items.items)
+    body = finished(request, HEADING, ReplyTokens([1, 2], ["", ""], finish), PROMPT, items.items)
     stream = ResponseStream(request, PLACE, None, ReplyPieces(None))  # type: ignore[arg-type]  # logprobs alone need it
     events = stream.begin(unfinished(request, HEADING, "in_progress"))
     for each in pushes:

@@ -182,7 +182,7 @@ def test_the_log_is_that_of_the_same_talk_by_its_conversations_id(bindings: Bind
         bound = talk.say(f"Question {number}")
         sampling = pb.Sampling(max_tokens=4, ignore_eos=True)
         said = bindings.rig.ask("named", f"Question {number}", sampling=sampling)
-        assert list(bound.live.token_ids) == said.token_ids
+        assert list(bound.live.reply.token_ids) == said.token_ids
     assert bindings.token_ids(bound.conversation_id) == bindings.token_ids("named")
 
 
@@ -389,7 +389,11 @@ def test_thinking_that_a_client_drops_does_not_lose_the_history(
         bound = bindings.one(stateless(tuple(messages)))
         assert bound.how is (BindingKind.APPENDED if number else BindingKind.NEW)
         live = bound.live
-        shown = [text for text, part in zip(live.texts, live.parts, strict=True) if part == "text"]
+        shown = [
+            text
+            for text, part in zip(live.reply.texts, live.reply.parts, strict=True)
+            if part == "text"
+        ]
         assert "".join(shown) != live.text
         messages.append(Message("assistant", "".join(shown)))
 
@@ -512,7 +516,7 @@ def test_the_same_request_again_has_the_same_turn(slow: Bindings) -> None:
         again = slow.one(chat)
         assert (first.how, again.how) == (how, BindingKind.RETRIED)
         assert again.live.replayed
-        assert again.live.token_ids == first.live.token_ids
+        assert again.live.reply.token_ids == first.live.reply.token_ids
         assert again.conversation_id == first.conversation_id
         assert again.num_known_messages == first.num_known_messages == 2
         assert slow.ids == ids

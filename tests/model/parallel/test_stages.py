@@ -295,7 +295,10 @@ def replies(runtime: Runtime) -> list[tuple[str, list[int], list[float]]]:
         runtime.conversations.create(name)
         turn = ask(runtime, name, "Oslo", sampling=sampling, constraint=constraint)
         *_, reply = runtime.store.messages(name, include_token_ids=True)
-        chosen = [turn.logprobs[index][0] for index in range(len(turn.token_ids) * (name == "c"))]
+        chosen = [
+            turn.reply.logprobs[index][0]
+            for index in range(len(turn.reply.token_ids) * (name == "c"))
+        ]
         found.append((reply.content, list(reply.token_ids or ()), chosen))
     return found
 
