@@ -145,8 +145,7 @@ class Draft:
             first = first_messages(self.head)
             return first_turn(self.template, head, first, self.request.messages, setting)
         if self.log_end:
-            delta = self.template.delta(self.request.messages, self.log_end[-1], setting)
-            return [delta.token_ids[start:stop] for start, stop in delta.spans]
+            return self.template.delta(self.request.messages, self.log_end[-1], setting)
         return opening(self.template, self.request.messages, setting)
 
     @property
@@ -168,7 +167,7 @@ def check_settings(template: ChatTemplate, context_max: int, settings: Conversat
         return 0
     # A dry run shows whether the template accepts the settings.
     setting = TemplateSetting(settings.tools, options)
-    return len(template.opening([*head, Message("user", "?")], setting).token_ids)
+    return sum(map(len, template.opening([*head, Message("user", "?")], setting)))
 
 
 def opening(
@@ -178,8 +177,7 @@ def opening(
 
     The tokens of a leading system prompt belong to the message after it.
     """
-    delta = template.opening(messages, setting)
-    tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
+    tokens = template.opening(messages, setting)
     if len(tokens) > 1 and messages[0].role == "system":
         tokens[:2] = [[], tokens[0] + tokens[1]]
     return tokens
@@ -233,8 +231,7 @@ def _tokenized_again(
         if last_token_id is None and not any(tokens):
             tokens += begin(new) if begin is not None else opening(template, new, setting)
         else:
-            delta = template.delta(new, last_token_id, setting)
-            tokens += [delta.token_ids[start:stop] for start, stop in delta.spans]
+            tokens += template.delta(new, last_token_id, setting)
         reply = list(template.tokenizer.encode(message.content).ids)
         if message.finish_reason == FinishReason.STOP and template.end_id is not None:
             reply.append(template.end_id)

@@ -206,8 +206,7 @@ def first_turn(
     setting: TemplateSetting,
 ) -> list[list[int]]:
     """Return the tokens of each message of the first turn, after the head of the `first` messages."""
-    behind = template.behind(head, first, messages, setting)
-    return [behind.token_ids[start:stop] for start, stop in behind.spans]
+    return template.behind(head, first, messages, setting)
 
 
 def check_fits(

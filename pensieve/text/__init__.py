@@ -1,6 +1,6 @@
 """Convert text to tokens and back, exactly. Needs no torch.
 
-    messages ──ChatTemplate──> TemplateText ──Tokenizer──> TemplateDelta: ids to append to the log
+    messages ──ChatTemplate──> TemplateText ──Tokenizer──> ids of each message, to append to the log
     sampled ids ──Detokenizer──> text ──StopMatcher──> text that may be sent
                                       ──ReplyPieces──> thinking, text, tool calls
 
@@ -14,7 +14,7 @@ from pensieve.text.message import Message, TemplateSetting, ToolCall
 from pensieve.text.parts import Part, PartMarker
 from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.stop import StopMatcher
-from pensieve.text.template import ChatTemplate, TemplateDelta
+from pensieve.text.template import ChatTemplate
 from pensieve.text.template_probe import TemplateReport, probe
 from pensieve.text.template_text import TemplateText
 from pensieve.text.tokenizer import Tokenizer
@@ -31,7 +31,6 @@ __all__ = [
     "PartMarker",
     "ReplyPieces",
     "StopMatcher",
-    "TemplateDelta",
     "TemplateReport",
     "TemplateSetting",
     "TemplateText",

@@ -76,14 +76,6 @@ FAILURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateDelta:
-    """Tokens to append to a log, and the span of each new message. The spans cover the tokens exactly."""
-
-    token_ids: list[int]
-    spans: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class CommonOpening:
     """A head: the tokens that all openings with these first messages share, and the messages' spans."""
 
@@ -142,13 +134,13 @@ class ChatTemplate:
         """Whether the template writes messages of the role `developer`, which few do."""
         return "developer" not in self._refused_first
 
-    def opening(self, messages: Sequence[Message], setting: TemplateSetting) -> TemplateDelta:
-        """Return the first tokens of a log, with BOS if the template writes one."""
+    def opening(self, messages: Sequence[Message], setting: TemplateSetting) -> list[list[int]]:
+        """Return the first tokens of a log, by message, with BOS if the template writes one."""
         new = self._checked(messages, setting, self._refused_first)
         text = self._render(new, setting, reply_follows=True)
         encoded = self.tokenizer.encode(text, at_start=True)
         borders = self._borders(text, [], new, setting)
-        return _delta(encoded, borders, skipped=0)
+        return _by_message(encoded, borders)
 
     def head(self, messages: Sequence[Message], setting: TemplateSetting) -> CommonOpening:
         """Return the tokens that all openings share if a user message follows these messages.
@@ -173,7 +165,7 @@ class ChatTemplate:
             count -= 1
         if not count:
             return CommonOpening([], ((0, 0),) * len(first), written(""))
-        edges = [min(start, count) for start, _ in _delta(encoded, [*borders, len(text)], 0).spans]
+        edges = [min(edge, count) for edge in _edges(encoded, [*borders, len(text)])[:-1]]
         edges[-1] = count
         return CommonOpening(
             encoded.ids[:count],
@@ -187,8 +179,8 @@ class ChatTemplate:
         first: Sequence[Message],
         messages: Sequence[Message],
         setting: TemplateSetting,
-    ) -> TemplateDelta:
-        """Return the tokens after `head` in a log that begins with `first` and `messages`.
+    ) -> list[list[int]]:
+        """Return the tokens of each message after `head` in a log that begins with `first` and `messages`.
 
         `head` is the head of the `first` messages.
         """
@@ -210,12 +202,12 @@ class ChatTemplate:
                 "messages", "before these messages, the chat template writes the prefix differently"
             )
         borders = self._borders(text, [], before + new, setting, len(before))
-        return _delta(encoded, [max(each - written_before, 0) for each in borders], skipped)
+        return _by_message(encoded, [max(each - written_before, 0) for each in borders], skipped)
 
     def delta(
         self, messages: Sequence[Message], last_token_id: int | None, setting: TemplateSetting
-    ) -> TemplateDelta:
-        """Return the tokens that follow a log that ends with a reply.
+    ) -> list[list[int]]:
+        """Return the tokens of each message after a log that ends with a reply.
 
         `last_token_id` is the last token of the reply.
         """
@@ -231,7 +223,7 @@ class ChatTemplate:
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
-        return _delta(encoded, borders, skipped=self._closed(encoded.ids, last_token_id))
+        return _by_message(encoded, borders, self._closed(encoded.ids, last_token_id))
 
     def render(
         self, messages: Sequence[Message], setting: TemplateSetting, *, reply_follows: bool = True
@@ -442,15 +434,20 @@ class ChatTemplate:
             return written("")
 
 
-def _delta(encoded: Encoded, borders: list[int], skipped: int) -> TemplateDelta:
+def _by_message(encoded: Encoded, borders: list[int], skipped: int = 0) -> list[list[int]]:
+    """Return the tokens after the first `skipped` as one list per message. `borders`: where messages end."""
+    edges, ids = _edges(encoded, borders, skipped), encoded.ids[skipped:]
+    return [ids[start:stop] for start, stop in pairwise(edges)]
+
+
+def _edges(encoded: Encoded, borders: list[int], skipped: int = 0) -> list[int]:
     edges = [0]
     for border in borders[:-1]:
         edge = bisect_left(encoded.starts, border)
         if border < borders[-1] and encoded.starts[edge : edge + 1] != [border]:
             edge -= 1  # the previous token crosses the border
         edges.append(max(edge - skipped, edges[-1]))  # a template may reorder messages
-    edges.append(len(encoded.ids) - skipped)
-    return TemplateDelta(encoded.ids[skipped:], tuple(pairwise(edges)))
+    return [*edges, len(encoded.ids) - skipped]
 
 
 def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:

@@ -9,7 +9,7 @@ differ. A difference is not an error. It is logged when a model is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from pensieve.errors import InvalidArgument
 from pensieve.text.message import Message, TemplateSetting, ToolCall
@@ -104,14 +104,15 @@ def _render_both(template: ChatTemplate, dialogue: Dialogue) -> tuple[str, str, 
     """
     encode = template.tokenizer.encode
     messages: list[Message] = []
-    log, ids = "", []
+    log = ""
+    ids: list[int] = []
     for new, reply in (*dialogue.turns, ((dialogue.end,), None)):
         if messages:
             text = template.continuation(new, dialogue.setting)
-            ids += template.delta(new, None, dialogue.setting).token_ids
+            ids += chain.from_iterable(template.delta(new, None, dialogue.setting))
         else:
             text = template.render(new, dialogue.setting)
-            ids += template.opening(new, dialogue.setting).token_ids
+            ids += chain.from_iterable(template.opening(new, dialogue.setting))
         messages += new
         log += text
         if reply is not None:

@@ -17,6 +17,7 @@ from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer
 from tests.gguf.tiny import write_gguf
 from tests.text.families import QWEN_2_5
 from tests.text.tiny_tokenizers import CORPUS, byte_level_library, sentencepiece_library
+from tests.text.world import flat
 
 TEXTS = [
     *CORPUS,
@@ -128,7 +129,7 @@ def test_the_folder_is_one_that_the_service_reads(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, encoding="utf-8")
     template = ChatTemplate(Tokenizer.load(tmp_path))
     opening = template.opening([Message("user", "Hello.")], TemplateSetting())
-    assert "Hello." in template.tokenizer.decode(opening.token_ids)
+    assert "Hello." in template.tokenizer.decode(flat(opening))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.text.families import (
     template_of,
 )
 from tests.text.tiny_tokenizers import byte_level_library
-from tests.text.world import EQUIPPED, NOTHING, TOOL, by_name, spoken, template_with, user
+from tests.text.world import EQUIPPED, NOTHING, TOOL, by_name, flat, spoken, template_with, user
 
 # -- against transformers --
 
@@ -52,7 +52,7 @@ def test_an_opening_has_the_ids_that_transformers_gives_it(family: Family) -> No
     plain = [{"role": each.role, "content": each.content} for each in messages]
     options = {"date_string": "1 Jan 2026"} if family is LLAMA_3 else {}
     delta = template.opening(messages, TemplateSetting(options=options))
-    assert delta.token_ids == oracle_ids(family, plain, **options)
+    assert flat(delta) == oracle_ids(family, plain, **options)
 
 
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, SMOLLM2], ids=by_name)
@@ -81,7 +81,7 @@ def test_tools_and_their_calls_have_the_ids_that_transformers_gives_them(family:
     ]
     options = {"date_string": "1 Jan 2026"} if family is LLAMA_3 else {}
     delta = template.opening(messages, TemplateSetting((TOOL,), options))
-    assert delta.token_ids == oracle_ids(family, plain, [TOOL], **options)
+    assert flat(delta) == oracle_ids(family, plain, [TOOL], **options)
 
 
 SMOLLM2_ITSELF = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
@@ -116,13 +116,13 @@ def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family: Family) -> No
     template = template_of(family)
     first, *turns = [user(f"Hello {i}, how are you?") for i in range(4)]
     history = [first]
-    log = template.opening([first], NOTHING).token_ids
+    log = flat(template.opening([first], NOTHING))
     for turn in turns:
         kept = list(log)
         # Mistral's template puts a space before a reply, and its models generate that space themselves.
         reply = " Yes, fine." if family is MISTRAL else "Yes, fine."
         log += template.tokenizer.encode(reply).ids
-        log += template.delta([turn], None, NOTHING).token_ids
+        log += flat(template.delta([turn], None, NOTHING))
         history += [Message("assistant", "Yes, fine."), turn]
         assert log[: len(kept)] == kept
     whole = template.render(history, NOTHING)
@@ -168,11 +168,9 @@ def test_a_delta_begins_with_what_still_closes_the_open_reply(
     template = template_of(family)
     ordinary = template.tokenizer.encode_text("a")[0]
     for last in (ordinary, None):
-        assert spoken(template, template.delta([user("Hi")], last, NOTHING).token_ids) == open_delta
+        assert spoken(template, flat(template.delta([user("Hi")], last, NOTHING))) == open_delta
     for last in template.end_of_turn_ids:
-        assert (
-            spoken(template, template.delta([user("Hi")], last, NOTHING).token_ids) == closed_delta
-        )
+        assert spoken(template, flat(template.delta([user("Hi")], last, NOTHING))) == closed_delta
 
 
 def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so() -> None:
@@ -187,9 +185,9 @@ def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so() ->
 def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into() -> None:
     template = template_of(QWEN_3)
     quiet = TemplateSetting(options={"enable_thinking": False})
-    opening = template.opening([user("Hello")], quiet).token_ids
+    opening = flat(template.opening([user("Hello")], quiet))
     assert spoken(template, opening).endswith("assistant\n<think>\n\n</think>\n\n")
-    delta = template.delta([user("Hi")], None, quiet).token_ids
+    delta = flat(template.delta([user("Hi")], None, quiet))
     assert spoken(template, delta) == (
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
@@ -200,11 +198,11 @@ def test_a_tools_answer_follows_a_sampled_call() -> None:
     end = template.tokenizer.token_id("<|im_end|>")
     answers = [Message("tool", "one"), Message("tool", "two")]
     delta = template.delta(answers, end, EQUIPPED)
-    assert spoken(template, delta.token_ids) == (
+    assert spoken(template, flat(delta)) == (
         "\n<|im_start|>user\n<tool_response>\none\n</tool_response>"
         "\n<tool_response>\ntwo\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    first, second = (spoken(template, delta.token_ids[a:b]) for a, b in delta.spans)
+    first, second = (spoken(template, each) for each in delta)
     assert first == "\n<|im_start|>user\n<tool_response>\none\n</tool_response>"
     assert second.startswith("\n<tool_response>\ntwo")
 
@@ -214,7 +212,7 @@ def test_a_deepseek_answer_follows_a_sampled_call() -> None:
     delta = template.delta(
         [Message("tool", "sunny")], template.tokenizer.token_id(DEEPSEEK_R1.eos), NOTHING
     )
-    assert spoken(template, delta.token_ids) == (
+    assert spoken(template, flat(delta)) == (
         "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>sunny<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
         "<｜Assistant｜><think>\n"
     )
@@ -224,17 +222,17 @@ def test_a_clients_own_call_is_written_as_json_where_the_template_adds_text_to_i
     template = template_of(DEEPSEEK_R1)
     call = Message("assistant", tool_calls=(ToolCall("f", {"a": "é"}),))
     opening = template.opening([user("Hi"), call, Message("tool", "1")], NOTHING)
-    assert '<｜tool▁sep｜>f\n```json\n{"a": "é"}\n```' in spoken(template, opening.token_ids)
+    assert '<｜tool▁sep｜>f\n```json\n{"a": "é"}\n```' in spoken(template, flat(opening))
 
 
 def test_the_system_prompt_and_the_tools_are_written_once() -> None:
     """Mistral's template would move both to the last message."""
     template = template_of(MISTRAL)
     opening = template.opening([Message("system", "Be kind."), user("Hello")], EQUIPPED)
-    assert spoken(template, opening.token_ids).count("get_weather") == 1
-    assert "Be kind." in spoken(template, opening.token_ids)
+    assert spoken(template, flat(opening)).count("get_weather") == 1
+    assert "Be kind." in spoken(template, flat(opening))
     delta = template.delta([user("Hi")], None, EQUIPPED)
-    assert spoken(template, delta.token_ids) == "</s>[INST] Hi[/INST]"
+    assert spoken(template, flat(delta)) == "</s>[INST] Hi[/INST]"
 
 
 def test_a_template_that_wants_to_see_the_call_that_is_answered() -> None:
@@ -246,6 +244,4 @@ def test_a_template_that_wants_to_see_the_call_that_is_answered() -> None:
     template = template_with(source, special=QWEN_2_5.special, plain=QWEN_2_5.plain_added)
     end = template.tokenizer.token_id("<|im_end|>")
     delta = template.delta([Message("tool", "one", tool_call_id="x")], end, NOTHING)
-    assert spoken(template, delta.token_ids).startswith(
-        "\n<|im_start|>user\n<tool_response>\none\n"
-    )
+    assert spoken(template, flat(delta)).startswith("\n<|im_start|>user\n<tool_response>\none\n")

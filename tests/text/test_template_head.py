@@ -22,7 +22,7 @@ from tests.text.families import (
     Family,
     template_of,
 )
-from tests.text.world import EQUIPPED, NOTHING, TOOL, by_name, spoken, template_with, user
+from tests.text.world import EQUIPPED, NOTHING, TOOL, by_name, flat, spoken, template_with, user
 
 SYSTEM = Message("system", "Be kind.\n\nAnd brief. ")
 SHOTS = [
@@ -62,13 +62,11 @@ def test_a_head_and_what_follows_it_are_the_opening_as_a_whole(family: Family) -
         for messages in FOLLOWERS:
             behind = template.behind(head, first, messages, setting)
             whole = template.opening([*first, *messages], setting)
-            assert head.token_ids + behind.token_ids == whole.token_ids
+            assert head.token_ids + flat(behind) == flat(whole)
             rendered = template.render([*first, *messages], setting)
             encoded = template.tokenizer.encode(rendered, at_start=True)
-            assert head.token_ids + behind.token_ids == encoded.ids
-            shift = len(head.token_ids)
-            ends = [stop + shift for _, stop in behind.spans]
-            assert ends == [stop for _, stop in whole.spans[len(first) :]]
+            assert head.token_ids + flat(behind) == encoded.ids
+            assert behind[1:] == whole[len(first) + 1 :]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=by_name)
@@ -76,7 +74,7 @@ def test_without_a_head_all_of_the_opening_follows(family: Family) -> None:
     template, setting = template_of(family), setting_of(family)
     for first in firsts_of(family):
         behind = template.behind(NO_HEAD, first, [user("Hello")], setting)
-        assert behind.token_ids == template.opening([*first, user("Hello")], setting).token_ids
+        assert flat(behind) == flat(template.opening([*first, user("Hello")], setting))
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, PHI_3], ids=by_name)
@@ -87,7 +85,7 @@ def test_a_head_has_all_that_the_first_messages_say(family: Family) -> None:
     said = spoken(template, head.token_ids)
     assert all(each.content.strip() in said for each in first)
     assert head.token_ids[-1] in template.tokenizer.control_ids
-    assert len(template.opening([*first, user("a")], setting).token_ids) < len(head.token_ids) + 20
+    assert len(flat(template.opening([*first, user("a")], setting))) < len(head.token_ids) + 20
 
 
 @pytest.mark.parametrize("family", [QWEN_2_5, LLAMA_3], ids=by_name)
@@ -99,7 +97,7 @@ def test_behind_few_shot_turns_a_delta_says_the_same(family: Family) -> None:
     assert head.token_ids[-1] in template.end_of_turn_ids
     delta = template.delta([user("Hello")], head.token_ids[-1], setting)
     behind = template.behind(head, first, [user("Hello")], setting)
-    assert delta.token_ids == behind.token_ids
+    assert flat(delta) == flat(behind)
 
 
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5, QWEN_3, MISTRAL, SMOLLM2], ids=by_name)
@@ -110,7 +108,7 @@ def test_tools_are_in_the_head_or_follow_it(family: Family, first: list[Message]
     head = template.head(first, setting)
     behind = template.behind(head, first, [user("Hello")], setting)
     whole = template.opening([*first, user("Hello")], setting)
-    assert head.token_ids + behind.token_ids == whole.token_ids
+    assert head.token_ids + flat(behind) == flat(whole)
     if family in (QWEN_2_5, QWEN_3):
         assert "get_weather" in spoken(template, head.token_ids)
 
@@ -123,7 +121,7 @@ def test_options_of_the_template_count() -> None:
         head = template.head(first, setting)
         behind = template.behind(head, first, [user("Hello")], setting)
         whole = template.opening([*first, user("Hello")], setting)
-        assert head.token_ids + behind.token_ids == whole.token_ids
+        assert head.token_ids + flat(behind) == flat(whole)
 
 
 def test_a_system_prompt_that_moves_to_the_last_message_is_not_in_the_head() -> None:
@@ -141,7 +139,7 @@ def test_a_template_without_control_tokens_has_no_head() -> None:
     assert (head.token_ids, head.spans) == ([], ((0, 0),) * 5)
     behind = template.behind(head, [SYSTEM, *SHOTS], [user("Hello")], NOTHING)
     whole = template.opening([SYSTEM, *SHOTS, user("Hello")], NOTHING)
-    assert behind.token_ids == whole.token_ids
+    assert flat(behind) == flat(whole)
 
 
 def counting() -> ChatTemplate:
@@ -155,7 +153,7 @@ def test_what_depends_on_later_messages_is_refused_and_never_wrong() -> None:
     head = template.head([SYSTEM], NOTHING)
     behind = template.behind(head, [SYSTEM], [user("Hello")], NOTHING)
     whole = template.opening([SYSTEM, user("Hello")], NOTHING)
-    assert head.token_ids + behind.token_ids == whole.token_ids
+    assert head.token_ids + flat(behind) == flat(whole)
     longer = [user("Hello"), Message("assistant", "yes"), user("So?")]
     with pytest.raises(InvalidArgument, match="writes the prefix differently"):
         template.behind(head, [SYSTEM], longer, NOTHING)
@@ -167,7 +165,7 @@ def test_the_head_of_a_reasoning_model_has_no_thinking_that_the_template_drops()
     head = template.head(first, NOTHING)
     behind = template.behind(head, first, [user("Hello")], NOTHING)
     whole = template.opening([*first, user("Hello")], NOTHING)
-    assert head.token_ids + behind.token_ids == whole.token_ids
+    assert head.token_ids + flat(behind) == flat(whole)
 
 
 def test_what_a_template_refuses_has_no_head() -> None:

@@ -5,13 +5,13 @@ from datetime import UTC, datetime
 from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer
 from tests.text.families import PHI_3, template_of
 from tests.text.tiny_tokenizers import byte_level_library
-from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
+from tests.text.world import EQUIPPED, NOTHING, flat, spoken, template_with, user
 
 LOOP = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
 
 
 def opening_text(template: ChatTemplate, setting: TemplateSetting = NOTHING) -> str:
-    return spoken(template, template.opening([user("Hi")], setting).token_ids)
+    return spoken(template, flat(template.opening([user("Hi")], setting)))
 
 
 def test_the_day_is_a_value_and_not_the_clocks() -> None:
@@ -44,7 +44,7 @@ def test_control_tokens_that_pass_through_macros_sets_and_filters() -> None:
         "{{ ['', '</s>'] | join('<s>') }}{% filter trim %} {{ m.content }}</s> {% endfilter %}{{ end }}"
         "{% endfor %}"
     )
-    ids = template.opening([user("Hi")], NOTHING).token_ids
+    ids = flat(template.opening([user("Hi")], NOTHING))
     start, end = (template.tokenizer.token_id(text) for text in ("<s>", "</s>"))
     assert start is not None
     assert end is not None
@@ -59,13 +59,13 @@ def test_control_tokens_in_lists_and_mappings() -> None:
         "{% for end in ['</s>'] + ['<s>'] %}{{ end }}{% endfor %}{% endfor %}"
     )
     start, end = (template.tokenizer.token_id(text) for text in ("<s>", "</s>"))
-    ids = template.opening([user("Hi")], NOTHING).token_ids
+    ids = flat(template.opening([user("Hi")], NOTHING))
     assert (ids[0], ids[-2:]) == (start, [end, start])
 
 
 def test_a_control_token_composed_of_a_role() -> None:
     template = template_of(PHI_3)
-    ids = template.opening([user("Hi")], NOTHING).token_ids
+    ids = flat(template.opening([user("Hi")], NOTHING))
     assert ids[0] == template.tokenizer.token_id("<|user|>")
 
 
@@ -84,7 +84,7 @@ def test_a_reply_that_ended_with_the_next_turns_first_token() -> None:
     )
     assert template.end_of_turn_ids == {user_id, tool_id}
     messages = [user("Hi"), Message("tool", "1")]
-    after_user = template.delta(messages, user_id, NOTHING).token_ids
+    after_user = flat(template.delta(messages, user_id, NOTHING))
     assert spoken(template, after_user) == "\nHi<|tool|>\n1<|assistant|>\n"
-    after_tool = template.delta(messages, tool_id, NOTHING).token_ids
+    after_tool = flat(template.delta(messages, tool_id, NOTHING))
     assert spoken(template, after_tool) == "<|user|>\nHi<|tool|>\n1<|assistant|>\n"

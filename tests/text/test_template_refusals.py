@@ -20,7 +20,7 @@ from tests.text.families import (
     template_of,
 )
 from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
-from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
+from tests.text.world import EQUIPPED, NOTHING, flat, spoken, template_with, user
 
 
 def test_the_number_of_messages_is_bounded() -> None:
@@ -34,7 +34,7 @@ def test_a_conversation_begins_with_any_number_of_messages() -> None:
     assert len(head.spans) == len(first)
     behind = template.behind(head, first, [user("z")], NOTHING)
     whole = template.tokenizer.encode(template.render([*first, user("z")], NOTHING), at_start=True)
-    assert head.token_ids + behind.token_ids == whole.ids
+    assert head.token_ids + flat(behind) == whole.ids
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_system_prompt_that_could_only_stand_at_the_beginning() -> None:
 def test_a_system_prompt_in_the_middle() -> None:
     template = template_of(QWEN_3)
     delta = template.delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
-    assert "<|im_start|>system\nKind.<|im_end|>\n" in spoken(template, delta.token_ids)
+    assert "<|im_start|>system\nKind.<|im_end|>\n" in spoken(template, flat(delta))
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def test_a_log_that_begins_with_text_begins_like_any_text() -> None:
     library = sentencepiece_library(("<s>",), prepend_scheme="first")
     source = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
     template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
-    assert template.opening([user("the")], NOTHING).token_ids == library.encode("the<s>").ids
+    assert flat(template.opening([user("the")], NOTHING)) == library.encode("the<s>").ids
 
 
 def test_a_model_without_a_template() -> None:

@@ -1,6 +1,7 @@
 """Messages, settings and small templates that the template tests share."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from pensieve.text import ChatTemplate, Message, TemplateSetting, Tokenizer
 from tests.text.families import Family
@@ -25,6 +26,10 @@ def user(content: str) -> Message:
 def spoken(template: ChatTemplate, ids: Iterable[int]) -> str:
     """Return the text of all tokens, special tokens too."""
     return b"".join(template.tokenizer.piece(i, first=False) for i in ids).decode()
+
+
+def flat(by_message: Iterable[Sequence[int]]) -> list[int]:
+    return list(chain.from_iterable(by_message))
 
 
 def by_name(family: Family) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple
 
 from pensieve.api.json_fields import Fields, Refusal, checked_fields, quoted
@@ -215,7 +216,7 @@ def tokens_of(
     check_length("messages", request.turn.num_characters, context_max)
     begins = request.turn.reply_begins
     setting = TemplateSetting(settings.tools, settings.template_options, now, begins)
-    return template.opening(messages, setting).token_ids
+    return list(chain.from_iterable(template.opening(messages, setting)))
 
 
 def parse(

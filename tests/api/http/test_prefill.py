@@ -19,6 +19,7 @@ from tests.api.http.rig_http import MODEL, HttpRig, http_rig
 from tests.api.http.test_agents import scripted
 from tests.conversations.rig_daemon import wait_for
 from tests.text.families import DEEPSEEK_R1
+from tests.text.world import flat
 
 USER: Any = {"role": "user", "content": "Tell me a story."}
 BEGUN: Any = {"role": "assistant", "content": "Once upon"}
@@ -56,7 +57,7 @@ def test_the_stored_message_is_the_beginning_and_its_continuation(
     asked, reply = door.rig.messages(answer.headers["x-pensieve-conversation-id"])
     assert (asked.content, reply.content) == (USER["content"], "Once upon" + text)
     setting = TemplateSetting(now=datetime.now(UTC), reply_begins="Once upon")
-    wanted = template.opening([Message("user", USER["content"])], setting).token_ids
+    wanted = flat(template.opening([Message("user", USER["content"])], setting))
     assert list(asked.token_ids) == wanted
     assert template.tokenizer.decode(wanted).endswith("Once upon")
     assert answer.value["usage"]["prompt_tokens"] == len(wanted)
