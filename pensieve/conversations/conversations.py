@@ -40,6 +40,7 @@ from pensieve.conversations.history import History
 from pensieve.conversations.housekeeping import erased
 from pensieve.conversations.live_turn import (
     LiveTurn,
+    ReplyTokens,
     RetriedTurn,
     StartedTurn,
     TurnPhase,
@@ -376,7 +377,7 @@ class Conversations:
         Other choices of the same prompt begin after that, because the engine then has the prompt's KV.
         """
 
-        async def write(start: int, stop: int) -> None:
+        async def write(tokens: ReplyTokens) -> None:
             raise _FirstToken
 
         with contextlib.suppress(_FirstToken):

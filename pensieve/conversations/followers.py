@@ -24,16 +24,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.errors import PensieveError, TurnInterrupted
 
 log = logging.getLogger("pensieve")
 GRACE_STEPS = 10  # steps of the grace period; up to twice as many if the event loop stalls
-Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
+Write = Callable[[ReplyTokens], Awaitable[None]]  # delivers the next tokens of a turn
 CUT = "another client ended the turn, and the history has less of the reply than was sent here"
 
 
-async def _take_nothing(start: int, stop: int) -> None:
+async def _take_nothing(tokens: ReplyTokens) -> None:
     """The `write` of a follower that waits only for the end."""
 
 
@@ -75,7 +75,7 @@ class TurnFollowers:
     async def follow(self, live: LiveTurn, write: Write = _take_nothing) -> None:
         """Deliver a turn's tokens with `write`, from the first on, until it has ended.
 
-        Raises the error of a failed turn.
+        Then `live.withheld` may have more text. Raises the error of a failed turn.
         """
         follower = Follower(live, asyncio.Event(), asyncio.current_task())
         self._followers.setdefault(live.number, []).append(follower)
@@ -86,7 +86,7 @@ class TurnFollowers:
                 finish, num_tokens = live.finish, live.num_tokens
                 if follower.num_sent < num_tokens:
                     follower.writing_since = self._loop.time()
-                    await write(follower.num_sent, num_tokens)
+                    await write(live.reply.span(follower.num_sent, num_tokens))
                     follower.writing_since = None
                     follower.num_sent = num_tokens
                 elif finish is not None:

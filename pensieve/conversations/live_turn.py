@@ -20,7 +20,7 @@ from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.logprobs import PackedLogprobs, Row, pack
 from pensieve.core.iteration import SampledToken
-from pensieve.core.turn import FinishReason, Usage
+from pensieve.core.turn import HAS_REPLY, FinishReason, Usage
 from pensieve.engine.messages import SubmitTurn
 from pensieve.errors import PensieveError
 from pensieve.store import records
@@ -97,6 +97,13 @@ class TurnReply:
         return self.begins + self.text
 
 
+class PromptTokens(NamedTuple):
+    """The number of tokens of a prompt, and how many of them were cached."""
+
+    num_tokens: int
+    num_cached: int = 0
+
+
 class CommittedReply(NamedTuple):
     revision: int
     tail: str  # text that a stopped turn had withheld, after the text that its followers have
@@ -144,6 +151,9 @@ class ReplyTokens:
         for text, part in zip(self.texts, self.parts, strict=True):
             found += cutter.push(text, part)
         return found
+
+
+NO_TOKENS = ReplyTokens()
 
 
 @dataclass(slots=True)
@@ -196,6 +206,33 @@ class LiveTurn:
     def num_tokens(self) -> int:
         """Tokens of the reply, without those that a stop has cut."""
         return len(self.reply.token_ids) if self.kept is None else self.kept
+
+    @property
+    def withheld(self) -> ReplyTokens:
+        """The text that a stopped turn had withheld, for a follower that has all tokens."""
+        if not self.tail:
+            return NO_TOKENS
+        return ReplyTokens(texts=[self.tail], parts=[self.reply.parts[self.num_tokens - 1]])
+
+    def whole_reply(
+        self, finish: FinishReason | None = None, tail: str | None = None
+    ) -> ReplyTokens:
+        """Return the whole reply. If the turn is about to end, pass its `finish` and `tail`."""
+        tail = self.tail if tail is None else tail
+        found = self.reply.span(0, self.num_tokens)
+        if tail and found.texts:
+            found.texts[-1] += tail
+        finish = finish or self.finish
+        if finish in HAS_REPLY:  # else the turn was cancelled
+            found.finish = finish
+        return found
+
+    @property
+    def prompt(self) -> PromptTokens:
+        """The numbers of prompt tokens. The turn must have ended."""
+        figures = self.figures
+        num_cached = int(figures.get("device_tokens", 0)) + int(figures.get("host_tokens", 0))
+        return PromptTokens(int(figures.get("prompt_tokens", 0)), num_cached)
 
     @property
     def num_charged_tokens(self) -> int:

@@ -17,9 +17,8 @@ from typing import NamedTuple
 from pensieve.api.json_fields import one_line
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.request import Served, tokens_of
-from pensieve.api.reply import PromptTokens
 from pensieve.conversations.constraints import ConstraintChecker
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError

@@ -14,7 +14,7 @@ import pytest
 from pensieve.conversations.admission import Admission, DaemonLoad, WorkAhead
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.draft import TurnRequest
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.guard.limits import Limits
@@ -236,7 +236,7 @@ def test_a_tenant_in_debt_may_still_hear_its_turn(one_by_one: DaemonRig) -> None
     assert begin(rig, "c", "r1", "slow").reply.token_ids == live.reply.token_ids
 
 
-async def _nothing(start: int, stop: int) -> None:
+async def _nothing(tokens: ReplyTokens) -> None:
     pass
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from pensieve.conversations.followers import FollowerLimits, TurnFollowers
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 
 GRACE_SECONDS = 1.0
 LIMITS = FollowerLimits(GRACE_SECONDS, stall_seconds=30.0, undelivered_tokens_max=1000)
@@ -79,7 +79,7 @@ class Scene:
         asyncio.run(act())
 
 
-async def nothing(start: int, stop: int) -> None:
+async def nothing(tokens: ReplyTokens) -> None:
     pass
 
 

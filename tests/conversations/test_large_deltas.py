@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pensieve.api.grpc.translate import deltas
-from pensieve.api.reply import ReplyStream
 from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.core.iteration import Logprob
 from pensieve.sampling import LOGPROBS_MAX
@@ -41,7 +40,7 @@ def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTu
     token_ids: list[int] = []
     texts: list[str] = []
     logprobs: list[tuple[float, int]] = []
-    for delta in deltas(ReplyStream(live).tokens(0, live.num_tokens)):
+    for delta in deltas(live.reply.span(0, live.num_tokens)):
         assert delta.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN
         token_ids += delta.token_ids
         texts.append(delta.text)
@@ -52,7 +51,7 @@ def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTu
 
 
 def test_a_reader_that_keeps_up_gets_one_message_for_each_kind() -> None:
-    found = list(deltas(ReplyStream(turn(300)).tokens(50, 250)))
+    found = list(deltas(turn(300).reply.span(50, 250)))
     assert [len(each.token_ids) for each in found] == [50, 150]
 
 
@@ -61,7 +60,7 @@ def test_a_reply_whose_text_is_known_as_a_whole_is_split_too() -> None:
         *(1, "c", 0, 1),
         ReplyTokens(list(range(9)), ["long " * 2_000_000], parts=[Part.TEXT] * 9),
     )
-    found = list(deltas(ReplyStream(live).tokens(0, 9)))
+    found = list(deltas(live.reply.span(0, 9)))
     assert all(each.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN for each in found)
     assert "".join(each.text for each in found) == live.text
     assert [token for each in found for token in each.token_ids] == list(range(9))

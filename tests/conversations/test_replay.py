@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from pensieve.api.grpc import translate
-from pensieve.api.reply import ReplyStream
 from pensieve.builtin import MODEL_PATH
 from pensieve.conversations import turn_ends, turns
 from pensieve.conversations.daemon import Daemon
@@ -53,7 +52,7 @@ def streamed(live: LiveTurn) -> list[dict[str, Any]]:
                 for one in each.logprobs
             ],
         }
-        for each in translate.deltas(ReplyStream(live).tokens(0, live.num_tokens))
+        for each in translate.deltas(live.reply.span(0, live.num_tokens))
     ]
 
 

@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from pensieve.conversations.daemon_config import DaemonConfig
-from pensieve.conversations.live_turn import LiveTurn, unstored_key
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens, unstored_key
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import (
     CancelTurn,
@@ -73,7 +73,7 @@ def begin(rig: DaemonRig, *arguments: Any, **named: Any) -> LiveTurn:
     return live
 
 
-async def _take(start: int, stop: int) -> None:
+async def _take(tokens: ReplyTokens) -> None:
     """Read nothing itself, but count as a reader."""
 
 

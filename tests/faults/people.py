@@ -20,7 +20,7 @@ from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.followers import CUT
 from pensieve.conversations.heads import ConversationSettings
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import EvictConversation
 from pensieve.errors import (
@@ -378,11 +378,11 @@ class People:
         self._begun(request, live)
         told: list[int] = []
 
-        async def write(start: int, stop: int) -> None:
+        async def write(tokens: ReplyTokens) -> None:
             if call.stalled is not None:
                 await call.stalled.wait()
-            assert start == len(told), "tokens were told twice, or left out"
-            told.extend(live.reply.token_ids[start:stop])
+            told.extend(tokens.token_ids)
+            assert told == live.reply.token_ids[: len(told)], "tokens were told twice, or left out"
             before = request.told[live.attempt]
             common = min(len(before), len(told))
             assert told[:common] == before[:common], f"{request}: it was told otherwise before"

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pensieve.api.openai.answer import Heading
-from pensieve.api.reply import PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.detokenizer import Detokenizer
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Thinking

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from pensieve.api.grpc import json_values, translate
 from pensieve.api.grpc.server_info import server_info
-from pensieve.api.reply import ReplyStream
 from pensieve.conversations.binding.chain import pieces_of
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.heads import ConversationSettings, GivenHistory, PrefixSettings
@@ -206,9 +205,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 sequence += 1
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
-        reply = ReplyStream(live)
-        await reply.follow(daemon.conversations.followers, write)
-        await write(reply.tail)
+        await daemon.conversations.followers.follow(live, write)
+        await write(live.withheld)
         await context.write(
             pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))
         )

@@ -21,7 +21,6 @@ from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.openai.answer import Heading, answer
 from pensieve.api.openai.chunks import ChatStream, CompletionStream, usage_chunk
 from pensieve.api.openai.request import ParsedRequest, RequestKind, parse
-from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon import Daemon
 from pensieve.conversations.live_turn import LiveTurn
 from pensieve.guard.callers import Caller
@@ -44,14 +43,14 @@ class CompletionsEndpoint:
         if request.stream:
             await self._stream(exchange, request, heading, lives)
             return None
-        survives_disconnect, replies = bool(key_of(exchange)), [ReplyStream(live) for live in lives]
+        survives_disconnect = bool(key_of(exchange))
         await all_of(
             follow(self._daemon, exchange, each, None, survives_disconnect=survives_disconnect)
-            for each in replies
+            for each in lives
         )
         exchange.out |= sources(first.figures)
-        requests, wholes = self._requests, [each.whole() for each in replies]
-        tokenizer, prompt = requests.template.tokenizer, replies[0].prompt
+        requests, wholes = self._requests, [each.whole_reply() for each in lives]
+        tokenizer, prompt = requests.template.tokenizer, lives[0].prompt
         made = partial(answer, request, wholes, prompt, heading, tokenizer, requests.style)
         return await requests.rendered(by, sum(live.num_tokens for live in lives), made)
 
@@ -72,19 +71,18 @@ class CompletionsEndpoint:
     ) -> None:
         kind = ChatStream if self._kind is RequestKind.CHAT else CompletionStream
         tokenizer, survives_disconnect = self._requests.template.tokenizer, bool(key_of(exchange))
-        replies = [ReplyStream(live) for live in lives]
         exchange.begin_events()
 
-        async def one(number: int, reply: ReplyStream) -> None:
+        async def one(number: int, live: LiveTurn) -> None:
             stream = kind(request, heading, tokenizer, self._requests.cutter(request.tools), number)
             await follow(
-                self._daemon, exchange, reply, stream, survives_disconnect=survives_disconnect
+                self._daemon, exchange, live, stream, survives_disconnect=survives_disconnect
             )
-            await exchange.write_events([stream.end(reply.whole().finish)])
+            await exchange.write_events([stream.end(live.whole_reply().finish)])
 
-        await all_of(one(number, reply) for number, reply in enumerate(replies))
+        await all_of(one(number, live) for number, live in enumerate(lives))
         if request.include_usage:
-            wholes, prompt = [each.whole() for each in replies], replies[0].prompt
+            wholes, prompt = [each.whole_reply() for each in lives], lives[0].prompt
             await exchange.write_events([usage_chunk(request, heading, wholes, prompt)])
         await exchange.write(DONE)
         await exchange.end_events()

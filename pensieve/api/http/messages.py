@@ -32,9 +32,8 @@ from pensieve.api.http.requests import ApiRequests, named
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.request import ParsedRequest
-from pensieve.api.reply import PromptTokens, ReplyStream
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import LiveTurn, PromptTokens, ReplyTokens
 from pensieve.errors import ContextFull, PensieveError
 from pensieve.guard.callers import Caller
 from pensieve.guard.client_errors import client_text
@@ -55,17 +54,15 @@ class MessageEndpoints:
                 (live,) = await self._requests.begin_unstored(request)
         answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
         heading = Heading(answer_id, int(time.time()), request.model)
-        reply, cutter = ReplyStream(live), self._requests.cutter(request.tools)
+        cutter = self._requests.cutter(request.tools)
         if request.stream:
-            await self._stream(exchange, request, heading, reply, cutter)
+            await self._stream(exchange, request, heading, live, cutter)
             return None
-        await follow(
-            self._daemon, exchange, reply, None, survives_disconnect=bool(key_of(exchange))
-        )
+        await follow(self._daemon, exchange, live, None, survives_disconnect=bool(key_of(exchange)))
         exchange.out |= sources(live.figures)
-        whole = reply.whole()
+        whole = live.whole_reply()
         pieces = cutter.whole(zip(whole.parts, whole.texts, strict=True))
-        return message(heading, pieces, whole, reply.prompt, self._ending(request, whole, cutter))
+        return message(heading, pieces, whole, live.prompt, self._ending(request, whole, cutter))
 
     async def count_tokens(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         _identify(exchange)
@@ -78,18 +75,18 @@ class MessageEndpoints:
         exchange: Exchange,
         request: ParsedRequest,
         heading: Heading,
-        reply: ReplyStream,
+        live: LiveTurn,
         cutter: ReplyPieces,
     ) -> None:
-        prompt = PromptTokens(reply.live.history_tokens + reply.live.prompt_tokens)
+        prompt = PromptTokens(live.history_tokens + live.prompt_tokens)
         stream = MessageStream(heading, prompt, cutter)
         exchange.begin_events()
         await follow(
-            self._daemon, exchange, reply, stream, survives_disconnect=bool(key_of(exchange))
+            self._daemon, exchange, live, stream, survives_disconnect=bool(key_of(exchange))
         )
-        whole = reply.whole()
+        whole = live.whole_reply()
         ending = self._ending(request, whole, cutter)
-        await exchange.write_events(stream.end(whole, reply.prompt, ending))
+        await exchange.write_events(stream.end(whole, live.prompt, ending))
         await exchange.end_events()
 
     def _ending(

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from pensieve.api.http.exchange import Exchange
-from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
 
 
 class EventStream(Protocol):
@@ -27,7 +26,7 @@ class EventStream(Protocol):
 async def follow(
     daemon: Daemon,
     exchange: Exchange,
-    reply: ReplyStream,
+    live: LiveTurn,
     stream: EventStream | None,
     *,
     survives_disconnect: bool,
@@ -36,7 +35,7 @@ async def follow(
 
     `survives_disconnect`: a stored turn continues after a disconnect.
     """
-    live, followers, num_sent = reply.live, daemon.conversations.followers, 0
+    followers, num_sent = daemon.conversations.followers, 0
 
     async def write(tokens: ReplyTokens) -> None:
         nonlocal num_sent
@@ -48,14 +47,14 @@ async def follow(
         if stream is None:
             await followers.follow(live)
         else:
-            await reply.follow(followers, write)
+            await followers.follow(live, write)
     except asyncio.CancelledError:
         is_over = live.finish is not None or followers.has_follower(live)
         if exchange.has_left and not ((survives_disconnect and live.is_stored) or is_over):
             daemon.conversations.ends.stop(live, num_sent)
         raise
     if stream is not None:
-        await exchange.write_events(stream.rest(reply.tail))
+        await exchange.write_events(stream.rest(live.withheld))
 
 
 def sources(figures: Mapping[str, Any]) -> dict[str, str]:

@@ -48,9 +48,8 @@ from pensieve.api.openai.response_stream import (
     pieces_of,
     unfinished,
 )
-from pensieve.api.reply import NO_TOKENS, ReplyStream
 from pensieve.conversations.daemon import Daemon
-from pensieve.conversations.live_turn import LiveTurn
+from pensieve.conversations.live_turn import NO_TOKENS, LiveTurn
 from pensieve.core.turn import FinishReason
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed
 from pensieve.guard.callers import Caller
@@ -150,9 +149,8 @@ class ResponseEndpoints:
             await self._stream(exchange, running, placed, survives_disconnect=survives_disconnect)
             return None
         try:
-            reply = ReplyStream(placed.live)
             await follow(
-                self._daemon, exchange, reply, None, survives_disconnect=survives_disconnect
+                self._daemon, exchange, placed.live, None, survives_disconnect=survives_disconnect
             )
         finally:
             running.has_ended.set()
@@ -180,7 +178,7 @@ class ResponseEndpoints:
             await follow(
                 self._daemon,
                 exchange,
-                ReplyStream(placed.live),
+                placed.live,
                 stream,
                 survives_disconnect=survives_disconnect,
             )
@@ -223,19 +221,19 @@ class ResponseEndpoints:
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
         place = Place(digest(answer_id)[:16], 0)
-        reply, tokenizer = ReplyStream(live), self._requests.template.tokenizer
+        tokenizer = self._requests.template.tokenizer
         if not request.stream:
-            await follow(self._daemon, exchange, reply, None, survives_disconnect=False)
+            await follow(self._daemon, exchange, live, None, survives_disconnect=False)
             exchange.out |= sources(live.figures)
             cutter = self._requests.cutter(whole.tools)
-            return self._running.whole(request, heading, place, reply, cutter)
+            return self._running.whole(request, heading, place, live, cutter)
         stream = ResponseStream(request, place, tokenizer, self._requests.cutter(whole.tools))
         exchange.begin_events()
         await exchange.write_events(stream.begin(unfinished(request, heading, "in_progress")))
         try:
-            await follow(self._daemon, exchange, reply, stream, survives_disconnect=False)
+            await follow(self._daemon, exchange, live, stream, survives_disconnect=False)
             cutter = self._requests.cutter(whole.tools)
-            body = self._running.whole(request, heading, place, reply, cutter)
+            body = self._running.whole(request, heading, place, live, cutter)
             await exchange.write_events(stream.end(body))
         except PensieveError as error:
             running = RunningResponse(request, heading, "", new.turn.tenant)
@@ -441,9 +439,8 @@ class RunningResponses:
     ) -> StoredResponse:
         """Return the response to store in the transaction of the reply."""
         cutter = self._requests.cutter(where.tools)
-        reply = ReplyStream(live)
         running.made = self.whole(
-            running.request, running.heading, where.place, reply, cutter, finish, tail
+            running.request, running.heading, where.place, live, cutter, finish, tail
         )
         response_id, tenant = running.response_id, running.tenant
         return stored_response(where, response_id, running.made, running.digest, tenant, None)
@@ -489,19 +486,19 @@ class RunningResponses:
         request: ParsedRequest,
         heading: Heading,
         place: Place,
-        reply: ReplyStream,
+        live: LiveTurn,
         cutter: ReplyPieces,
         finish: FinishReason | None = None,
         tail: str | None = None,
     ) -> dict[str, Any]:
         """Return the body of a turn that has ended or is about to end. `cutter` must be unused."""
-        tokens = reply.whole(finish, tail)
+        tokens = live.whole_reply(finish, tail)
         stream = ResponseStream(request, place, self._requests.template.tokenizer, cutter)
         stream.tokens(tokens)
         stream.rest(NO_TOKENS)
-        is_cut = (finish or reply.live.finish) is FinishReason.CANCELLED
+        is_cut = (finish or live.finish) is FinishReason.CANCELLED
         items = stream.items(is_whole=tokens.finish is FinishReason.STOP and not is_cut)
-        return finished(request, heading, tokens, reply.prompt, items, is_cut=is_cut)
+        return finished(request, heading, tokens, live.prompt, items, is_cut=is_cut)
 
     def _without_reply(self, running: RunningResponse, failure: PensieveError) -> dict[str, Any]:
         if running.is_cancelled:

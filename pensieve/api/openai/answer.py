@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pensieve.api.openai.request import ParsedRequest, RequestKind
-from pensieve.api.reply import PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.turn import HAS_REPLY, FinishReason
 from pensieve.text.parts import Part
 from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking

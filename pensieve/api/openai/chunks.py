@@ -24,8 +24,7 @@ from pensieve.api.openai.answer import (
     usage_of,
 )
 from pensieve.api.openai.request import ParsedRequest, RequestKind
-from pensieve.api.reply import NO_TOKENS, PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import NO_TOKENS, PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.reply_pieces import Piece, ReplyPieces, Text, Thinking, merged
 from pensieve.text.tokenizer import Tokenizer

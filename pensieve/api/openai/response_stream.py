@@ -23,8 +23,7 @@ from typing import Any, Protocol
 
 from pensieve.api.openai.answer import Heading, logprob_rows, response_body
 from pensieve.api.openai.request import ParsedRequest
-from pensieve.api.reply import NO_TOKENS, PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import NO_TOKENS, PromptTokens, ReplyTokens
 from pensieve.text.reply_pieces import (
     CallArguments,
     CallBegan,

@@ -25,8 +25,7 @@ from pensieve.api.anthropic.render import (
     whole_part,
 )
 from pensieve.api.openai.answer import Heading
-from pensieve.api.reply import PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text import Part, Tokenizer
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking

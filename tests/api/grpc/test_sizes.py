@@ -13,7 +13,6 @@ import pytest
 from google.protobuf import json_format, struct_pb2
 
 from pensieve.api.grpc import json_values, sizes, translate
-from pensieve.api.reply import ReplyStream
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.heads import ConversationSettings
 from pensieve.conversations.live_turn import LiveTurn, ReplyTokens
@@ -410,7 +409,7 @@ def test_a_reply_that_is_read_late_comes_in_messages_that_clients_receive() -> N
             logprobs=[(-0.5, top)] * count,
         ),
     )
-    deltas = list(translate.deltas(ReplyStream(live).tokens(0, count)))
+    deltas = list(translate.deltas(live.reply.span(0, count)))
     assert max(each.ByteSize() for each in deltas) < MIB
     assert [token for each in deltas for token in each.token_ids] == live.reply.token_ids
     assert "".join(each.text for each in deltas) == "".join(live.reply.texts)

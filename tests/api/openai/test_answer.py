@@ -9,8 +9,7 @@ import pytest
 
 from pensieve.api.json_fields import one_line
 from pensieve.api.openai.answer import Heading, answer
-from pensieve.api.reply import PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
 from pensieve.text import Message, Part, PartMarker, Tokenizer, style_of

@@ -21,8 +21,7 @@ from pensieve.api.openai.response_stream import (
     pieces_of,
     unfinished,
 )
-from pensieve.api.reply import PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, ReplyPieces, Text, Thinking
 from tests.api.openai.bodies import response

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from pensieve.api.openai.answer import Heading, answer
-from pensieve.api.reply import PromptTokens
-from pensieve.conversations.live_turn import ReplyTokens
+from pensieve.conversations.live_turn import PromptTokens, ReplyTokens
 from pensieve.core.turn import FinishReason
 from pensieve.text import CallStyle, Message, PartMarker, ToolCall, style_of
 from tests.api.openai.bodies import USER, chat, response

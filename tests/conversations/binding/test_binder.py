@@ -18,6 +18,7 @@ from pensieve.conversations.binding.chain import ChainEnd, Piece, session_digest
 from pensieve.conversations.daemon_config import DaemonConfig
 from pensieve.conversations.draft import TurnRequest
 from pensieve.conversations.heads import ConversationSettings
+from pensieve.conversations.live_turn import ReplyTokens
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument, PensieveError, QueueFull, TurnInterrupted
@@ -32,7 +33,7 @@ SHORT = TurnOptions(Sampling(max_tokens=4, ignore_eos=True))
 SLOW = (*ECHO, "--seconds=0.02")
 
 
-async def take_nothing(start: int, stop: int) -> None:
+async def take_nothing(tokens: ReplyTokens) -> None:
     """Read nothing, like a client that waits only for the end."""
 
 
