@@ -119,7 +119,7 @@ def words_of(turns: list[LiveTurn]) -> list[tuple[list[int], str]]:
 
 
 ROOMY = {"device_cache": "16000t", "host_cache": "64t", "turns_max": "64"}
-TIGHT = {"device_cache": "400t", "host_cache": "200t", "turns_max": "12"}
+TIGHT = {"device_cache": "320t", "host_cache": "160t", "turns_max": "12"}
 
 
 @pytest.mark.parametrize("model", ["builtin", "random"])
