@@ -20,7 +20,7 @@ LOGPROBS_MAX = 20
 STOP_TOKEN_IDS_MAX = 64
 
 # docs/models.md, section Sampling, explains these defaults. `scripts/measure loops` compares other values.
-OURS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+OURS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.12}
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 MAX_TOKENS = 1024
 STOP_REPETITION = 256
