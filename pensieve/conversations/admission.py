@@ -8,9 +8,9 @@ A turn is refused for one of these reasons, in this order:
 * the tenant has used up its limits;
 * the queue is too long for the request's deadline or for the first-token objective (`--ttft`).
 
-The daemon takes at most `turns_max` turns at a time, queued turns included. With several tenants, each tenant
-may have at most ROOM_SHARE times as many turns as the daemon can still take. So a tenant that floods the
-daemon leaves a ninth of `turns_max` to the others.
+The daemon takes at most `live_turns_max` turns at a time, queued turns included. With several tenants, each
+tenant may have at most ROOM_SHARE times as many turns as the daemon can still take. So a tenant that floods
+the daemon leaves a ninth of `live_turns_max` to the others.
 
 **The wait** until the engine starts on a turn's prompt is the longest of
 
@@ -80,7 +80,11 @@ class DaemonLoad:
 
 class Admission:
     def __init__(
-        self, turns_max: int, limits: Mapping[str, Limits], now: float, ttft_seconds: float = 0.0
+        self,
+        live_turns_max: int,
+        limits: Mapping[str, Limits],
+        now: float,
+        ttft_seconds: float = 0.0,
     ) -> None:
         """`ttft_seconds`: the longest that a turn may wait; 0: without limit."""
         self.ttft_seconds = ttft_seconds
@@ -88,7 +92,7 @@ class Admission:
         self.num_refused_for_ttft = 0
         self._seconds_per_admission = 0.0
         self._admitted_at = now  # the latest admission by the engine
-        self._turns_max = turns_max
+        self._live_turns_max = live_turns_max
         self.allowances = Allowances(limits, now)
 
     def refusal(
@@ -123,9 +127,9 @@ class Admission:
 
     def exceeded(self, tenant: str, load: DaemonLoad, now: float) -> QueueFull | None:
         """Return an error if another turn or warm of this tenant would exceed a limit, otherwise None."""
-        if load.num_turns >= self._turns_max:
+        if load.num_turns >= self._live_turns_max:
             return QueueFull(f"{load.num_turns} turns are waiting or running; retry later")
-        num_left = self._turns_max - load.num_turns
+        num_left = self._live_turns_max - load.num_turns
         if len(self.allowances) > 1 and load.num_turns_of_tenant > ROOM_SHARE * num_left:
             return QueueFull(
                 f"{load.num_turns_of_tenant} of your turns are waiting or running, and other clients "

@@ -1,8 +1,8 @@
 """Compile a constraint before its turn begins, to refuse a request that cannot work. Thread-safe.
 
-The engine process compiles the constraint again before the turn starts (engine/held_turns.py). Checks run in
-the text pool and take a bounded time: core/constraint.py bounds the text, and text/grammars.py bounds the
-work of compiling it.
+The engine process compiles the constraint again before the turn starts (turns_awaiting_constraints.py in
+`engine`). Checks run in the text pool and take a bounded time: core/constraint.py bounds the text, and
+text/grammars.py bounds the work of compiling it.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ from pensieve.conversations.live_turn import (
     replayed,
 )
 from pensieve.conversations.meter import Latencies
+from pensieve.conversations.text_pool import ChargedTextPool
 from pensieve.conversations.threads import Threads
-from pensieve.conversations.tokenizing import TextPoolTokenizer
 from pensieve.conversations.turn_ends import TurnEnds
 from pensieve.conversations.turn_events import TurnEvents
 from pensieve.conversations.turns import Turns
@@ -116,10 +116,10 @@ class Conversations:
             self.turns, self.followers, history, threads, engine, admission, events
         )
         self.unstored = UnstoredTurns(self.turns, self.followers, threads.loop, engine, admission)
-        self.tokenizing = TextPoolTokenizer(history, threads, admission)
-        self.warming = Warmer(history, self.turns, threads, engine, admission, self.tokenizing)
+        self.text_pool = ChargedTextPool(history, threads, admission)
+        self.warming = Warmer(history, self.turns, threads, engine, admission, self.text_pool)
         self.prefixes = DeclaredPrefixes(
-            history, threads, self.warming, self.tokenizing, admission, sources.wall_clock
+            history, threads, self.warming, self.text_pool, admission, sources.wall_clock
         )
         self._history, self._threads, self._engine = history, threads, engine
         self._admission, self._events = admission, events
@@ -131,10 +131,10 @@ class Conversations:
     async def create(self, settings: ConversationSettings) -> records.StoredConversation:
         if settings.messages:
             return await self.prefixes.begin_with_history(settings)
-        num_tokens = await self.tokenizing.run(
+        num_tokens = await self.text_pool.run(
             settings.tenant, lambda: self._history.check_settings(settings)
         )
-        self.tokenizing.charge(settings.tenant, num_tokens)
+        self.text_pool.charge(settings.tenant, num_tokens)
         while True:
             found = await self._threads.in_store(
                 settings.tenant, self._history.create, settings, lane=settings.conversation_id
@@ -142,7 +142,7 @@ class Conversations:
             if not isinstance(found, OutdatedTokens):
                 return found
             # The stored tokens of the new conversation's declared prefix are outdated.
-            await self.tokenizing.renew(found)
+            await self.text_pool.renew(found)
 
     async def fork(
         self,
@@ -265,7 +265,7 @@ class Conversations:
         self.arriving.add(request)
         return await self._threads.whole(self._begin(request, self._threads.loop.time()))
 
-    def attach(self, request: TurnRequest) -> LiveTurn | None:
+    def live_turn_of_retry(self, request: TurnRequest) -> LiveTurn | None:
         """Return the live turn that this request retries, without asking the store."""
         live = self.turns.of_request(request) if request.request_id else None
         if live is not None:
@@ -313,15 +313,15 @@ class Conversations:
                     tenant, history.begin_if_short, request, self._short_characters, lane=lane
                 )
                 if isinstance(found, OutdatedTokens):
-                    await self.tokenizing.renew(found)
+                    await self.text_pool.renew(found)
                     continue
                 if not isinstance(found, Draft):
                     return found
-                prompt = await self.tokenizing.run(tenant, found.prompt)
+                prompt = await self.text_pool.run(tenant, found.prompt)
                 try:
                     return await threads.in_store(tenant, history.begin, found, prompt, lane=lane)
                 except ContextFull:
-                    self.tokenizing.charge(tenant, sum(map(len, prompt)))
+                    self.text_pool.charge(tenant, sum(map(len, prompt)))
                     raise
             except StaleRevision:
                 if request.expected_revision is not None:

@@ -118,7 +118,10 @@ class Daemon:
             self.damage.found,
         )
         self.admission = Admission(
-            self.config.turns_max, self.config.limits, self.started_at, self.config.ttft_seconds
+            self.config.live_turns_max,
+            self.config.limits,
+            self.started_at,
+            self.config.ttft_seconds,
         )
         self.arriving = ArrivingTurns()  # also while the model is loading
         self.texts = texts
@@ -194,7 +197,7 @@ class Daemon:
             raise damage
         return self.conversations
 
-    def writable_by(self, tenant: str) -> Conversations:
+    def charged_to(self, tenant: str) -> Conversations:
         """Return `conversations` for a change that this tenant pays for, and charge for the call.
 
         Raises the errors of `writable`. Also raises if the disk is full or the tenant has used up its tokens.
@@ -252,7 +255,7 @@ class Daemon:
         await conversations.arriving.until_begun(
             request.tenant, request.conversation_id, request.request_id
         )
-        if (live := conversations.attach(request)) is not None:
+        if (live := conversations.live_turn_of_retry(request)) is not None:
             return live
         named = request.tenant, request.conversation_id, request.options.priority
         refusal = self.refusal(*named, seconds_left)

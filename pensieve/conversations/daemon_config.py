@@ -33,7 +33,7 @@ class BackupConfig:
 
 @dataclass(frozen=True)
 class DaemonConfig:
-    turns_max: int = 1024  # turns in flight, queued turns included
+    live_turns_max: int = 1024  # turns in flight, queued turns included
     grace_seconds: float = 5.0  # how long a turn lives without a follower
     stall_seconds: float = 40.0  # how long a client may take nothing from its stream
     undelivered_tokens_max: int = 16_384

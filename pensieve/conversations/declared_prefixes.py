@@ -20,8 +20,8 @@ from pensieve.conversations.draft import OutdatedTokens
 from pensieve.conversations.engine_client import EngineClient
 from pensieve.conversations.heads import BeginningSettings, ConversationSettings, PrefixSettings
 from pensieve.conversations.history import History
+from pensieve.conversations.text_pool import ChargedTextPool
 from pensieve.conversations.threads import Threads
-from pensieve.conversations.tokenizing import TextPoolTokenizer
 from pensieve.conversations.turns import Turns
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.guard.limits import Allowance
@@ -49,10 +49,10 @@ class Warmer:
         threads: Threads,
         engine: EngineClient,
         admission: Admission,
-        tokenizing: TextPoolTokenizer,
+        text_pool: ChargedTextPool,
     ) -> None:
         self._history, self.turns, self._threads = history, turns, threads
-        self._engine, self._admission, self._tokenizing = engine, admission, tokenizing
+        self._engine, self._admission, self._text_pool = engine, admission, text_pool
 
     async def warm(
         self, conversation_id: str, tenant: str = "", cache_salt: str = "", *, counts: bool = True
@@ -70,7 +70,7 @@ class Warmer:
                     )
                     if not isinstance(found, OutdatedTokens):
                         break
-                    await self._tokenizing.renew(found)
+                    await self._text_pool.renew(found)
                 if found is not None:
                     weight = self._admission.weight_of(tenant, self._threads.loop.time())
                     is_put = self._engine.tell(replace(found, share=tenant, weight=weight))
@@ -87,13 +87,13 @@ class DeclaredPrefixes:
         history: History,
         threads: Threads,
         warming: Warmer,
-        tokenizing: TextPoolTokenizer,
+        text_pool: ChargedTextPool,
         admission: Admission,
         now: Callable[[], float],
     ) -> None:
         """`now`: the wall clock, for times that are stored."""
         self._history, self._threads, self._warming = history, threads, warming
-        self._tokenizing, self._admission, self._now = tokenizing, admission, now
+        self._text_pool, self._admission, self._now = text_pool, admission, now
         self._due = asyncio.Event()
 
     async def create(self, settings: PrefixSettings) -> records.StoredPrefix:
@@ -129,10 +129,10 @@ class DeclaredPrefixes:
         )
 
     async def _tokens(self, settings: BeginningSettings, template_time: float) -> list[list[int]]:
-        tokens: list[list[int]] = await self._tokenizing.run(
+        tokens: list[list[int]] = await self._text_pool.run(
             settings.tenant, lambda: self._history.heads.declared(settings, template_time)
         )
-        self._tokenizing.charge(settings.tenant, sum(map(len, tokens)))
+        self._text_pool.charge(settings.tenant, sum(map(len, tokens)))
         return tokens
 
     def _allowance(self, tenant: str) -> Allowance:

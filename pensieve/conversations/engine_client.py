@@ -89,7 +89,7 @@ class Ready:
         0.0  # the smallest token-gap objective that can be met; 0: none was given
     )
     tbt_source: str = ""  # where that figure comes from, for people
-    kv_identity: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not transferred
+    kv_compatibility: Mapping[str, str] = field(default_factory=dict)  # {}: KV is not transferred
     kv_refusal: str = ""  # why KV is not transferred
 
     @property

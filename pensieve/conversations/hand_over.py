@@ -9,8 +9,8 @@
 (transfer_times.py). A pull is best effort: it raises nothing, and the turn computes the missing KV.
 
 **Wrong KV is never adopted.** Each side has an identity: which model and code computed its KV, and how the KV
-is stored (launch/kv_identity.py, and the fingerprint of model, tokenizer and template). The receiver refuses
-KV of any other identity. Each part has a digest of its tokens, which the receiver compares with its own log.
+is stored (launch/kv_compatibility.py, and the fingerprint of model, tokenizer and template). The receiver
+refuses KV of any other identity. Each part has a digest of its tokens, which the receiver compares with its own log.
 Each chunk has a CRC, which the engine checks. The receiver tells the engine of the import before it reads the
 log. So if the conversation changes after that, the engine ends the import (engine/hand_over.py).
 
@@ -74,10 +74,10 @@ class PullResult(NamedTuple):
 def identity_of(daemon: Daemon) -> dict[str, str]:
     """Return the identity of this daemon's KV. Raises Unavailable if its engine does not transfer KV."""
     ready = daemon.engine.ready
-    if ready is None or not ready.kv_identity:
+    if ready is None or not ready.kv_compatibility:
         why = ready.kv_refusal if ready is not None else "the model is loading"
         raise Unavailable(f"this engine does not transfer KV: {why or 'its KV has no identity'}")
-    return {**ready.kv_identity, "fingerprint": daemon.texts.fingerprint}
+    return {**ready.kv_compatibility, "fingerprint": daemon.texts.fingerprint}
 
 
 class KvSource:

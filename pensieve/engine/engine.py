@@ -17,7 +17,7 @@ for each turn that ends with that outcome (`tokens_idle`), and a message may wai
 As long as the cache has KV of a conversation, the engine also has the tokens of its log
 (`CachedConversation.log`). So a message brings only new tokens. A turn of an unknown conversation waits
 outside the scheduler until the service has provided the log. If a turn has a constraint that is not compiled
-yet, the turn is first held back (held_turns.py).
+yet, the turn is first held back (turns_awaiting_constraints.py).
 
 The service has already checked the limits of a message. They are checked again here, so an invalid message
 ends only its own turn.
@@ -48,7 +48,6 @@ from pensieve.core.tiers import IsIntact, trusted
 from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.cache_views import cached, picture, usage
 from pensieve.engine.hand_over import HandOver, verified
-from pensieve.engine.held_turns import HeldTurns
 from pensieve.engine.messages import (
     TOKEN_BYTES,
     Answer,
@@ -75,6 +74,7 @@ from pensieve.engine.messages import (
 )
 from pensieve.engine.metrics import Metrics, TurnTimes
 from pensieve.engine.ports import Executor, Observer, Ports
+from pensieve.engine.turns_awaiting_constraints import TurnsAwaitingConstraints
 
 IDLE_SECONDS = 1.0  # length of an idle round; the first one ends with a garbage collection
 
@@ -139,7 +139,7 @@ class Engine:
         self.turn_times = TurnTimes(self.scheduler, self.config.ttft_seconds)
         self._observers: tuple[Observer, ...] = (self.metrics, self.turn_times, *observers)
         self.num_rounds = 0  # rounds of `run`; other threads read this
-        self.held = HeldTurns(ports.preparer, ports.mailbox.wake)
+        self.held = TurnsAwaitingConstraints(ports.preparer, ports.mailbox.wake)
         self.hand_over = HandOver(self.scheduler.cache, ports.pages)
         self._launched: deque[Iteration] = deque()  # not collected yet, oldest first
         # Called in idle rounds. Raises an error that would otherwise go unnoticed while no turn runs.

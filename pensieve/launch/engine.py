@@ -26,7 +26,7 @@ from pensieve.engine.journal import Journal, opened
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Ports, Sink
 from pensieve.errors import ConfigError
-from pensieve.launch.kv_identity import KvIdentity, kv_identity
+from pensieve.launch.kv_compatibility import KvCompatibility, kv_compatibility
 from pensieve.launch.model_folder import LoadedTexts, Report
 from pensieve.launch.objectives import ESTIMATED, Pages, Smallest, smallest_tbt
 from pensieve.launch.sizing import TierPages, turns_max
@@ -59,8 +59,8 @@ class BuiltEngine:
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
     smallest_tbt: Smallest | None = None  # None: no objective, or too few pages to measure it
-    kv_identity: KvIdentity = field(
-        default_factory=lambda: KvIdentity({}, "it runs no model, so it has no KV")
+    kv_compatibility: KvCompatibility = field(
+        default_factory=lambda: KvCompatibility({}, "it runs no model, so it has no KV")
     )
 
     @property
@@ -121,7 +121,7 @@ def build_engine(
         if journal is not None:
             is_intact = journal.observer.noting(is_intact)
         device = ranks.model.flat.module.device
-        identity = kv_identity(settings, folder, shape, device.type, tiers.page_bytes)
+        identity = kv_compatibility(settings, folder, shape, device.type, tiers.page_bytes)
         pages = PageBytes(tiers.memory, checksums) if identity.facts else None
         engine = Engine(
             configs,

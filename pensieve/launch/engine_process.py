@@ -135,8 +135,8 @@ def _start(
         "page_bytes": built.page_bytes,
         "chunk_tokens": settings.chunk_tokens,
         "iteration_cost": asdict(built.engine.scheduler.config.cost),
-        "kv_identity": dict(built.kv_identity.facts),
-        "kv_refusal": built.kv_identity.refusal,
+        "kv_compatibility": dict(built.kv_compatibility.facts),
+        "kv_refusal": built.kv_compatibility.refusal,
         **built.computes,
     }
     if (smallest := built.smallest_tbt) is not None:

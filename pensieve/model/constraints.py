@@ -1,6 +1,6 @@
 """Keep replies within their constraints: compute which tokens may come next, while the forward runs.
 
-    prepare     a thread compiles, before the scheduler knows the turn (engine/held_turns.py)
+    prepare     a thread compiles, before the scheduler knows the turn (engine/turns_awaiting_constraints.py)
     launch      start_masks ── a job for each constrained row ──> threads: consume new tokens, make the mask
                 forward                                               │
                 masks  <──────────────────────────────────────────────┘ waits for unfinished jobs

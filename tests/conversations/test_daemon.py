@@ -352,7 +352,7 @@ def test_two_first_messages_at_once_make_one_conversation(rig: DaemonRig) -> Non
 
 
 def test_too_many_turns_are_refused_with_a_time_to_come_back(tmp_path: Path) -> None:
-    config = DaemonConfig(turns_max=2, grace_seconds=0.1)
+    config = DaemonConfig(live_turns_max=2, grace_seconds=0.1)
     with DaemonRig(tmp_path / "data", config=config, program=(*ECHO, "--seconds=0.005")) as rig:
         running = [rig.send(f"c{i}", "hello", sampling=LONG) for i in range(2)]
         for each in running:

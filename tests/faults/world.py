@@ -291,7 +291,7 @@ class World:
             # This program is never run: below, the world replaces the process by its machine.
             EngineProgram((), {}, self.disk.folder),
             DaemonConfig(
-                turns_max=self.shape.turns_max,
+                live_turns_max=self.shape.turns_max,
                 grace_seconds=self.shape.grace_seconds,
                 heartbeat_seconds=self.shape.heartbeat_seconds,
                 iteration_seconds_max=self.shape.iteration_seconds_max,

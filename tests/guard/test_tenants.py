@@ -545,7 +545,7 @@ def test_tenants_that_all_have_more_than_can_run_get_it_by_their_weights(tmp_pat
 
 def test_warms_take_places_among_those_who_wait(tmp_path: Path) -> None:
     """A flood of warms must not fill the engine's queue, which is only as long as the daemon's limit."""
-    config = DaemonConfig(turns_max=2)
+    config = DaemonConfig(live_turns_max=2)
     slow, written = (*ECHO, "--seconds=0.2"), {"token_budget": "16"}
     with DaemonRig(tmp_path / "data", config=config, program=slow, written=written) as rig:
         for name in ("c", "d", "e"):

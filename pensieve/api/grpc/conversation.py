@@ -37,13 +37,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.CreateConversationRequest, context: Any
     ) -> pb.CreateConversationResponse:
         settings = _settings(request)
-        created = await self.daemon.writable_by(settings.tenant).create(settings)
+        created = await self.daemon.charged_to(settings.tenant).create(settings)
         return pb.CreateConversationResponse(conversation=self._conversation(created))
 
     async def ImportConversation(
         self, requests: AsyncIterator[pb.ImportConversationRequest], context: Any
     ) -> pb.ImportConversationResponse:
-        conversations = self.daemon.writable_by(caller().tenant)
+        conversations = self.daemon.charged_to(caller().tenant)
         first = await anext(requests, None)
         if first is None or not first.HasField("conversation"):
             raise InvalidArgument("conversation", "is missing: the first piece must have it")
@@ -90,7 +90,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.ForkConversationRequest, context: Any
     ) -> pb.ForkConversationResponse:
         tenant = caller().tenant
-        fork = await self.daemon.writable_by(tenant).fork(
+        fork = await self.daemon.charged_to(tenant).fork(
             _id(request.conversation_id),
             request.new_conversation_id or _drawn(),
             request.at_revision if request.HasField("at_revision") else None,
@@ -103,7 +103,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.RewindConversationRequest, context: Any
     ) -> pb.RewindConversationResponse:
         tenant = caller().tenant
-        rewound = await self.daemon.writable_by(tenant).rewind(
+        rewound = await self.daemon.charged_to(tenant).rewind(
             _id(request.conversation_id),
             request.to_revision,
             request.expected_revision if request.HasField("expected_revision") else None,
@@ -161,7 +161,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             keep_warm=request.keep_warm,
             tenant=caller().tenant,
         )
-        declared = await self.daemon.writable_by(settings.tenant).prefixes.create(settings)
+        declared = await self.daemon.charged_to(settings.tenant).prefixes.create(settings)
         return pb.CreatePrefixResponse(prefix=translate.prefix(declared))
 
     async def GetPrefix(self, request: pb.GetPrefixRequest, context: Any) -> pb.GetPrefixResponse:

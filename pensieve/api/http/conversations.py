@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from pensieve.api.http.exchange import Exchange, is_descending, limit_of, query_of
 from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.response_history import ResponseHistory, appended, as_stored
 from pensieve.api.http.response_places import new_conversation_id
-from pensieve.api.http.stored import StoredConversations, appended, as_stored
 from pensieve.api.json_fields import Fields, Refusal, check_json
 from pensieve.api.openai.conversation_items import Place, items_of, place_of, tag_of
 from pensieve.api.openai.messages import add_items
@@ -55,7 +55,7 @@ class ConversationItems(NamedTuple):
 
 
 class ConversationEndpoints:
-    def __init__(self, daemon: Daemon, requests: ApiRequests, stored: StoredConversations) -> None:
+    def __init__(self, daemon: Daemon, requests: ApiRequests, stored: ResponseHistory) -> None:
         self._daemon, self._requests = daemon, requests
         self._stored = stored
 
@@ -68,7 +68,7 @@ class ConversationEndpoints:
         settings = ConversationSettings(
             new_conversation_id(), metadata=metadata, tenant=by.tenant, pending=pending
         )
-        return _described(await self._daemon.writable_by(by.tenant).create(settings))
+        return _described(await self._daemon.charged_to(by.tenant).create(settings))
 
     async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         return _described(await self._conversation(exchange, by))

@@ -24,10 +24,10 @@ from functools import partial
 from typing import Any
 
 from pensieve.api.http.requests import ApiRequests
-from pensieve.api.http.stored import (
+from pensieve.api.http.response_history import (
     TAKEN_BACK,
+    ResponseHistory,
     StartingPoint,
-    StoredConversations,
     as_stored,
     first_number,
     no_previous,
@@ -115,7 +115,7 @@ class ResponsePlaces:
         self,
         daemon: Daemon,
         requests: ApiRequests,
-        stored: StoredConversations,
+        stored: ResponseHistory,
     ) -> None:
         self._daemon, self._requests = daemon, requests
         self._stored = stored
@@ -170,7 +170,7 @@ class ResponsePlaces:
         if not match.may_append:
             new_id = new_conversation_id()
             with self._requests.binder.reserved(tenant, new_id):
-                fork = await self._daemon.writable_by(tenant).fork(
+                fork = await self._daemon.charged_to(tenant).fork(
                     conversation_id, new_id, match.revision, tenant=tenant
                 )
                 first = await self._stored.first_number(fork)
@@ -202,7 +202,7 @@ class ResponsePlaces:
         new_id = new_conversation_id()
         with self._requests.binder.reserved(tenant, new_id):
             try:
-                fork = await self._daemon.writable_by(tenant).fork(
+                fork = await self._daemon.charged_to(tenant).fork(
                     conversation.conversation_id, new_id, start.revision, tenant=tenant
                 )
             except NotFound:  # the conversation has no such revision any more
@@ -259,7 +259,7 @@ class ResponsePlaces:
         if not (settings.system_prompt or settings.tools or settings.template_options):
             return conversation
         model = self._requests.template, self._daemon.context_max
-        await self._daemon.conversations.tokenizing.run(
+        await self._daemon.conversations.text_pool.run(
             tenant, partial(check_settings, *model, settings)
         )
         return await self._stored.begin_with(conversation.conversation_id, settings, tenant)
@@ -270,7 +270,7 @@ class ResponsePlaces:
         self, new: NewResponse, before: Sequence[Message], reason: str = ""
     ) -> PlacedTurn:
         tenant, conversation_id = new.turn.tenant, new_conversation_id()
-        created = await self._daemon.writable_by(tenant).create(
+        created = await self._daemon.charged_to(tenant).create(
             replace(new.settings, conversation_id=conversation_id, tenant=tenant)
         )
         new = new.behind(before)

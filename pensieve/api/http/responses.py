@@ -28,6 +28,7 @@ from pensieve.api.http.exchange import Exchange, query_of
 from pensieve.api.http.idempotency import digest, key_of, key_reused, retry_key_of
 from pensieve.api.http.replies import follow, sources
 from pensieve.api.http.requests import ApiRequests, named
+from pensieve.api.http.response_history import ResponseHistory
 from pensieve.api.http.response_places import (
     NewResponse,
     PlacedTurn,
@@ -35,7 +36,6 @@ from pensieve.api.http.response_places import (
     TurnPlace,
     stored_response,
 )
-from pensieve.api.http.stored import StoredConversations
 from pensieve.api.json_fields import Refusal
 from pensieve.api.openai.answer import Heading
 from pensieve.api.openai.conversation_items import Place
@@ -67,7 +67,7 @@ class ResponseEndpoints:
         self,
         daemon: Daemon,
         requests: ApiRequests,
-        stored: StoredConversations,
+        stored: ResponseHistory,
         places: ResponsePlaces,
     ) -> None:
         self._daemon, self._requests = daemon, requests
@@ -401,7 +401,7 @@ class RunningResponses:
         self,
         daemon: Daemon,
         requests: ApiRequests,
-        stored: StoredConversations,
+        stored: ResponseHistory,
         places: ResponsePlaces,
     ) -> None:
         self._daemon, self._requests = daemon, requests

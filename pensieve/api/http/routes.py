@@ -20,10 +20,10 @@ from pensieve.api.http.messages import body_of as anthropics
 from pensieve.api.http.openapi import OpenApiEndpoint, document, members_of
 from pensieve.api.http.page import MemoryEndpoints, PageEndpoint
 from pensieve.api.http.requests import ApiRequests
+from pensieve.api.http.response_history import ResponseHistory
 from pensieve.api.http.response_places import ResponsePlaces
 from pensieve.api.http.responses import ResponseEndpoints
 from pensieve.api.http.route import Route
-from pensieve.api.http.stored import StoredConversations
 from pensieve.api.http.tokens import TokenEndpoints, parse_detokenize, parse_tokenize
 from pensieve.api.json_fields import Fields
 from pensieve.api.metrics.families import CONTENT_TYPE
@@ -166,7 +166,7 @@ def _parsed(kind: RequestKind, served: Served, given: Any, of: Callable[[Any], F
 
 
 def _of_responses(daemon: Daemon, requests: ApiRequests) -> Sequence[Route]:
-    stored = StoredConversations(daemon, requests)
+    stored = ResponseHistory(daemon, requests)
     places = ResponsePlaces(daemon, requests, stored)
     responses = ResponseEndpoints(daemon, requests, stored, places)
     conversations = ConversationEndpoints(daemon, requests, stored)

@@ -282,7 +282,7 @@ class Binder:
         self, choice: _Choice, match: ChainMatch, seconds_left: float | None
     ) -> BoundTurn:
         tenant, new_id = choice.request.tenant, choice.conversation_id
-        conversations = self._daemon.writable_by(tenant)
+        conversations = self._daemon.charged_to(tenant)
         source = match.conversation_id, new_id, match.revision
         num_known = choice.history.lengths[match.digest]
         request = choice.turn_request(new_id, num_known, match.revision)

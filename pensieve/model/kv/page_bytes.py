@@ -2,7 +2,7 @@
 
 A chunk's bytes are its leading slots, layer by layer, keys and then values of all heads.  The layout is that
 of an arena (memory.py) without the remaining slots: (layers, 2, kv_heads, slots, row).  Only an engine of the
-same identity (launch/kv_identity.py) can use these bytes.
+same identity (launch/kv_compatibility.py) can use these bytes.
 
 The engine's thread reads and writes between two iterations.  On a GPU, reading a device page waits for all
 launched work, and reading a host page waits for nothing.  Written pages were just given to their chunks, so

@@ -13,9 +13,9 @@ from typing import Any
 import openai
 import pytest
 
+from pensieve.api.http.response_history import ResponseHistory
 from pensieve.api.http.response_places import NewResponse, ResponsePlaces
 from pensieve.api.http.responses import _digest_of
-from pensieve.api.http.stored import StoredConversations
 from pensieve.api.openai.request import RequestKind, Served, parse
 from pensieve.conversations.binding.chain import ChainEnd
 from pensieve.guard.callers import Token
@@ -403,15 +403,15 @@ def test_a_retry_gets_a_response_that_runs_in_the_form_that_it_asks_for(door: Ht
 def test_two_requests_with_a_key_that_look_at_once_are_one_turn(
     door: HttpRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find, looked = StoredConversations.response, []
+    find, looked = ResponseHistory.response, []
 
-    async def slowly(self: StoredConversations, response_id: str, tenant: str) -> Any:
+    async def slowly(self: ResponseHistory, response_id: str, tenant: str) -> Any:
         looked.append(response_id)
         found = await find(self, response_id, tenant)
         await asyncio.sleep(0.3)  # so that the other request comes meanwhile
         return found
 
-    monkeypatch.setattr(StoredConversations, "response", slowly)
+    monkeypatch.setattr(ResponseHistory, "response", slowly)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(respond, door, "Say it once.", key="k5") for _ in range(2)]
     first, second = (each.result() for each in both)

@@ -481,7 +481,7 @@ def test_a_request_that_is_refused_leaves_no_conversation_behind(bindings: Bindi
 def test_where_no_turn_may_begin_nothing_is_looked_up_and_a_known_request_is_answered(
     tmp_path: Path,
 ) -> None:
-    config = DaemonConfig(turns_max=1, grace_seconds=0.2)
+    config = DaemonConfig(live_turns_max=1, grace_seconds=0.2)
     long = TurnOptions(Sampling(max_tokens=100_000, ignore_eos=True))
     with bindings_over(tmp_path / "data", program=SLOW, config=config) as bindings:
         known = stateless((Message("user", "One"),), request_id="again")

@@ -31,20 +31,20 @@ HEADER_BYTES_MAX = 1 << 24
 PAGE_BYTES_MAX = 32 << 20  # because a page must fit into one frame of the pipe
 
 
-class KvIdentity(NamedTuple):
+class KvCompatibility(NamedTuple):
     facts: Mapping[str, str]  # empty: this engine exchanges no KV
     refusal: str = ""  # if `facts` is empty: why
 
 
-def kv_identity(
+def kv_compatibility(
     settings: Settings, folder: Path, shape: ModelShape, device_type: str, page_bytes: int
-) -> KvIdentity:
+) -> KvCompatibility:
     if settings.tensor_parallel > 1 or settings.pipeline_stages > 1:
-        return KvIdentity({}, "its pages are divided among several ranks")
+        return KvCompatibility({}, "its pages are divided among several ranks")
     if page_bytes > PAGE_BYTES_MAX:
-        return KvIdentity({}, f"a page of {page_bytes:,} bytes is too large")
+        return KvCompatibility({}, f"a page of {page_bytes:,} bytes is too large")
     scales = hashlib.sha256(repr(shape.kv_exponents).encode()).hexdigest()[:16]
-    return KvIdentity(
+    return KvCompatibility(
         {
             "version": __version__,
             "torch": metadata.version("torch"),

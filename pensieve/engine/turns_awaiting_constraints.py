@@ -26,7 +26,7 @@ from pensieve.engine.messages import SubmitTurn
 from pensieve.engine.ports import Preparer
 
 
-class HeldTurns:
+class TurnsAwaitingConstraints:
     """Belongs to the engine's main thread. Other threads call only `_on_ready`."""
 
     def __init__(self, preparer: Preparer | None, wake: Callable[[], None]) -> None:

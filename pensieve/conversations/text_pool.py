@@ -14,7 +14,7 @@ from pensieve.errors import ContextFull
 T = TypeVar("T")
 
 
-class TextPoolTokenizer:
+class ChargedTextPool:
     """Belongs to the event loop."""
 
     def __init__(self, history: History, threads: Threads, admission: Admission) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.turn import FinishReason
-from pensieve.engine.held_turns import HeldTurns
 from pensieve.engine.journal import replay
 from pensieve.engine.messages import (
     CancelTurn,
@@ -21,6 +20,7 @@ from pensieve.engine.messages import (
     RewindConversation,
     SubmitTurn,
 )
+from pensieve.engine.turns_awaiting_constraints import TurnsAwaitingConstraints
 from tests.engine.rig import Rig, packed, submit
 
 CONSTRAINT = Constraint(ConstraintKind.REGEX, "a+")
@@ -57,7 +57,7 @@ class HoldingRig(Rig):
     def __init__(self, journal: io.StringIO | None = None) -> None:
         super().__init__(journal=journal)
         self.compiling = Compiling()
-        self.engine.held = HeldTurns(self.compiling, self.mailbox.wake)
+        self.engine.held = TurnsAwaitingConstraints(self.compiling, self.mailbox.wake)
 
     def put(self, turn_id: int, name: str, log: list[int] | None = None) -> None:
         self.mailbox.put(constrained(turn_id, name, log or []))

@@ -49,7 +49,7 @@ class StartingPoint:
     is_of_response: bool = False  # `revision` is the revision of a response
 
 
-class StoredConversations:
+class ResponseHistory:
     """Runs on the event loop."""
 
     def __init__(self, daemon: Daemon, requests: ApiRequests) -> None:
@@ -275,7 +275,7 @@ class StoredConversations:
         return changed.after
 
     async def _check(self, tenant: str) -> None:
-        self._daemon.writable_by(tenant)
+        self._daemon.charged_to(tenant)
         most = self._daemon.admission.allowances.storage.get(tenant)
         if most is None:
             return

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pensieve.launch.kv_identity import PAGE_BYTES_MAX, kv_identity, weights_digest
+from pensieve.launch.kv_compatibility import PAGE_BYTES_MAX, kv_compatibility, weights_digest
 from pensieve.model.shape import ModelShape
 from tests.conversations.rig import write_model
 from tests.launch.settings import settings_of
@@ -21,7 +21,9 @@ SHAPE = ModelShape(2, 4, 2, 16, 512, 256, torch.float32, 1000, 4000)
 def test_two_engines_of_one_model_are_the_same_wherever_it_lies(tmp_path: Path) -> None:
     one = write_model(tmp_path / "one", QWEN_2_5)
     other = shutil.copytree(one, tmp_path / "other")
-    facts = [kv_identity(settings_of(), each, SHAPE, "cpu", 4096).facts for each in (one, other)]
+    facts = [
+        kv_compatibility(settings_of(), each, SHAPE, "cpu", 4096).facts for each in (one, other)
+    ]
     assert facts[0] == facts[1]
     assert facts[0]["kv_heads"] == "2"
     assert facts[0]["kv_scales"] == "none"
@@ -37,7 +39,7 @@ def test_another_training_another_configuration_and_another_format_differ(tmp_pa
     assert weights_digest(one) != weights_digest(configured)
 
     def facts(shape: ModelShape = SHAPE, device: str = "cpu", **written: str) -> dict[str, str]:
-        return dict(kv_identity(settings_of(**written), one, shape, device, 4096).facts)
+        return dict(kv_compatibility(settings_of(**written), one, shape, device, 4096).facts)
 
     here = facts()
     for differs, there in (
@@ -63,10 +65,10 @@ def test_a_change_of_one_tensor_is_seen(tmp_path: Path) -> None:
 
 def test_several_ranks_and_huge_pages_hand_nothing_over(tmp_path: Path) -> None:
     for written in ({"tensor_parallel": "2"}, {"pipeline_stages": "2"}):
-        refused = kv_identity(settings_of(**written), tmp_path, SHAPE, "cpu", 4096)
+        refused = kv_compatibility(settings_of(**written), tmp_path, SHAPE, "cpu", 4096)
         assert (refused.facts, refused.refusal) == (
             {},
             "its pages are divided among several ranks",
         )
-    refused = kv_identity(settings_of(), tmp_path, SHAPE, "cpu", PAGE_BYTES_MAX + 1)
+    refused = kv_compatibility(settings_of(), tmp_path, SHAPE, "cpu", PAGE_BYTES_MAX + 1)
     assert refused.refusal == "a page of 33,554,433 bytes is too large"
